@@ -41,7 +41,7 @@ GPUS = ("h100", "gh200")
 BUDGETS = ("50%", "30%", "20%", "10%")
 METHODS = ("recompute", "offload", "both", "both and split")
 WITHOUT_PIECES = ("llama3-8b-128k",)
-"""Models whose operations are not split as well: within 10%, this one has 16,000 operations with
+"""Models whose operations are not split as well: within 10%, this one has 12,000 operations with
 pieces, which take minutes to solve."""
 
 TIME_LIMIT_S = 10.0

@@ -4,7 +4,7 @@
     python -m benchmarks.gpu --all              # also what the software GPU proves
     python -m benchmarks.gpu --steps 3 6        # only these steps, in full
     python -m benchmarks.gpu --minutes 9        # what fits; a second call does the rest
-    python -m benchmarks.gpu --jobs 8           # eight parts at a time, their times in turns
+    python -m benchmarks.gpu --jobs 8           # eight parts at a time; they measure in turns
     python -m benchmarks.gpu --dry              # the same code on the CPU, with tiny shapes
 
 Each part runs in a process of its own, and its checks are stored in build/gpu. A part that has

@@ -25,7 +25,9 @@ from remat.plan_data import COPIES_S_STAT, HOST_BYTES_STAT, WAITING_S_STAT
 RECOMPUTE, OFFLOAD = "recompute", "offload"
 
 
-def check_offload(build_workload: WorkloadBuilder, budgets: tuple[str, ...]) -> PartFunction:
+def check_offload(
+    build_workload: WorkloadBuilder, budgets: tuple[str, ...], split: str
+) -> PartFunction:
     """Step 15 for one model: bytes, seconds and numbers of plans with offloading and without."""
 
     def run(setting: Setting, report: Report) -> None:
@@ -42,7 +44,13 @@ def check_offload(build_workload: WorkloadBuilder, budgets: tuple[str, ...]) -> 
                 offload = "auto" if name == OFFLOAD else "off"
                 try:
                     modules[name] = optimize_workload(
-                        workload, budget, setting, solve_s=15.0, outputs="loss", offload=offload
+                        workload,
+                        budget,
+                        setting,
+                        solve_s=15.0,
+                        outputs="loss",
+                        split=split,
+                        offload=offload,
                     )
                 except remat.InfeasibleBudget as error:
                     report.info(f"{budget}, {name}: a plan", str(error))
@@ -109,8 +117,9 @@ def _check_plans(
 def _check_numbers(
     report: Report, workload: Workload, budget: str, modules: dict[str, nn.Module]
 ) -> None:
-    """Compare loss and gradients of the plan that offloads with those of eager mode; kernels with
-    atomic additions differ from run to run, so it is also told by how much eager mode differs."""
+    """Compare loss and gradients of the plan that offloads with those of eager mode. Kernels with
+    atomic additions differ from run to run, so the difference between two eager steps is reported,
+    too."""
     runs = [_numbers(modules[name], workload) for name in ("eager", "eager", OFFLOAD)]
     (loss, expected), (_, repeated), (offload_loss, offloaded) = runs
     noise, error = _difference(expected, repeated), _difference(expected, offloaded)

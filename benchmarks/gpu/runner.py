@@ -96,9 +96,13 @@ def run_all(
                 pool.submit(lambda group=group: [result_of(part) for part in group])
                 for group in groups
             ]
-            for finished in as_completed(running):  # shown at once: a run may be interrupted
-                for result in finished.result():
-                    add(result)
+            try:
+                for finished in as_completed(running):  # shown at once: a run may be interrupted
+                    for result in finished.result():
+                        add(result)
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
     order = {part.key: index for index, part in enumerate(PARTS)}
     return sorted(results, key=lambda r: order.get(f"{r.step:02d}-{r.name}", 0))
 

@@ -27,7 +27,8 @@ class Setting:
     """Device and sizes of the run.
 
     `folder` holds files that one part writes and another one reads; `part` names the running part.
-    `is_timed` is True if the part measures time, and no part that does not runs at the same time.
+    `is_timed` is True if the part measures time. Such parts run only next to one another, and use
+    the GPU in turns (`gpu`).
     """
 
     folder: Path
@@ -39,8 +40,8 @@ class Setting:
     def gpu(self) -> Iterator[None]:
         """Use the GPU while no other part does: parts that measure time take turns.
 
-        They import, trace and solve at the same time, which takes most of their time and no GPU. At
-        the end, the cached blocks of the allocator are freed for the others.
+        They import, build their models and trace at the same time, and solve where no operation is
+        split. At the end, the cached blocks of the allocator are freed for the others.
         """
         global _is_locked
         if not self.is_timed or _is_locked:
@@ -51,9 +52,9 @@ class Setting:
             _is_locked = True
             try:
                 yield
-                free_unused_memory(self.device)
             finally:
                 _is_locked = False
+                free_unused_memory(self.device)
 
     @property
     def device(self) -> torch.device:
@@ -81,7 +82,7 @@ PartFunction = Callable[[Setting, Report], None]
 
 
 def without_turns(run: PartFunction) -> PartFunction:
-    """Return the part with the GPU for itself from beginning to end."""
+    """Return the part with the lock of the GPU from beginning to end."""
 
     def run_with_gpu(setting: Setting, report: Report) -> None:
         with setting.gpu():

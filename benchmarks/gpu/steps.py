@@ -181,8 +181,10 @@ def _time_parts() -> list[Part]:
         Part(12, "resnet50-bf16", data_sheet.compare_costs(_RESNET)),
         Part(13, "pinned-memory", without_turns(link.measure_link), 60.0),
         Part(14, "gpt2-16x1024", without_turns(compiled.compare_compiled(_COMPILED)), 300.0),
-        Part(15, "gpt2-16x1024", offloading.check_offload(_LARGE, ("50%", "30%")), 200.0),
-        Part(15, "llama-1b-2x2048", offloading.check_offload(models.llama, ("60%",)), 200.0),
+        Part(15, "gpt2-16x1024", offloading.check_offload(_LARGE, ("70%", "50%"), "off"), 200.0),
+        Part(
+            15, "llama-1b-2x2048", offloading.check_offload(models.llama, ("60%",), "auto"), 200.0
+        ),
     ]
 
 

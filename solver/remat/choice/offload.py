@@ -40,6 +40,9 @@ from remat.plan_data import (
 from remat.progress import Cancel
 from remat.simulate import baseline_of, simulate
 
+MAX_OPERATIONS = 10_000
+"""The largest traces in which tensors are offloaded: a solve of larger ones takes minutes."""
+
 _MAX_ATTEMPTS = 3
 """Rewritten traces that are solved in full, as long as none fits the budget."""
 
@@ -72,15 +75,17 @@ def solve_with_offload(
     `traces` are forms of one measured step, such as whole and with operations split. Waiting for
     copies is part of the plan's time, as costs of the operations that wait. `solve_without` solves
     without offloading; it is not called if no such plan of `traces` can be faster. `cancel` and
-    `limit_s` end the choice early: after that time, one trace is solved in full at most. Raises the
-    errors of `solve_without` if no plan with offloading fits the budget either.
+    `limit_s` end the choice early: after that time, the first plan with offloading is taken; for
+    the budget "min" the time is that of each size that is tried. Raises the errors of
+    `solve_without` if no plan with offloading fits the budget either.
     """
     graph = traces[0].graph()
     budget_bytes = budget.in_bytes(baseline_of(graph).peak_bytes, graph.library_bytes)
     if budget_bytes is None:
         return _solve_smallest(limits, solve_in_full, solve_without, cancel, limit_s)
     deadline = time.monotonic() + limit_s
-    choices = offloaded_traces(traces, budget_bytes, limits, cancel, limit_s)
+    solvable = [trace for trace in traces if len(trace.operations) <= MAX_OPERATIONS]
+    choices = offloaded_traces(solvable, budget_bytes, limits, cancel, limit_s)
     offloaded = _best_plan(choices, budget, limits.link, solve_in_full, deadline)
     if (
         offloaded is not None
@@ -137,7 +142,7 @@ def _best_plan(
     deadline: float,
 ) -> TracePlan | None:
     """Return the fastest plan of the most promising choices that fit the budget, or that of a
-    choice without recomputation if it is faster. After the deadline, no second one is solved."""
+    choice without recomputation if it is faster. After the deadline, the first plan is taken."""
 
     def solve(choice: OffloadedTrace) -> TracePlan | None:
         try:
@@ -151,7 +156,7 @@ def _best_plan(
     for choice in choices[:_MAX_ATTEMPTS]:
         if len(plans) == _MAX_PLANS or choice.score_s > (1 - _WORTHWHILE_GAIN) * best_s:
             break
-        if tried and time.monotonic() > deadline:
+        if plans and time.monotonic() > deadline:
             break
         tried.append(choice)
         if (plan := solve(choice)) is not None:
@@ -159,7 +164,7 @@ def _best_plan(
             best_s = min(best_s, plan.plan.time_s)
     others = (c for c in choices if not any(c is choice for choice in tried))
     retaining = min(others, key=lambda choice: choice.without_recompute_s, default=None)
-    is_in_time = not tried or time.monotonic() <= deadline
+    is_in_time = not plans or time.monotonic() <= deadline
     if retaining is not None and is_in_time and retaining.without_recompute_s < best_s:
         plans += [plan for plan in [solve(retaining)] if plan is not None]
     return min(plans, key=lambda plan: plan.plan.time_s, default=None)

@@ -54,9 +54,9 @@ _COPY_COST = 0.01
 """Seconds that each second of a copy costs where it is hidden: on an H200, copies in both
 directions slow down concurrent matrix products by 2%."""
 
-_PRUNED_ABOVE = 0.02
-"""A solution of the relaxation that takes longer than the best trace by more than this share is not
-rewritten: its trace might be faster only because the relaxation counts hidden copies."""
+_PRUNING_MARGIN = 0.02
+"""Solutions of the relaxation that take longer than the best trace by more than this share are not
+rewritten. The margin is needed because the relaxation charges `_COPY_COST` for hidden copies."""
 
 _USED_BANDWIDTH = 0.95
 """The share of the bandwidth that the relaxation chooses tensors for: copies start and are awaited
@@ -175,8 +175,8 @@ class _Search:
 
     def _results_of_moments(self, *, recomputes: bool) -> Iterator[tuple[_Place, OffloadedTrace]]:
         """Yield traces for each moment, with more and more memory left free as long as that helps.
-        Solutions that are slower than the best trace are not rewritten. Ends with a trace that is
-        as fast as the bound."""
+        Solutions that are slower than the best trace by `_PRUNING_MARGIN` are not rewritten. Ends
+        with a trace that is as fast as the bound."""
         best_s = math.inf
         for moment in self.host_limits:
             last_s, is_solved = math.inf, False
@@ -190,7 +190,7 @@ class _Search:
                 is_solved |= cut is not None
                 if cut is None or not self._is_new(cut):
                     continue
-                if recomputes and cut.bound_s > (1 + _PRUNED_ABOVE) * best_s:
+                if recomputes and cut.bound_s > (1 + _PRUNING_MARGIN) * best_s:
                     break
                 result = self._rewritten(cut)
                 yield place, result

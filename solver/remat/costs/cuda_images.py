@@ -1,9 +1,11 @@
 """Kernels of images in half precision that are slower than the roofline, measured on an H200.
 
-Figures are from single operations of a ResNet-50 step in bfloat16 autocast with 128 images, in the
-default memory format, outside of the L2 cache (torch 2.11, CUDA 13.0, cuDNN, 27 November 2026;
-`tests/data/measured_costs/h200_images.json`). Tensors in the memory format `channels_last` need
-none of the conversions, and have no rules here.
+Convolutions in float16 and bfloat16, and batch norm in bfloat16, which cuDNN does not run. Figures
+are from single operations of a ResNet-50 step in bfloat16 autocast with 128 images, in the default
+memory format, with operands that are not in the L2 cache (torch 2.11, CUDA 13.0, 27 November 2026;
+`tests/data/measured_costs/h200_images.json`). Images in the memory format `channels_last` need no
+conversion. They have no rules here, and neither have grouped convolutions and batch norm in
+evaluation, which were not measured.
 """
 
 from __future__ import annotations
@@ -13,23 +15,22 @@ from math import prod
 
 from remat.documents.records import Node, TensorMeta
 
-CONVERSIONS_PER_S = 2.5e9
-"""Elements per second and multiprocessor that cuDNN brings into the memory format of its kernels,
-and back."""
+CONVERTED_ELEMENTS_PER_S = 2.5e9
+"""Elements per second and multiprocessor that cuDNN converts between NCHW and NHWC."""
 
-CHANNELS_PER_S = {"forward": 1.0e9, "backward": 0.53e9}
+CHANNEL_ELEMENTS_PER_S = {"forward": 1.0e9, "backward": 0.53e9}
 """Elements per second of one channel of a batch norm in bfloat16, which has one block of threads
 for each channel."""
-NORMS_PER_S = {"forward": 1.3e9, "backward": 1.15e9}
+NORM_ELEMENTS_PER_S = {"forward": 1.3e9, "backward": 1.15e9}
 """Elements per second and multiprocessor of such a batch norm, if there are many channels."""
 
 _NORMS = {
     "_batch_norm_with_update": "forward",
     "_batch_norm_with_update_functional": "forward",
-    "native_batch_norm": "forward",
     "batch_norm_backward": "backward",
-    "native_batch_norm_backward": "backward",
 }
+_GROUPS = {"convolution": 8, "convolution_backward": 9}
+"""Position of the number of groups among the arguments."""
 _HALF = ("float16", "bfloat16")
 _ALIGNMENT = 8
 _FEW_CHANNELS, _FEW_CHANNELS_SLOWDOWN = 4, 3
@@ -45,17 +46,18 @@ def image_seconds(node: Node, metas: Mapping[str, TensorMeta], multiprocessors: 
         return 0.0
     if name in _NORMS and operands[0].dtype == "bfloat16":
         return _norm_seconds(operands[0], _NORMS[name], multiprocessors)
-    if name in ("convolution", "convolution_backward") and operands[0].dtype in _HALF:
+    is_plain = name in _GROUPS and len(node.args) > _GROUPS[name] and node.args[_GROUPS[name]] == 1
+    if is_plain and operands[0].dtype in _HALF:
         elements = _converted_elements(name, operands, [r.tensor for r in node.results])
-        return elements / (CONVERSIONS_PER_S * multiprocessors)
+        return elements / (CONVERTED_ELEMENTS_PER_S * multiprocessors)
     return 0.0
 
 
 def _norm_seconds(images: TensorMeta, direction: str, multiprocessors: int) -> float:
     elements = prod(images.shape)
     return max(
-        elements / images.shape[1] / CHANNELS_PER_S[direction],
-        elements / (NORMS_PER_S[direction] * multiprocessors),
+        elements / images.shape[1] / CHANNEL_ELEMENTS_PER_S[direction],
+        elements / (NORM_ELEMENTS_PER_S[direction] * multiprocessors),
     )
 
 

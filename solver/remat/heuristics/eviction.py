@@ -88,7 +88,8 @@ def evict(
 
 
 class _RecomputeCost(NamedTuple):
-    """The seconds to recompute a value, for a next use (None: for any), before the stage `end`."""
+    """A cached cost of recomputing a value. It holds for one next use (None: for all) until the
+    stage `end`, exclusive."""
 
     cost_s: float
     next_use: float | None

@@ -15,7 +15,7 @@ MIB = 1 << 20
 
 
 def unpinned_chunks() -> PinnedChunks:
-    """Chunks of no memory at all: only their regions are tested."""
+    """Chunks on the meta device, without memory: only their regions are tested."""
     return PinnedChunks(lambda size: torch.empty(size, dtype=torch.uint8, device="meta"))
 
 
@@ -45,6 +45,27 @@ def test_all_steps_but_the_first_pin_nothing(mebibytes: list[int], is_reversed: 
             chunks.give(region)
         pinned_bytes = pinned_bytes or chunks.pinned_bytes
         assert chunks.pinned_bytes == pinned_bytes, step
+
+
+@hypothesis.given(
+    st.lists(st.tuples(st.integers(1, 2048), st.integers(0, 5)), min_size=1, max_size=20)
+)
+def test_reserved_memory_suffices_where_tensors_come_back_early(
+    tensors: list[tuple[int, int]],
+) -> None:
+    """Regions are given back while others are still taken."""
+    chunks = unpinned_chunks()
+    chunks.reserve(mebibytes * MIB for mebibytes, _ in tensors)
+    pinned_bytes = chunks.pinned_bytes
+    for _ in range(3):
+        taken = []
+        for mebibytes, delay in tensors:
+            taken.append(chunks.take(mebibytes * MIB))
+            if len(taken) > delay:
+                chunks.give(taken.pop(0))
+        for region in taken:
+            chunks.give(region)
+        assert chunks.pinned_bytes == pinned_bytes
 
 
 @hypothesis.given(st.lists(st.lists(st.integers(1, 2048), max_size=12), min_size=2, max_size=4))

@@ -260,7 +260,7 @@ def test_a_warning_says_what_changed(caplog: pytest.LogCaptureFixture) -> None:
         gm(x)
     messages = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
     assert [m.split(":")[0] for m in messages] == [
-        "autocast changed", "gradient accumulation changed",
+        "autocast changed", "accumulation of gradients changed",
     ]  # fmt: skip
 
 

@@ -45,7 +45,7 @@ def cost_key(
             case _:
                 return encode_argument(argument)
 
-    # Until version 0.2 a product was estimated by its bytes: such entries of a cache are wrong.
+    # Up to version 0.1, `add_product` was estimated by its bytes: those entries are not to be used.
     suffix = ", timed" if node.target == ADD_PRODUCT_TARGET else ""
     return {
         "op": node.target + suffix,

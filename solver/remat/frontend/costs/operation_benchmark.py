@@ -52,8 +52,8 @@ def l2_cache_bytes(device: torch.device) -> int:
 
 
 def only_moves_bytes(node: Node) -> bool:
-    """True for an operation of remat whose time is that of the bytes that it moves: all but a
-    product, which computes as well."""
+    """True for an operation of remat whose time is that of the bytes that it moves: all
+    except `add_product`, which computes as well."""
     return node.target.startswith("remat.") and node.target != ADD_PRODUCT_TARGET
 
 

@@ -20,7 +20,7 @@ from remat.frontend.costs.calibration import CalibratedRoofline
 from remat.frontend.costs.cost_cache import CostCache, MeasuredCost
 from remat.frontend.costs.cost_key import cost_key, device_name, environment_key
 from remat.frontend.costs.operands import operand_and_result_bytes
-from remat.frontend.costs.operation_benchmark import OperationBenchmark
+from remat.frontend.costs.operation_benchmark import OperationBenchmark, only_moves_bytes
 from remat.frontend.costs.progress_bar import MeasureProgress
 from remat.limits.units import format_bytes
 
@@ -118,7 +118,7 @@ def assumed_workspace_bytes(
     On CUDA it is as large as its operands and results (attention and convolutions take hundreds of
     megabytes). On the CPU it is 0, since no measured peak there contains workspaces.
     """
-    if device.type != "cuda" or node.target.startswith("remat."):
+    if device.type != "cuda" or only_moves_bytes(node):
         return 0
     return operand_and_result_bytes(node, metas)
 

@@ -28,6 +28,7 @@ from remat.frontend.planning.schedule_reuse import ScheduleReuse, superseded_key
 from remat.frontend.planning.solving import PlanningResult, solve_trace, with_measured_costs
 from remat.frontend.planning.trace_cache import TraceCache
 from remat.frontend.runtime.guards import (
+    ACCUMULATION,
     CallSignature,
     ModelCall,
     ModelTracker,
@@ -248,9 +249,10 @@ class Planner:
         """Log a new plan: as a warning where a changed call caused a full planning."""
         phases = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in self.timings_s.items())
         purpose = " for gradient accumulation" if key.accumulates_gradients else ""
-        changes = min((changes_between(k, key) for k in self._entries), key=len, default=[])
+        others = (changes_between(k, key) for k in reversed(self._entries))
+        changes = min(others, key=len, default=[])
         changed = " and ".join(changes or ["inputs"])
-        if "gradient accumulation" in changes:
+        if ACCUMULATION in changes:
             purpose = ""
         if not self._entries:
             logger.info("planned%s: %r (%s)", purpose, plan, phases)

@@ -49,6 +49,8 @@ class CallSignature(NamedTuple):
     hook_ids: tuple[int, ...] = ()
 
 
+ACCUMULATION = "accumulation of gradients"
+
 _CHANGES = {
     "structure": "inputs",
     "inputs": "inputs",
@@ -57,7 +59,7 @@ _CHANGES = {
     "training": "training mode",
     "training_exceptions": "training mode",
     "autocast": "autocast",
-    "accumulates_gradients": "gradient accumulation",
+    "accumulates_gradients": ACCUMULATION,
     "buffers": "buffers",
     "hook_ids": "hooks",
 }

@@ -41,9 +41,9 @@ def _pin(size_bytes: int) -> torch.Tensor:
 class PinnedChunks:
     """Regions of pinned chunks: the smallest free one that is large enough is taken.
 
-    A freed region remains as it is: each step takes regions of the same sizes, so all but the first
-    find theirs, and pin nothing. Only where none is large enough, free neighbors become one. `pin`
-    returns pinned memory of a size in bytes.
+    Freed regions are not merged at once, so that a step that takes the same sizes again finds them.
+    Free neighbors are merged only where no region is large enough. `pin` returns pinned memory of a
+    size in bytes.
     """
 
     def __init__(self, pin: Callable[[int], torch.Tensor] = _pin) -> None:
