@@ -157,6 +157,7 @@ def test_one_byte_decides_which_value_is_retained(power: int) -> None:
     assert error.value.min_feasible_bytes == size + 1
 
 
+@pytest.mark.slow
 def test_costs_of_any_magnitude_are_optimized() -> None:
     """A cost below 1e-6 of the total is within the solver's tolerance."""
     cases: list[bool] = []

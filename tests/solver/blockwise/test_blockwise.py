@@ -132,6 +132,7 @@ def test_without_a_budget_the_smallest_peak_is_chosen(step: BlockStep) -> None:
     assert step.peak_bytes(choose_options(step, None).option_indices) <= 1.01 * least_bytes
 
 
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None)
 @hypothesis.given(training_graphs())
 def test_options_have_the_time_and_bytes_of_their_schedules(graph: Graph) -> None:

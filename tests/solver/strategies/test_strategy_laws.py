@@ -196,6 +196,7 @@ def test_no_strategy_beats_exact_on_larger_graphs() -> None:
     tally.check()
 
 
+@pytest.mark.slow
 def test_cost_falls_as_the_budget_grows() -> None:
     tally = Tally()
 

@@ -76,6 +76,7 @@ def test_hooks_of_the_model_run_once_outside_of_the_plan() -> None:
     assert len(remat.plans(model)) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_planned", [False, True])
 def test_copies_pickles_and_saved_files_stay_enabled(is_planned: bool, tmp_path: Path) -> None:
     model = remat.enable(net(), "50%", (batch(),) if is_planned else None, split="off")

@@ -160,6 +160,7 @@ def test_arguments_that_allow_no_answer_are_refused() -> None:
         remat.max_batch(_mlp, "1GiB", max_overhead=-1.0)
 
 
+@pytest.mark.slow
 def test_the_batch_can_be_searched_for_an_absent_gpu() -> None:
     library_bytes = remat.trace(*_mlp(1), device="h100").library_bytes
     assert library_bytes >= 32 << 20, "cuBLAS, on Hopper"

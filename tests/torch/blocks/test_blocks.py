@@ -271,6 +271,7 @@ class Cached(Net):
         return F.cross_entropy(self.head(x), ids), cache
 
 
+@pytest.mark.slow
 def test_a_block_that_gets_a_cache_is_never_recomputed() -> None:
     torch.manual_seed(0)
     model, ids = Cached([Caching(32) for _ in range(3)]), torch.randint(0, 50, (256,))
@@ -389,6 +390,7 @@ def test_existing_gradients_are_accumulated_into() -> None:
     assert len(remat.plans(model)) == 2
 
 
+@pytest.mark.slow
 def test_a_model_with_frozen_first_blocks_is_planned() -> None:
     model, ids = net()
     model.embed.requires_grad_(False)
@@ -723,6 +725,7 @@ def test_under_autocast_gradients_are_eager_modes_bit_for_bit() -> None:
     assert "planned" in {call.how for call in plan_of(model).calls}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("block", "least"), [(Block, 0.99), (Sealed, 0.85)], ids=["planned", "checkpointed"]
 )

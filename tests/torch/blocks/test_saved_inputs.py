@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 
+import pytest
 import torch
 from torch import nn
 
@@ -48,6 +49,7 @@ class LayerOfParts(nn.Module):
         return x + self.second(x)
 
 
+@pytest.mark.slow
 def test_a_layer_whose_parts_are_planned_is_not_checkpointed() -> None:
     """Another layer of its class is planned as a whole."""
     torch.manual_seed(0)

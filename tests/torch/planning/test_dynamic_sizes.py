@@ -100,6 +100,7 @@ def test_a_symbolic_capture_at_any_size_equals_a_capture_of_that_size(name: str)
     )
 
 
+@pytest.mark.slow
 def test_gradient_accumulation_needs_no_other_capture() -> None:
     case = gpt2(layers=1)
     remat.enable(case.model, "70%", **OPTIONS)
@@ -267,6 +268,7 @@ def test_steps_planned_before_the_largest_are_replanned_after_it() -> None:
     assert len(remat.plans(case.model)) == 2
 
 
+@pytest.mark.slow
 def test_the_limit_is_on_programs_not_on_lengths(caplog: pytest.LogCaptureFixture) -> None:
     case = gpt2(layers=1, dropout=0.0)
     remat.enable(case.model, 10**9, max_plans=2, **OPTIONS)

@@ -98,6 +98,7 @@ def test_an_unknown_value_of_outputs_is_refused(call: Any) -> None:
         call(loss_and_logits(), "60%", outputs="droped")
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_dropped_outputs_work_under_torch_compile() -> None:
     model = loss_and_logits()

@@ -313,6 +313,7 @@ class WithCache(Layers):
         return {**outputs, "more": (outputs["logits"].sum(-1),), "cache": Cache(outputs["logits"])}
 
 
+@pytest.mark.slow
 def test_blocks_return_objects_as_they_are() -> None:
     torch.manual_seed(0)
     model = WithCache()

@@ -130,6 +130,7 @@ def test_functions_sample_as_in_eager_mode() -> None:
     assert is_replayed(assert_eager(*chain_of(*FUNCTIONS, *MODULES)))
 
 
+@pytest.mark.slow
 def test_distributions_sample_as_in_eager_mode() -> None:
     names = [name for name in DISTRIBUTIONS if name not in READ_VALUES]
     assert is_replayed(assert_eager(*chain_of(*names)))

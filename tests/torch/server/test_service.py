@@ -110,6 +110,7 @@ def test_a_plan_requested_by_curl_trains_within_its_budget(server: Server, tmp_p
     assert "roofline" in answer.costs
 
 
+@pytest.mark.slow
 def test_the_client_optimizes_as_the_library_does(server: Server) -> None:
     case = gpt2(dropout=0.0)
     costs = remat.Roofline("h200")

@@ -64,6 +64,7 @@ def test_an_extern_kernels_measured_workspace_counts() -> None:
     assert kernel_workspaces(joint_graph((convolution, total), measured)) == {convolution: 640}
 
 
+@pytest.mark.slow
 @needs_compiler
 @pytest.mark.usefixtures("empty_compile_caches")
 def test_convolutions_that_inductor_calls_in_aten_are_measured(
