@@ -23,9 +23,11 @@ def _to_workload(
 ) -> Workload:
     """Return a workload of the model in training mode, on the setting's device."""
     device = setting.device
-    batch = {name: tensor.to(device) for name, tensor in batch.items()}
+    with setting.gpu():
+        batch = {name: tensor.to(device) for name, tensor in batch.items()}
+        model = model.to(device).train()
     size = f"{size}, {'bfloat16 autocast' if half else 'float32'}"
-    return Workload(size, model.to(device).train(), batch, blocks, HALF if half else None)
+    return Workload(size, model, batch, blocks, HALF if half else None)
 
 
 def gpt2(
