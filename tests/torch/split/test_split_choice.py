@@ -134,9 +134,9 @@ def test_a_split_step_trains_as_eager_mode_within_the_budget(module: remat.Remat
         assert relative_error(2 * gradient, total) < 1e-6
 
 
-def test_without_splitting_the_budget_is_an_error() -> None:
+def test_without_splitting_the_budget_is_an_error_that_suggests_it() -> None:
     case = language_model()
-    with pytest.raises(remat.InfeasibleBudget):
+    with pytest.raises(remat.InfeasibleBudget, match='split="auto" may reach it'):
         remat.optimize(case.model, "40%", case.args, costs=COSTS, split="off")
 
 

@@ -8,16 +8,19 @@ from typing import NamedTuple
 import torch
 
 from remat.allocator.budget_fitting import solve_within_allocator_budget
+from remat.choice.split import MAX_PIECE_NODES
 from remat.choice.step import solve_step
 from remat.costs.roofline import Roofline
 from remat.costs.trace_costs import OperationCost, with_costs
 from remat.documents.program import Program
 from remat.documents.trace import Trace
+from remat.errors import InfeasibleBudget
 from remat.frontend.costs.measure import measure, measure_pieces
 from remat.frontend.planning.host_limits import host_limits, prepare_host
 from remat.frontend.planning.optimize_options import MEASURED_BY_SERVICE, OptimizeOptions
 from remat.limits.budget import Budget
-from remat.limits.pieces import pieces_to_try
+from remat.limits.pieces import PIECES, pieces_to_try
+from remat.passes.split.largest_operations import split_largest_operations
 from remat.passes.split.recorded_splits import with_recorded_splits
 from remat.plan import Plan
 from remat.schedule import Schedule
@@ -61,21 +64,25 @@ def solve_trace(
 
         return _within_allocator_budget(trace, budget, solve_once, segments_bytes)
 
-    trace, plan = solve_step(
-        trace,
-        budget,
-        pieces=pieces_to_try(options.split),
-        offload=host_limits(
-            options.offload,
-            options.host_budget,
-            options.link,
-            trace,
-            options.costs,
-            options.cache,
-        ),
-        solve_in_full=solve_in_full,
-        measure=lambda split: _with_costs_of_pieces(options, split),
+    pieces = pieces_to_try(options.split)
+    limits = host_limits(
+        options.offload, options.host_budget, options.link, trace, options.costs, options.cache
     )
+    try:
+        trace, plan = solve_step(
+            trace,
+            budget,
+            pieces=pieces,
+            offload=limits,
+            solve_in_full=solve_in_full,
+            measure=lambda split: _with_costs_of_pieces(options, split),
+        )
+    except InfeasibleBudget as error:
+        if pieces or split_largest_operations(trace, min(PIECES), MAX_PIECE_NODES) is trace:
+            raise
+        raise error.with_hint(
+            'split="auto" may reach it: it computes the operations that need most in pieces'
+        ) from None
     prepare_host(trace)
     return PlanningResult(trace, plan, programs.get((_node_names(trace), plan.schedule)))
 
