@@ -12,8 +12,10 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+import torch
 
-from remat.frontend.costs import cost_cache
+import remat
+from remat.frontend.costs import cost_cache, cost_key
 from remat.frontend.costs.cost_cache import FILE_NAME, CostCache, MeasuredCost, default_cache_path
 
 KEY = {"op": "aten.mm.default", "args": [["float32", [2, 3]]]}
@@ -181,3 +183,17 @@ def test_processes_write_concurrently(path: Path) -> None:
     for n in range(3):
         for i in (0, 99, 199):
             assert cache.get({"writer": n, "i": i}) == MeasuredCost(i * 1e-6, i)
+
+
+def test_costs_of_another_measurement_version_are_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trace = remat.trace(torch.nn.Linear(4, 4), torch.randn(2, 4))
+    path = tmp_path / "costs.sqlite"
+    sizes = []
+    for version in (1, cost_key.MEASUREMENT_VERSION, cost_key.MEASUREMENT_VERSION):
+        monkeypatch.setattr(cost_key, "MEASUREMENT_VERSION", version)
+        remat.measure(trace, cache=path)
+        with closing(sqlite3.connect(path)) as connection:
+            sizes += connection.execute("SELECT count(*) FROM costs").fetchone()
+    assert sizes == [sizes[0], 2 * sizes[0], 2 * sizes[0]]

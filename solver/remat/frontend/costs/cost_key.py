@@ -14,7 +14,10 @@ import torch
 
 from remat.documents.arguments import Argument, Literal, Ref, encode_argument
 from remat.documents.records import Node, TensorMeta
-from remat.documents.targets import ADD_PRODUCT_TARGET
+
+MEASUREMENT_VERSION = 2
+"""To be raised when an operation or a link is measured in another way than before: entries of a
+cache from before are not used then. Version 2 times `add_product`, and links on reused pages."""
 
 _OFFSET_MODULUS = 64
 """Storage offsets count modulo this number of elements, as when operands are created."""
@@ -45,10 +48,8 @@ def cost_key(
             case _:
                 return encode_argument(argument)
 
-    # Up to version 0.1, `add_product` was estimated by its bytes: those entries are not to be used.
-    suffix = ", timed" if node.target == ADD_PRODUCT_TARGET else ""
     return {
-        "op": node.target + suffix,
+        "op": node.target,
         "args": [describe(item) for item in node.args],
         "kwargs": {key: describe(value) for key, value in node.kwargs.items()},
     }
@@ -64,6 +65,7 @@ def tensor_key(meta: TensorMeta, trace_device_type: str) -> list[object]:
 def environment_key(device: torch.device) -> dict[str, object]:
     """Return the part of a key that all operations share: hardware, torch version and settings."""
     key: dict[str, object] = {
+        "measurement": MEASUREMENT_VERSION,
         "torch": torch.__version__,
         "device": device_name(device),
         "deterministic": torch.are_deterministic_algorithms_enabled(),

@@ -24,7 +24,7 @@ from remat.documents.targets import ARRIVE_TARGET, OFFLOAD_TARGET
 from remat.documents.trace import Trace
 from remat.errors import BudgetError, wrong_type
 from remat.frontend.costs.cost_cache import CostCache, MeasuredCost
-from remat.frontend.costs.cost_key import device_name
+from remat.frontend.costs.cost_key import MEASUREMENT_VERSION, device_name
 from remat.frontend.memory.device_memory import free_bytes
 from remat.frontend.runtime.host_file import HostFile, offload_directory
 from remat.frontend.runtime.pinned_memory import pinned_memory
@@ -116,7 +116,8 @@ def measured_link(
     place = str(Path(offload_directory()).resolve()) if device.type == "cpu" else ""
     keys = [
         {
-            "link": f"{direction}, reused",
+            "measurement": MEASUREMENT_VERSION,
+            "link": direction,
             "device": device_name(device),
             "place": place,
             "bytes": _COPY_BYTES,
