@@ -11,7 +11,8 @@ is the measured time that the step waited for copies, `waiting_s` the predicted 
 wait, so a further step, "everything", offloads every tensor that the backward reads, frees each
 after its last use in the forward, whatever the wait, and recomputes nothing; it compares predicted
 with measured waiting, also for elementwise operations. One thread computes, so that copies have a
-core of their own; the file is in REMAT_OFFLOAD_DIR.
+core of their own; the file is in REMAT_OFFLOAD_DIR, with REMAT_OFFLOAD_DIRECT=1 without the page
+cache. The link is measured by this process, which reuses the memory that it has freed.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import argparse
 import copy
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -34,9 +36,10 @@ from benchmarks.harness.measurement import keep_freed_memory
 from benchmarks.harness.offloading import offload_everything
 from benchmarks.models import workloads
 from benchmarks.models.workloads import Workload
+from remat.costs.link import Link
 from remat.frontend.memory.meter import measure_step
 from remat.frontend.planning.host_limits import measured_link
-from remat.frontend.runtime.host_file import FileCopy, offload_directory
+from remat.frontend.runtime.host_file import FileCopy, is_io_direct, offload_directory
 from remat.passes.offload.copies import copy_times
 from remat.plan_data import COPIES_S_STAT, HOST_BYTES_STAT, WAITING_S_STAT
 
@@ -59,7 +62,7 @@ class Side:
     gradients: list[torch.Tensor] = field(default_factory=list)
 
 
-def rows_of(name: str, budgets: Sequence[str], rounds: int) -> list[Row]:
+def rows_of(name: str, budgets: Sequence[str], rounds: int, link: Link) -> list[Row]:
     """Return a row for each budget and way to run a step."""
     torch.manual_seed(0)
     workload = MODELS[name](CPU, False)
@@ -67,15 +70,15 @@ def rows_of(name: str, budgets: Sequence[str], rounds: int) -> list[Row]:
     for requested in budgets:
         budget: int | str = requested
         if requested in ("least", "below"):
-            smallest = plan_for(workload, "min", offload="off")
+            smallest = plan_for(workload, "min", link, offload="off")
             assert smallest is not None
             least_bytes = smallest.plan.peak_bytes
             budget = int(0.95 * least_bytes) if requested == "below" else least_bytes
         modules = {
             "eager": copy.deepcopy(workload.model),
-            "retain": plan_for(workload, "100%", offload="off"),
-            "recompute": plan_for(workload, budget, offload="off"),
-            "offload": plan_for(workload, budget, offload="auto"),
+            "retain": plan_for(workload, "100%", link, offload="off"),
+            "recompute": plan_for(workload, budget, link, offload="off"),
+            "offload": plan_for(workload, budget, link, offload="auto"),
         }
         sides = [Side(n, module) for n, module in modules.items() if module is not None]
         for turn in range(rounds + 1):
@@ -102,7 +105,7 @@ class Elementwise(torch.nn.Module):
         return h.sum()
 
 
-def waits_for_everything(name: str, rounds: int) -> Row:
+def waits_for_everything(name: str, rounds: int, link: Link) -> Row:
     """Return the predicted and the measured time that a step waits for copies if all tensors that
     the backward reads are offloaded, and freed after their last use in the forward."""
     torch.manual_seed(0)
@@ -112,7 +115,6 @@ def waits_for_everything(name: str, rounds: int) -> Row:
         workload = MODELS[name](CPU, False)
     model = workload.model
     trace = remat.measure(remat.trace(model, (), workload.batch))
-    link = measured_link(CPU)
     trace = offload_everything(trace, link)
     graph = trace.graph()
     times = copy_times(graph, range(len(graph)), link)
@@ -133,7 +135,7 @@ def waits_for_everything(name: str, rounds: int) -> Row:
     }
 
 
-def plan_for(workload: Workload, budget: int | str, *, offload: str) -> Any:
+def plan_for(workload: Workload, budget: int | str, link: Link, *, offload: str) -> Any:
     """Return a copy of the model that is planned within a budget; None if that is infeasible."""
     try:
         return remat.optimize(
@@ -144,6 +146,7 @@ def plan_for(workload: Workload, budget: int | str, *, offload: str) -> Any:
             outputs="dropped",
             split="off",
             offload=offload,
+            link=link,
             strategy=remat.Auto(time_limit=20),
         )
     except remat.InfeasibleBudget:
@@ -243,17 +246,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     keep_freed_memory()
     torch.set_num_threads(1)
-    link = measured_link(CPU)
+    with tempfile.TemporaryDirectory() as folder:
+        link = measured_link(CPU, Path(folder) / "costs.sqlite")
     result = {
         "benchmark": "offload-steps",
         "machine": machine.describe(CPU),
         "link": [link.to_host_bytes_per_s, link.to_device_bytes_per_s],
         "directory": offload_directory(),
+        "is_direct": is_io_direct(),
         "everything": [
-            waits_for_everything(name, options.rounds) for name in (*options.only, "elementwise")
+            waits_for_everything(name, options.rounds, link)
+            for name in (*options.only, "elementwise")
         ],
         "rows": [
-            row for name in options.only for row in rows_of(name, options.budgets, options.rounds)
+            row
+            for name in options.only
+            for row in rows_of(name, options.budgets, options.rounds, link)
         ],
     }
     print("written:", report.write_result(options.out, "offload-steps-cpu", result))

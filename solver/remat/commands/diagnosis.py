@@ -229,12 +229,16 @@ def _solvers() -> Iterator[Check]:
 
 def _offloading() -> Iterator[Check]:
     try:
-        from remat.frontend.runtime.host_file import DIRECTORY_VARIABLE, HostFile, offload_directory
+        from remat.frontend.runtime.host_file import (
+            DIRECTORY_VARIABLE,
+            new_host_file,
+            offload_directory,
+        )
     except Exception:
         return  # torch is broken: the report has a separate line for it
     directory = offload_directory()
     try:
-        HostFile(directory).close()
+        new_host_file().close()
     except RematError as error:
         remedy = f"set {DIRECTORY_VARIABLE} to a directory on a local disk"
         yield Check("offloading", "wrong", one_line(error), remedy)

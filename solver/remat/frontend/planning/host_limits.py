@@ -1,8 +1,8 @@
 """The limits of offloading: the link of a device to its host, measured once, and the host's memory.
 
 Where steps run on a CPU, the host is a file in `REMAT_OFFLOAD_DIR`. Its bandwidth is measured as
-steps use it, with the page cache of the system: steps that offload more than that has room for are
-slower.
+steps use it. With the page cache of the system, steps that offload more than that has room for are
+slower; with direct I/O the bandwidth is the disk's.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from remat.errors import BudgetError, wrong_type
 from remat.frontend.costs.cost_cache import CostCache, MeasuredCost
 from remat.frontend.costs.cost_key import MEASUREMENT_VERSION, device_name
 from remat.frontend.memory.device_memory import free_bytes
-from remat.frontend.runtime.host_file import HostFile, offload_directory
+from remat.frontend.runtime.host_file import is_io_direct, new_host_file, offload_directory
 from remat.frontend.runtime.pinned_memory import pinned_memory
 from remat.limits.offload import is_offload_allowed, parse_host_budget
 from remat.limits.units import format_bytes
@@ -96,7 +96,7 @@ def _free_host_bytes(device: torch.device) -> int | None:
     memory. What earlier plans have pinned counts as free: their steps do not run at the same
     time."""
     if device.type == "cpu":
-        HostFile(offload_directory()).close()  # raises an error that names the directory
+        new_host_file().close()  # raises an error that names the directory
         return shutil.disk_usage(offload_directory()).free
     free = free_bytes("cpu")
     if free is None or not torch.cuda.is_available():
@@ -113,7 +113,9 @@ def measured_link(
 ) -> Link:
     """Return the bandwidth of copies between a device and its host, from the cache of measured
     costs, or measured: a fraction of a second."""
-    place = str(Path(offload_directory()).resolve()) if device.type == "cpu" else ""
+    place = ""
+    if device.type == "cpu":
+        place = str(Path(offload_directory()).resolve()) + (", direct" if is_io_direct() else "")
     keys = [
         {
             "measurement": MEASUREMENT_VERSION,
@@ -142,7 +144,7 @@ def measured_link(
 def _seconds_on_cpu() -> list[float]:
     """Return the median seconds to write a tensor to the file, and to read it. It is written to the
     same place each time, as by all steps but the first: new pages take ten times as long."""
-    file = HostFile(offload_directory())
+    file = new_host_file()
     tensor = torch.ones(_COPY_BYTES, dtype=torch.uint8, device="cpu")
     written_s: list[float] = []
     read_s: list[float] = []

@@ -8,6 +8,6 @@
 - `rng_state`: records RNG states, and restores them to recompute random operations.
 - `gradient_accumulation`: adds gradients into `.grad` inside the backward graph.
 - `offload`: copies tensors to the host and back: to pinned memory (`pinned_memory`) or to a file
-  (`host_file`).
+  (`host_file`, through `file_io`).
 - `output_monitor`: warns if held outputs are released before the backward.
 """

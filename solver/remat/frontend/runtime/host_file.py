@@ -2,12 +2,12 @@
 
 The file is in `REMAT_OFFLOAD_DIR` (by default the directory for temporary files, which on some
 systems is in memory itself). It has no name once it is open, so the system frees it when the
-process ends, however it ends. A thread writes and another one reads.
+process ends, however it ends. A thread writes and another one reads, through the page cache unless
+`REMAT_OFFLOAD_DIRECT` is 1.
 """
 
 from __future__ import annotations
 
-import ctypes
 import os
 import tempfile
 import threading
@@ -20,9 +20,10 @@ from functools import cache
 import torch
 
 from remat.errors import RematError
+from remat.frontend.runtime.file_io import BLOCK_BYTES, file_io
 
 DIRECTORY_VARIABLE = "REMAT_OFFLOAD_DIR"
-_PAGE_BYTES = 4096
+DIRECT_VARIABLE = "REMAT_OFFLOAD_DIRECT"
 
 
 @dataclass
@@ -75,7 +76,8 @@ class HostFile:
     returns, and that of `read` is complete when its copy's `wait` returns.
     """
 
-    def __init__(self, directory: str) -> None:
+    def __init__(self, directory: str, *, is_direct: bool = False) -> None:
+        """Create the file. With `is_direct`, copies bypass the page cache of the system."""
         try:
             descriptor, path = tempfile.mkstemp(prefix="remat-offload-", dir=directory)
         except OSError as error:
@@ -84,6 +86,14 @@ class HostFile:
                 f"Set {DIRECTORY_VARIABLE} to a directory with enough space"
             ) from None
         os.unlink(path)
+        try:
+            self._io = file_io(descriptor, is_direct=is_direct)
+        except RematError as error:
+            os.close(descriptor)
+            raise RematError(
+                f"offloaded tensors cannot be copied to a file in {directory}: {error}. Unset "
+                f"{DIRECT_VARIABLE}, or set {DIRECTORY_VARIABLE} to a directory on a local disk"
+            ) from None
         self._descriptor = descriptor
         self._directory = directory
         self._writer = ThreadPoolExecutor(1, "remat-offload")
@@ -116,7 +126,7 @@ class HostFile:
                 offset, self._end_bytes = self._end_bytes, self._end_bytes + size_bytes
             slot = _Slot(offset, size_bytes, tuple(tensor.shape), tensor.stride(), tensor.dtype)
             self._slots[number] = slot
-        slot.written = self._start(self._writer, os.pwrite, number, tensor)
+        slot.written = self._start(self._writer, self._io.write, number, tensor)
         return number
 
     def wait(self, number: int) -> None:
@@ -129,7 +139,7 @@ class HostFile:
         """Start to read a slot into a new tensor of the same strides."""
         slot = self._slot(number)
         tensor = torch.empty_strided(slot.shape, slot.stride, dtype=slot.dtype, device="cpu")
-        return tensor, self._start(self._reader, _read_into, number, tensor)
+        return tensor, self._start(self._reader, self._io.read, number, tensor)
 
     def add_reference(self, number: int) -> None:
         """Count one more handle of a slot."""
@@ -154,7 +164,7 @@ class HostFile:
     def _start(
         self,
         executor: ThreadPoolExecutor,
-        call: Callable[[int, memoryview, int], int],
+        copy: Callable[[int, int, int], None],
         number: int,
         tensor: torch.Tensor,
     ) -> FileCopy:
@@ -165,7 +175,7 @@ class HostFile:
 
         def run(address: int, size_bytes: int) -> None:
             try:
-                self._copy(call, address, size_bytes, slot.offset)
+                self._copy(copy, address, size_bytes, slot.offset)
             finally:
                 with self._lock:
                     slot.pending -= 1
@@ -181,46 +191,47 @@ class HostFile:
 
     def _copy(
         self,
-        call: Callable[[int, memoryview, int], int],
+        copy: Callable[[int, int, int], None],
         address: int,
         size_bytes: int,
         offset: int,
     ) -> None:
-        copied, data = 0, _bytes_at(address, size_bytes)
-        while copied < len(data):
-            try:
-                count = call(self._descriptor, data[copied:], offset + copied)
-            except OSError as error:
-                raise RematError(
-                    f"cannot move {size_bytes:,} bytes between memory and the file in "
-                    f"{self._directory}: {error.strerror}. Set {DIRECTORY_VARIABLE} to a "
-                    "directory with enough space"
-                ) from None
-            if not count:
-                raise RematError(f"the file in {self._directory} has lost its end")
-            copied += count
+        try:
+            copy(address, size_bytes, offset)
+        except OSError as error:
+            raise RematError(
+                f"cannot move {size_bytes:,} bytes between memory and the file in "
+                f"{self._directory}: {error.strerror}. Set {DIRECTORY_VARIABLE} to a "
+                "directory with enough space"
+            ) from None
+        except EOFError:
+            raise RematError(f"the file in {self._directory} has lost its end") from None
 
 
 def _rounded_bytes(size_bytes: int) -> int:
     """Return the size of a slot: one of eight for each power of two, so that slots can be reused
     for tensors of similar sizes."""
-    unit = max(_PAGE_BYTES, 1 << max(0, size_bytes.bit_length() - 4))
+    unit = max(BLOCK_BYTES, 1 << max(0, size_bytes.bit_length() - 4))
     return -(-size_bytes // unit) * unit
-
-
-def _read_into(descriptor: int, data: memoryview, offset: int) -> int:
-    return os.preadv(descriptor, [data], offset)
-
-
-def _bytes_at(address: int, size_bytes: int) -> memoryview:
-    """Return the memory of a dense tensor on the CPU."""
-    array = (ctypes.c_char * size_bytes).from_address(address)
-    return memoryview(array).cast("B")
 
 
 def offload_directory() -> str:
     """Return the directory of the file: `REMAT_OFFLOAD_DIR`, or that of temporary files."""
     return os.environ.get(DIRECTORY_VARIABLE) or tempfile.gettempdir()
+
+
+def is_io_direct() -> bool:
+    """Return True if `REMAT_OFFLOAD_DIRECT` is 1: copies bypass the page cache."""
+    value = os.environ.get(DIRECT_VARIABLE, "0")
+    if value not in ("", "0", "1"):
+        raise RematError(f"{DIRECT_VARIABLE} is {value!r}: set it to 1 or 0")
+    return value == "1"
+
+
+def new_host_file() -> HostFile:
+    """Return a new file as the environment variables say. Raises `RematError` if it cannot be
+    created."""
+    return HostFile(offload_directory(), is_direct=is_io_direct())
 
 
 def host_file() -> HostFile:
@@ -230,4 +241,4 @@ def host_file() -> HostFile:
 
 @cache
 def _host_file(process: int) -> HostFile:
-    return HostFile(offload_directory())
+    return new_host_file()

@@ -1,0 +1,110 @@
+"""Offloaded tensors that bypass the page cache (`REMAT_OFFLOAD_DIRECT=1`)."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import remat
+from remat.errors import RematError
+from remat.frontend.planning.host_limits import measured_link
+from remat.frontend.runtime import host_file as files
+from remat.frontend.runtime.file_io import _BUFFER_BYTES, BLOCK_BYTES
+from remat.frontend.runtime.host_file import (
+    DIRECT_VARIABLE,
+    DIRECTORY_VARIABLE,
+    HostFile,
+    host_file,
+    new_host_file,
+)
+from remat.plan_data import HOST_BYTES_STAT
+
+
+@pytest.fixture(autouse=True)
+def _directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv(DIRECTORY_VARIABLE, str(tmp_path))
+    monkeypatch.setenv(DIRECT_VARIABLE, "1")
+    files._host_file.cache_clear()
+    yield
+    files._host_file.cache_clear()
+
+
+@pytest.fixture
+def direct_file(tmp_path: Path) -> Iterator[HostFile]:
+    """A file with direct I/O; the test is skipped if the system refuses that for a plain file."""
+    try:
+        os.close(os.open(tmp_path / "plain", os.O_CREAT | os.O_RDWR | os.O_DIRECT))
+    except OSError as error:
+        pytest.skip(f"no direct I/O in {tmp_path}: {error}")
+    file = new_host_file()
+    yield file
+    file.close()
+
+
+@pytest.mark.parametrize(
+    "size_bytes",
+    [1, BLOCK_BYTES - 1, BLOCK_BYTES, BLOCK_BYTES + 1, _BUFFER_BYTES, 2 * _BUFFER_BYTES + 12_345],
+)
+def test_tensors_of_any_size_come_back(direct_file: HostFile, size_bytes: int) -> None:
+    assert fcntl.fcntl(direct_file._descriptor, fcntl.F_GETFL) & os.O_DIRECT
+    tensors = [torch.randint(256, (size_bytes,), dtype=torch.uint8) for _ in range(3)]
+    numbers = [direct_file.write(tensor) for tensor in tensors]
+    for number in numbers:
+        direct_file.wait(number)
+    for tensor, number in zip(tensors, numbers, strict=True):
+        result, copied = direct_file.read(number)
+        copied.wait()
+        assert torch.equal(result, tensor)
+        direct_file.drop_reference(number)
+
+
+def test_a_step_with_direct_io_equals_one_without(
+    direct_file: HostFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(4)]
+    model, x = nn.Sequential(*blocks), torch.randn(8192, 64)
+    gradients = []
+    for value in ("0", "1"):
+        monkeypatch.setenv(DIRECT_VARIABLE, value)
+        files._host_file.cache_clear()
+        fast = remat.optimize(
+            model, "50%", (x,), outputs="dropped", offload="auto", link=remat.Link(1e12, 1e12)
+        )
+        assert fast.plan.stats.get(HOST_BYTES_STAT)
+        model.zero_grad(set_to_none=True)
+        fast(x).sum().backward()
+        gradients.append([p.grad for p in model.parameters() if p.grad is not None])
+        is_direct = bool(fcntl.fcntl(host_file()._descriptor, fcntl.F_GETFL) & os.O_DIRECT)
+        assert is_direct == (value == "1")
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+def test_the_bandwidth_of_direct_io_is_measured_separately(
+    direct_file: HostFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = tmp_path / "costs.sqlite"
+    direct = measured_link(torch.device("cpu"), cache)
+    assert measured_link(torch.device("cpu"), cache) == direct
+    monkeypatch.setenv(DIRECT_VARIABLE, "0")
+    assert measured_link(torch.device("cpu"), cache) != direct
+
+
+def test_a_system_without_direct_io_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "O_DIRECT")  # as on macOS
+    with pytest.raises(
+        RematError, match=rf"there is no direct I/O here .* Unset {DIRECT_VARIABLE}"
+    ):
+        new_host_file()
+
+
+def test_other_values_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(DIRECT_VARIABLE, "yes")
+    with pytest.raises(RematError, match=f"{DIRECT_VARIABLE} is 'yes': set it to 1 or 0"):
+        new_host_file()
