@@ -26,13 +26,14 @@ class BlockOption:
 
     `saved_bytes` are held from the end of its forward to its backward. `forward_bytes` and
     `backward_bytes` are the block's own peaks during its forward and its backward; the latter
-    includes the saved bytes.
+    includes the saved bytes. `forward_s` is the forward's part of the time.
     """
 
     time_s: float
     saved_bytes: int
     forward_bytes: int
     backward_bytes: int
+    forward_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

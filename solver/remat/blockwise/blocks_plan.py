@@ -21,7 +21,8 @@ class BlockCall:
     `path` is the block's module path and `class_name` its class. `how` is "planned" (it follows
     `plan`), "as it is" (no recomputation) or "checkpointed" (recomputed as a whole). `option` has
     its time and memory, `baseline_option` those without recomputation. `unplanned_reason` says why
-    the block could not be planned, if that was tried.
+    the block could not be planned, if that was tried. Of the bytes that the option saves,
+    `offloaded_bytes` in `offloaded_count` tensors are on the host between forward and backward.
     """
 
     path: str
@@ -31,6 +32,8 @@ class BlockCall:
     baseline_option: BlockOption
     plan: Plan | None = None
     unplanned_reason: str = ""
+    offloaded_count: int = 0
+    offloaded_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,8 @@ class BlocksPlan:
     include parameters, buffers, gradients, batch, the workspaces of libraries (`library_bytes`) and
     everything outside of blocks. Times are of the blocks only. No choice among the blocks' options
     is faster than `bound_s`. `not_whole_reason` says why the model could not be planned as a whole,
-    if that was tried.
+    if that was tried. Copies of offloaded tensors take `copies_s`, for `waiting_s` of which the
+    step waits; at most `host_bytes` are on the host.
     """
 
     budget_bytes: int
@@ -52,11 +56,14 @@ class BlocksPlan:
     cost_source: str = "as given"
     not_whole_reason: str = ""
     library_bytes: int = 0
+    waiting_s: float = 0.0
+    copies_s: float = 0.0
+    host_bytes: int = 0
 
     @property
     def time_s(self) -> float:
-        """Forward and backward time of all blocks, recomputation included."""
-        return math.fsum(call.option.time_s for call in self.calls)
+        """Forward and backward time of all blocks, with recomputation and waiting for copies."""
+        return math.fsum((*(call.option.time_s for call in self.calls), self.waiting_s))
 
     @property
     def baseline_time_s(self) -> float:
@@ -80,15 +87,18 @@ class BlocksPlan:
             self.peak_bytes, baseline_bytes=self.baseline_bytes, library_bytes=self.library_bytes
         )
         share = f"{share_of_peak:.1%}"
+        on_host = ("on host",) if self.host_bytes else ()
         lines = [
             f"budget  {format_bytes(self.budget_bytes)}",
             f"peak    {format_bytes(self.peak_bytes)}, {share} of "
             f"{format_bytes(self.baseline_bytes)} without recomputation",
             f"time    {format_seconds(self.time_s)} in blocks, {100 * self.overhead:+.3g}% over "
             f"{format_seconds(self.baseline_time_s)} (costs {self.cost_source})",
+            *self._offload_lines(),
             "",
             *align_columns(
-                [("blocks", "", "calls", "saved", "of", "extra time"), *self._rows()], left=2
+                [("blocks", "", "calls", "saved", "of", *on_host, "extra time"), *self._rows()],
+                left=2,
             ),
         ]
         reasons = dict.fromkeys(
@@ -102,13 +112,28 @@ class BlocksPlan:
             lines += ["", f"block by block, because {self.not_whole_reason}"]
         return "\n".join(lines)
 
+    def _offload_lines(self) -> list[str]:
+        """Return the lines about offloaded tensors; none if there are none."""
+        if not self.host_bytes:
+            return []
+        count = sum(call.offloaded_count for call in self.calls)
+        offloaded_bytes = sum(call.offloaded_bytes for call in self.calls)
+        return [
+            f"offload {count} tensors of {format_bytes(offloaded_bytes)} are offloaded to the host"
+            f", which has {format_bytes(self.host_bytes)} at most",
+            f"        copies take {format_seconds(self.copies_s)}, for "
+            f"{format_seconds(self.waiting_s)} of which the step waits "
+            f"({self.waiting_s / (self.time_s or 1.0):.2%} of the blocks' time)",
+        ]
+
     def _rows(self) -> Iterable[tuple[str, ...]]:
         def row_key(call: BlockCall) -> tuple[str, str, str]:
             return fold_layer_numbers(call.path), call.class_name, call.how
 
         for (path, name, how), group in groupby(sorted(self.calls, key=row_key), key=row_key):
             calls = list(group)
-            saved_bytes = sum(c.option.saved_bytes for c in calls)
+            offloaded_bytes = sum(c.offloaded_bytes for c in calls)
+            saved_bytes = sum(c.option.saved_bytes for c in calls) - offloaded_bytes
             baseline_bytes = sum(c.baseline_option.saved_bytes for c in calls)
             time_s = math.fsum(c.option.time_s for c in calls)
             baseline_s = math.fsum(c.baseline_option.time_s for c in calls)
@@ -118,6 +143,7 @@ class BlocksPlan:
                 str(len(calls)),
                 format_bytes(saved_bytes),
                 format_bytes(baseline_bytes),
+                *((format_bytes(offloaded_bytes),) if self.host_bytes else ()),
                 f"{100 * (time_s / baseline_s - 1):+.3g}%" if baseline_s else "",
             )
 

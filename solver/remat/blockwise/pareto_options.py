@@ -8,6 +8,7 @@ the forward ends: with a workspace of `w` there, a schedule within a budget `b` 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import is_dataclass, replace
@@ -97,6 +98,7 @@ def option_of_schedule(graph: Graph, schedule: Schedule) -> BlockOption:
         saved_bytes=boundary_bytes - tangent_bytes(graph),
         forward_bytes=forward_peak_bytes - constant_bytes,
         backward_bytes=max(backward, default=constant_bytes) - constant_bytes,
+        forward_s=math.fsum(graph.operations[op].cost_s for op in schedule.runs[:boundary_run]),
     )
 
 

@@ -86,8 +86,8 @@ def enable(
     "auto" (the default): the whole model if it can be captured, else its blocks, with the rest in
     eager mode and a warning with a table. `in_flight` (only with "blocks") is the number of batches
     whose forward runs before the backward of the first, as in pipeline parallelism: with 1F1B it is
-    the number of stages from this one on. `split` and `offload` apply to plans of the whole model:
-    operations of blocks stay whole, and their tensors on the device.
+    the number of stages from this one on. `split` applies to plans of the whole model: operations
+    of blocks stay whole.
 
     Raises `TraceError` if the model is enabled, optimised or compiled already, `InfeasibleBudget`
     if its parameters alone do not fit, and the errors of `remat.optimize`.
@@ -273,7 +273,7 @@ def check_options(budget: int | str, options: EnableOptions) -> None:
     _check_scope(scope)
     _check_in_flight(options.get("in_flight", 1), scope)
     _check_split(options.get("split", SPLIT_AUTO), scope)
-    _check_offload(options.get("offload", OFFLOAD_OFF), scope)
+    is_offload_allowed(options.get("offload", OFFLOAD_OFF))
     if not is_auto(budget):
         Budget.parse(budget)
 
@@ -302,14 +302,6 @@ def _check_split(split: object, scope: str) -> None:
         raise ValueError(
             f"split={split!r} needs a plan of the whole model, scope={MODEL!r}: operations of "
             "blocks stay whole"
-        )
-
-
-def _check_offload(offload: object, scope: str) -> None:
-    if is_offload_allowed(offload) and scope == BLOCKS:
-        raise ValueError(
-            f"offload={offload!r} needs a plan of the whole model, scope={MODEL!r}: tensors of "
-            "blocks stay on the device"
         )
 
 

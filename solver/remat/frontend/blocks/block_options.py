@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -28,13 +29,27 @@ from remat.frontend.runtime.guards import CallSignature
 from remat.frontend.runtime.lower import LoweredProgram, lower_program
 from remat.limits.outputs import OUTPUTS_DROPPED
 from remat.passes.gradient_accumulation import with_gradient_accumulation
+from remat.passes.offload.candidates import fills_storage
 from remat.plan import Plan
-from remat.rewrite import rewrite
+from remat.rewrite import rewrite, tensor_of_variable
 
 _TIME_LIMIT_S = 30.0
 """Time limit of the solves of all blocks together."""
 
 _MAX_REASON_LENGTH = 300
+
+
+@dataclass(frozen=True, slots=True)
+class SavedTensor:
+    """A saved tensor that may be offloaded: it fills its storage, and is no parameter or output.
+
+    `position` is its index among the tensors that the forward saves, inputs first, as at run time.
+    `input_index` is its index among the block's input tensors, -1 for a result.
+    """
+
+    position: int
+    size_bytes: int
+    input_index: int = -1
 
 
 @dataclass(frozen=True)
@@ -57,9 +72,34 @@ class PlannedOption:
         return SavedInputs.of(self.trace, self.plan.schedule, self.program)
 
     @cached_property
+    def saved_tensors(self) -> tuple[SavedTensor, ...]:
+        """The saved tensors that may be offloaded, if the calls that get them allow it."""
+        return tuple(_saved_tensors(self.trace, self.program))
+
+    @cached_property
     def lowered(self) -> LoweredProgram:
         """The executable program of the plan."""
         return lower_program(self.program, self.namespaces)
+
+
+def _saved_tensors(trace: Trace, program: Program) -> Iterator[SavedTensor]:
+    placeholders = {p.name: p for p in trace.placeholders}
+    metas = {r.name: r.tensor for node in trace.nodes for r in node.results}
+    names = sorted(program.saved, key=lambda name: name not in placeholders)
+    tensors = [tensor_of_variable(name, trace.storage_of) for name in names]
+    counts = Counter(trace.storage_of[name] for name in tensors)
+    outputs = {trace.storage_of[output.name] for output in trace.outputs}
+    for position, name in enumerate(tensors):
+        storage = trace.storage_of[name]
+        placeholder = placeholders.get(name)
+        size_bytes, input_index = trace.storage_bytes[storage], -1
+        if placeholder is not None:
+            if placeholder.kind != "input":
+                continue
+            input_index = int(placeholder.target)
+        meta = metas[name] if placeholder is None else placeholder.tensor
+        if counts[storage] == 1 and storage not in outputs and fills_storage(meta, size_bytes):
+            yield SavedTensor(position, size_bytes, input_index)
 
 
 @dataclass

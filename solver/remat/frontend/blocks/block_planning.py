@@ -12,23 +12,29 @@ from torch import nn
 
 from remat.blockwise.block_step import AS_IT_IS, CHECKPOINTED, PLANNED, BlockStep
 from remat.blockwise.blocks_plan import BlockCall, BlocksPlan
-from remat.blockwise.choose import (
-    NEAR_MINIMUM_FACTOR,
-    OptionChoice,
-    choose_options,
-    minimum_peak_bytes,
+from remat.blockwise.choose import NEAR_MINIMUM_FACTOR, choose_options, minimum_peak_bytes
+from remat.blockwise.choose_offloaded import (
+    VariantChoice,
+    choose_variants,
+    minimum_offloaded_peak_bytes,
 )
+from remat.blockwise.offloaded_step import CallVariant, OffloadedStep, StepOutcome, host_stays
+from remat.choice.offloaded_traces import MIN_BYTES, OffloadLimits
 from remat.errors import InfeasibleBudget, TraceError
 from remat.frontend.blocks.block_options import BlockSolver, PlannedOption
 from remat.frontend.blocks.candidates import CallCandidates, available_bytes, with_saved_inputs
+from remat.frontend.blocks.host_variants import host_variants
 from remat.frontend.blocks.module_state import python_state_restored
 from remat.frontend.blocks.runtime import PlannedCall
 from remat.frontend.blocks.selection import select_blocks
+from remat.frontend.blocks.step_copies import PlannedCopies
 from remat.frontend.blocks.step_recorder import DryRunCall
 from remat.frontend.capture.model.checkpointing import checkpointing_disabled
+from remat.frontend.planning.host_limits import host_limits, reserve_host
 from remat.frontend.planning.optimize_options import OptimizeOptions
 from remat.frontend.planning.schedule_reuse import BlockScheduleCache
 from remat.frontend.runtime.guards import ModelCall
+from remat.frontend.runtime.offload import HANDLE_BYTES
 
 logger = logging.getLogger("remat")
 
@@ -40,11 +46,14 @@ faster only if its extra time is below this fraction of the other's."""
 @dataclass(frozen=True)
 class PlannedBlocks:
     """The plan of a step whose blocks are planned separately, and the calls to run. `is_all_reused`
-    is True if all schedules came from other sizes and none had to be solved."""
+    is True if all schedules came from other sizes and none had to be solved.
+    `offloaded_sizes_bytes` are those of the tensors that are on the host, of all batches in
+    flight."""
 
     plan: BlocksPlan
     calls: tuple[PlannedCall, ...]
     is_all_reused: bool
+    offloaded_sizes_bytes: tuple[int, ...] = ()
 
 
 def plan_blocks(
@@ -81,7 +90,7 @@ def plan_blocks(
     budget_bytes = available_bytes(options, baseline_bytes, alternatives[0].library_bytes, model)
     minimum_bytes = 0
     if budget_floor_bytes:
-        minimum_bytes = min(minimum_peak_bytes(a.step) for a in alternatives)
+        minimum_bytes = min(a.minimum_peak_bytes() for a in alternatives)
     if budget_floor_bytes and (budget_bytes is not None or minimum_bytes <= budget_floor_bytes):
         budget_bytes = max(budget_bytes or 0, budget_floor_bytes)
     plans: list[PlannedBlocks] = []
@@ -89,7 +98,7 @@ def plan_blocks(
     try:
         for alternative in alternatives:
             try:
-                choice = choose_options(alternative.step, budget_bytes)
+                choice = alternative.choose(budget_bytes)
             except InfeasibleBudget as error:
                 errors.append(error)
             else:
@@ -107,7 +116,10 @@ def plan_blocks(
         smallest_bytes = min(p.plan.peak_bytes for p in plans)
         plans = [p for p in plans if p.plan.peak_bytes <= NEAR_MINIMUM_FACTOR * smallest_bytes]
     extra_s = [p.plan.time_s - p.plan.baseline_time_s for p in plans]
-    return plans[-1 if extra_s[-1] < _SIGNIFICANT_RATIO * extra_s[0] else 0]
+    planned = plans[-1 if extra_s[-1] < _SIGNIFICANT_RATIO * extra_s[0] else 0]
+    device = next(p.device for p in model.parameters())
+    reserve_host(planned.offloaded_sizes_bytes, planned.plan.host_bytes, device)
+    return planned
 
 
 @dataclass(frozen=True)
@@ -116,7 +128,8 @@ class _Alternative:
 
     `planned_options` has the plans of each call, none if it runs in eager mode. `capture_failures`
     says why blocks and child modules could not be captured. `library_bytes` are the workspaces of
-    libraries, a part of the step's peaks.
+    libraries, a part of the step's peaks. `offloaded` is the step with variants that offload
+    tensors, None if there are none.
     """
 
     step: BlockStep
@@ -124,6 +137,23 @@ class _Alternative:
     candidates: list[CallCandidates]
     planned_options: list[tuple[PlannedOption, ...]]
     capture_failures: tuple[str, ...]
+    offloaded: OffloadedStep | None = None
+
+    def choose(self, budget_bytes: int | None) -> VariantChoice:
+        """Return the fastest choice within the budget. Raises `InfeasibleBudget`."""
+        if self.offloaded is not None:
+            return choose_variants(self.offloaded, budget_bytes)
+        choice = choose_options(self.step, budget_bytes)
+        peak_bytes = self.step.peak_bytes(choice.option_indices)
+        outcome = StepOutcome(peak_bytes, self.step.time_s(choice.option_indices), 0.0, 0.0, 0)
+        variants = tuple(map(CallVariant, choice.option_indices))
+        return VariantChoice(variants, outcome, choice.bound_s)
+
+    def minimum_peak_bytes(self) -> int:
+        """Return the smallest peak of all choices."""
+        if self.offloaded is not None:
+            return minimum_offloaded_peak_bytes(self.offloaded)
+        return minimum_peak_bytes(self.step)
 
 
 def _alternative(
@@ -152,9 +182,36 @@ def _alternative(
         options.in_flight,
         dry_run.non_block_bytes,
     )
+    offloaded: OffloadedStep | None = None
+    limits = _host_limits(options, planned_options)
+    if limits is not None:
+        variants = host_variants(candidates, planned_options, dry_run, step)
+        is_on_cpu = all(p.device.type == "cpu" for p in model.parameters())
+        handle_bytes = HANDLE_BYTES if is_on_cpu else 0
+        if any(variants):
+            offloaded = OffloadedStep(step, variants, limits.link, limits.host_bytes, handle_bytes)
     return _Alternative(
-        step, dry_run.library_bytes, candidates, planned_options, tuple(failures.values())
+        step,
+        dry_run.library_bytes,
+        candidates,
+        planned_options,
+        tuple(failures.values()),
+        offloaded,
     )
+
+
+def _host_limits(
+    options: OptimizeOptions, planned_options: Sequence[Sequence[PlannedOption]]
+) -> OffloadLimits | None:
+    """Return the limits of offloading; None if nothing can be offloaded."""
+    trace = next((planned[0].trace for planned in planned_options if planned), None)
+    if trace is None:
+        return None
+    limits = host_limits(
+        options.offload, options.host_budget, options.link, trace, options.costs, options.cache
+    )
+    has_room = limits is not None and (limits.host_bytes is None or limits.host_bytes >= MIN_BYTES)
+    return limits if has_room else None
 
 
 def _infeasible_error(
@@ -173,21 +230,27 @@ def _infeasible_error(
 
 def _planned_blocks(
     alternative: _Alternative,
-    choice: OptionChoice,
+    choice: VariantChoice,
     budget_bytes: int | None,
     baseline_bytes: int,
     solver: BlockSolver,
     not_whole_reason: str,
 ) -> PlannedBlocks:
-    peak_bytes = alternative.step.peak_bytes(choice.option_indices)
+    peak_bytes = choice.outcome.peak_bytes
+    copies = _planned_copies(alternative.step, choice.variants)
+    sizes_bytes: list[int] = []
     block_calls: list[BlockCall] = []
     planned_calls: list[PlannedCall] = []
-    for candidate, planned_options, index in zip(
-        alternative.candidates, alternative.planned_options, choice.option_indices, strict=True
+    for number, (candidate, planned_options, variant) in enumerate(
+        zip(alternative.candidates, alternative.planned_options, choice.variants, strict=True)
     ):
+        index = variant.option
         block, how = candidate.call.submodule, candidate.option_names[index]
         planned = planned_options[index] if planned_options else None
         plan = None if planned is None else planned.plan
+        if planned is not None:
+            positions = set(variant.tensors)
+            sizes_bytes += [t.size_bytes for t in planned.saved_tensors if t.position in positions]
         block_calls.append(
             BlockCall(
                 path=block.path,
@@ -197,6 +260,8 @@ def _planned_blocks(
                 baseline_option=candidate.options[0],
                 plan=plan,
                 unplanned_reason=candidate.unplanned_reason,
+                offloaded_count=len(variant.tensors),
+                offloaded_bytes=variant.size_bytes,
             )
         )
         planned_calls.append(
@@ -207,6 +272,7 @@ def _planned_blocks(
                 lowered=None if planned is None else planned.lowered,
                 plan=plan,
                 may_recompute=bool(planned_options) or CHECKPOINTED in candidate.option_names,
+                copies=copies.get(number),
             )
         )
     blocks_plan = BlocksPlan(
@@ -218,8 +284,27 @@ def _planned_blocks(
         library_bytes=alternative.library_bytes,
         cost_source=solver.cost_source,
         not_whole_reason=not_whole_reason,
+        waiting_s=choice.outcome.waiting_s,
+        copies_s=choice.outcome.copies_s,
+        host_bytes=choice.outcome.host_bytes,
     )
-    return PlannedBlocks(blocks_plan, tuple(planned_calls), solver.is_all_reused)
+    return PlannedBlocks(
+        blocks_plan,
+        tuple(planned_calls),
+        solver.is_all_reused,
+        tuple(sizes_bytes) * alternative.step.in_flight,
+    )
+
+
+def _planned_copies(step: BlockStep, variants: Sequence[CallVariant]) -> dict[int, PlannedCopies]:
+    """Return the copies of the calls that offload, or whose backward starts a reload."""
+    stays = host_stays(step)
+    offloading = [call for call, variant in enumerate(variants) if variant.tensors]
+    reloads = {stays[call].reloaded_before: call for call in offloading}
+    return {
+        call: PlannedCopies(variants[call].tensors, reloads.get(call))
+        for call in {*offloading, *reloads}
+    }
 
 
 def _candidates(

@@ -23,7 +23,6 @@ from remat.frontend.planning.planner import Planner
 from remat.frontend.planning.schedule_reuse import BlockScheduleCache
 from remat.frontend.runtime.guards import CallSignature, ModelCall, ModelTracker
 from remat.frontend.runtime.module import PlannedStep
-from remat.limits.offload import is_offload_allowed
 from remat.limits.outputs import OUTPUTS_LOSS, differentiated_with
 
 logger = logging.getLogger("remat")
@@ -133,8 +132,6 @@ class ScopedPlanner(Planner):
         level = logging.WARNING if needs_warning else logging.INFO
         logger.log(level, "planned block by block:\n%s", planned.plan)
         options = self.options
-        if is_offload_allowed(options.offload):
-            logger.warning('tensors of blocks stay on the device: offload="auto" has no effect')
         returned = differentiated_with(options.outputs, options.differentiate)
         if options.outputs != OUTPUTS_LOSS:
             returned = None

@@ -179,7 +179,8 @@ def _measure(
     backward_s = synchronized_time_s(differentiable) - start_s
     backward_bytes = gauge.peak() - bytes_before
     del gradients, differentiated, outputs
-    option = BlockOption(forward_s + backward_s, saved_bytes, forward_bytes, backward_bytes)
+    time_s = forward_s + backward_s
+    option = BlockOption(time_s, saved_bytes, forward_bytes, backward_bytes, forward_s)
     return option, forward_s
 
 

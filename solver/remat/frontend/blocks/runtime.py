@@ -15,6 +15,7 @@ from remat.errors import TraceError
 from remat.frontend.blocks.module_state import run_checkpointed
 from remat.frontend.blocks.patching import layer_checkpointing_disabled, patched_forwards
 from remat.frontend.blocks.returned_outputs import without_other_outputs
+from remat.frontend.blocks.step_copies import PlannedCopies, StepCopies
 from remat.frontend.capture.model.checkpointing import checkpointing_disabled
 from remat.frontend.runtime.guards import CallSignature, ModelCall, ModelTracker, call_signature
 from remat.frontend.runtime.lower import LoweredProgram
@@ -30,7 +31,8 @@ class PlannedCall:
     is" or "checkpointed").
 
     `path` is the block's module path, and `signature` the inputs that the program is for.
-    `may_recompute` is False if a second run of the block would compute something else.
+    `may_recompute` is False if a second run of the block would compute something else. `copies` are
+    those that the program's saved tensors need.
     """
 
     path: str
@@ -39,6 +41,7 @@ class PlannedCall:
     lowered: LoweredProgram | None = None
     plan: Plan | None = None
     may_recompute: bool = True
+    copies: PlannedCopies | None = None
 
 
 class BoundBlocks:
@@ -59,10 +62,11 @@ class BoundBlocks:
         self._returned = returned
         self._model = model
         self._blocks: dict[nn.Module, _BoundBlock] = {}
-        for call in calls:
+        for number, call in enumerate(calls):
             module = model.get_submodule(call.path)
             block = self._blocks.setdefault(module, _BoundBlock(call.path, module))
-            block.add_call(call)
+            block.add_call(number, call)
+        self._copies = {n: call.copies for n, call in enumerate(calls) if call.copies is not None}
         planned_paths = {call.path for call in calls}
         for call in calls:
             if call.lowered is not None:
@@ -73,13 +77,18 @@ class BoundBlocks:
 
     def run(self, call: ModelCall, original_forward: Callable[..., Any]) -> Any:
         """Run one call of the model with the planned forwards of its blocks."""
-        forwards = {module: block.step_forward() for module, block in self._blocks.items()}
-        with (
-            layer_checkpointing_disabled(self._model),
-            checkpointing_disabled(),
-            patched_forwards(forwards),
-        ):
-            output = original_forward(*call.args, **call.kwargs)
+        copies = StepCopies(self._copies)
+        forwards = {module: block.step_forward(copies) for module, block in self._blocks.items()}
+        try:
+            with (
+                layer_checkpointing_disabled(self._model),
+                checkpointing_disabled(),
+                patched_forwards(forwards),
+            ):
+                output = original_forward(*call.args, **call.kwargs)
+            copies.end_forward()
+        finally:
+            copies.abandon()
         return output if self._returned is None else without_other_outputs(output, self._returned)
 
 
@@ -101,12 +110,14 @@ class _BoundBlock:
         self._module = module
         self._tracker = ModelTracker(module)
         self._calls: list[PlannedCall] = []
+        self._numbers: list[int] = []
         self._programs: dict[int, BoundProgram] = {}
         self._has_warned = False
 
-    def add_call(self, call: PlannedCall) -> None:
-        """Append the next planned call of this block in a step."""
+    def add_call(self, number: int, call: PlannedCall) -> None:
+        """Append the next planned call of this block in a step, in which it has this number."""
         self._calls.append(call)
+        self._numbers.append(number)
 
     def _bound_program(self, index: int, call: PlannedCall) -> BoundProgram:
         """Return the program of a call, bound to the block's parameters. It is bound at the call
@@ -116,7 +127,7 @@ class _BoundBlock:
             self._programs[index] = BoundProgram(call.lowered, self._module, call.plan)
         return self._programs[index]
 
-    def step_forward(self) -> Callable[..., Any]:
+    def step_forward(self, copies: StepCopies) -> Callable[..., Any]:
         """Return the block's forward for one step, which follows the planned calls in order."""
         calls = enumerate(self._calls)
         original_forward = self._module.forward
@@ -125,12 +136,24 @@ class _BoundBlock:
             if not torch.is_grad_enabled():
                 return original_forward(*args, **kwargs)
             index, planned = next(calls, (0, None))
+            number = None if planned is None else self._numbers[index]
+            result = run(index, planned, args, kwargs)
+            copies.end_forward(number)
+            return result
+
+        def run(
+            index: int,
+            planned: PlannedCall | None,
+            args: tuple[Any, ...],
+            kwargs: dict[str, Any],
+        ) -> Any:
             if planned is not None and planned.how == AS_IT_IS:
                 return original_forward(*args, **kwargs)
             if planned is not None and planned.lowered is not None:
                 call = self._matching_call(planned, args, kwargs)
                 if call is not None:
-                    return self._bound_program(index, planned)(call.leaves)
+                    program = self._bound_program(index, planned)
+                    return program(call.leaves, copies.of_call(self._numbers[index]))
             if planned is None or planned.how != CHECKPOINTED:
                 self._warn_once()
             if not all(call.may_recompute for call in self._calls):

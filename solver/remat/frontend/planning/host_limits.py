@@ -12,7 +12,7 @@ import shutil
 import statistics
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -196,9 +196,14 @@ def prepare_host(trace: Trace) -> None:
             most_bytes = max(most_bytes, host_bytes)
         elif node.target == ARRIVE_TARGET:
             host_bytes -= trace.storage_bytes[node.results[0].storage]
+    reserve_host(sizes_bytes, most_bytes, torch.device(trace.device))
+
+
+def reserve_host(sizes_bytes: Sequence[int], most_bytes: int, device: torch.device) -> None:
+    """Pin memory for offloaded tensors of these sizes, of which `most_bytes` are on the host at
+    once. Raises as `prepare_host`."""
     if not sizes_bytes:
         return
-    device = torch.device(trace.device)
     free_bytes = _free_host_bytes(device)
     if free_bytes is not None and most_bytes > free_bytes:
         raise BudgetError(

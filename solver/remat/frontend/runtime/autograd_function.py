@@ -7,7 +7,7 @@ it empties, and no other reference to them survives.
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Sequence
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -22,6 +22,19 @@ from remat.frontend.runtime.output_monitor import OutputReleaseMonitor
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
+class SavedTensorCopies(Protocol):
+    """Moves saved tensors of a step to the host and back; plans of blocks do that outside of their
+    programs. Both methods change the list, which has the saved tensors in their order."""
+
+    def leave(self, saved: list[torch.Tensor]) -> None:
+        """Start copies to the host, and put handles in place of the tensors."""
+        ...
+
+    def come_back(self, saved: list[torch.Tensor]) -> None:
+        """Put tensors in place of their handles, before the backward reads them."""
+        ...
+
+
 def exclude_from_compile(function: _F) -> _F:
     """Exclude a function from torch.compile, whose graph breaks once at the call.
 
@@ -34,12 +47,15 @@ def run_step(
     lowered: LoweredProgram,
     tensors: Sequence[torch.Tensor],
     output_monitor: OutputReleaseMonitor,
+    copies: SavedTensorCopies | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """Run the forward and return its outputs, which require grad where the program differentiates.
 
     `tensors` are the parameters, buffers and inputs in the order of `lowered.input_names`.
     """
-    return _StepFunction.apply(lowered, output_monitor, *tensors)  # type: ignore[no-any-return]
+    return _StepFunction.apply(  # type: ignore[no-any-return]
+        lowered, output_monitor, copies, *tensors
+    )
 
 
 class _StepFunction(torch.autograd.Function):
@@ -54,11 +70,13 @@ class _StepFunction(torch.autograd.Function):
         ctx: Any,
         lowered: LoweredProgram,
         output_monitor: OutputReleaseMonitor,
+        copies: SavedTensorCopies | None,
         *tensors: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.lowered = lowered
         ctx.output_monitor = output_monitor
+        ctx.copies = copies
         ctx.accumulated_parameters = [tensors[index] for index in lowered.accumulated_inputs]
         boxed = [*tensors, *lowered.constants]
         with autocast_disabled():
@@ -69,13 +87,14 @@ class _StepFunction(torch.autograd.Function):
         first_state = len(results) - len(program.rng_states)
         ctx.rng_states = results[first_state:]
         output_ids = {id(output) for output in outputs}
-        ctx.save_for_backward(
-            *[tensors[index] for index in lowered.saved_inputs],
-            *[
-                _detached_unless_output(tensor, output_ids)
-                for tensor in results[len(outputs) : first_state]
-            ],
-        )
+        saved = [tensors[index] for index in lowered.saved_inputs]
+        saved += [
+            _detached_unless_output(tensor, output_ids)
+            for tensor in results[len(outputs) : first_state]
+        ]
+        if copies is not None:
+            copies.leave(saved)
+        ctx.save_for_backward(*saved)
         ctx.mark_non_differentiable(
             *(t for t, o in zip(outputs, program.outputs, strict=True) if not o.differentiable)
         )
@@ -100,6 +119,8 @@ class _StepFunction(torch.autograd.Function):
         del grads
         boxed = [*ctx.saved_tensors]
         ctx.maybe_clear_saved_tensors()
+        if ctx.copies is not None:
+            ctx.copies.come_back(boxed)
         boxed += ctx.rng_states
         boxed += tangents
         tangents.clear()
@@ -109,7 +130,7 @@ class _StepFunction(torch.autograd.Function):
             computed = lowered.launch_backward(boxed)
         gradients = [None if i is None else computed[i] for i in lowered.gradient_of_input]
         computed.clear()
-        return None, None, *gradients
+        return None, None, None, *gradients
 
 
 def _without_view(output: torch.Tensor) -> torch.Tensor:

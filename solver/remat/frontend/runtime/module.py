@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
     from torch.fx.graph import PythonCode
 
+    from remat.frontend.runtime.autograd_function import SavedTensorCopies
     from remat.plan import Plan
 
 
@@ -54,9 +55,12 @@ class BoundProgram:
     def __reduce__(self) -> tuple[Any, ...]:
         return BoundProgram, (self.lowered, self._model, self.plan)
 
-    def __call__(self, leaves: Sequence[torch.Tensor]) -> Any:
+    def __call__(
+        self, leaves: Sequence[torch.Tensor], copies: SavedTensorCopies | None = None
+    ) -> Any:
         tensors = self._binding.tensors(leaves)
-        return self.lowered.unflatten_outputs(run_step(self.lowered, tensors, self._output_monitor))
+        outputs = run_step(self.lowered, tensors, self._output_monitor, copies)
+        return self.lowered.unflatten_outputs(outputs)
 
     @property
     def training(self) -> bool:
