@@ -28,16 +28,19 @@ class PlannedCopies:
 
 
 class _Leaving(NamedTuple):
-    """A tensor that is copied to the host, its version when that started, and its handle. Only the
-    graph has a reference to the handle: without the graph, the copy is of no use."""
+    """A tensor that is copied to the host, its version when that started, and its handle."""
 
     tensor: torch.Tensor
     version: int
-    handle: weakref.ref[torch.Tensor]
+    handle: torch.Tensor
 
 
 class StepCopies:
-    """The copies of one step, by the numbers of its block calls."""
+    """The copies of one step, by the numbers of its block calls.
+
+    Once a tensor has left, only the graph has a reference to its handle: without the graph, the
+    copy is of no use.
+    """
 
     def __init__(self, planned: Mapping[int, PlannedCopies]) -> None:
         self._planned = planned
@@ -58,9 +61,9 @@ class StepCopies:
                 continue
             handle = offload(tensor.detach())
             saved[position] = handle
-            leaving = _Leaving(tensor.detach(), tensor._version, weakref.ref(handle))
+            leaving = _Leaving(tensor.detach(), tensor._version, handle)
             self._leaving.setdefault(call, []).append(leaving)
-            self._handles.setdefault(call, {})[position] = leaving.handle
+            self._handles.setdefault(call, {})[position] = weakref.ref(handle)
 
     def end_forward(self, call: int | None = None) -> None:
         """Wait until the tensors of all calls but `call` have left, and free them."""
@@ -69,8 +72,7 @@ class StepCopies:
 
     def _release(self, call: int) -> None:
         for leaving in self._leaving.pop(call, ()):
-            if (handle := leaving.handle()) is not None:
-                release(handle, leaving.tensor)
+            release(leaving.handle, leaving.tensor)
             if leaving.tensor._version != leaving.version:
                 self._overwritten.add(call)
 

@@ -1,0 +1,434 @@
+"""Plans of blocks that offload saved tensors to the host: numbers, memory, copies and errors."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.helpers.training.block_models import (
+    Block,
+    Net,
+    Output,
+    Routed,
+    assert_same,
+    loss_of,
+    peak_of,
+    plan_of,
+    step,
+)
+from torch import nn
+
+import remat
+from remat.blockwise.blocks_plan import BlocksPlan
+from remat.errors import InfeasibleBudget, RematError
+from remat.frontend.blocks.step_copies import PlannedCopies, StepCopies
+from remat.frontend.runtime import host_file as files
+from remat.frontend.runtime.host_file import DIRECTORY_VARIABLE, HostFile, host_file
+
+FAST = remat.Link(1e12, 1e12)
+WIDTH, TOKENS = 64, 4096
+
+
+class Breakable(Net):
+    """A `Net` that can fail before one of its blocks, in the forward or in the backward."""
+
+    fails_in = ""
+
+    def forward(self, ids: torch.Tensor) -> Output:
+        x = self.embed(ids) * self.scale
+        for number, block in enumerate(self.blocks):
+            if number == 3 and self.fails_in == "forward":
+                raise ValueError("no more")
+            if number == 3 and self.fails_in == "backward":
+                x.register_hook(_fail)
+            x = block(x)
+        logits = self.head(x)
+        return Output(nn.functional.cross_entropy(logits, ids), logits)
+
+
+def _fail(_: torch.Tensor) -> None:
+    raise ValueError("no more")
+
+
+def enabled(model: nn.Module, budget: int | str, batch: torch.Tensor, **more: Any) -> Any:
+    settings: dict[str, Any] = {"offload": "auto", "link": FAST} | more
+    return remat.enable(
+        model, budget, (batch,), scope="blocks", outputs="dropped",
+        costs=remat.Roofline("cpu"), strategy=remat.Auto(time_limit=0.1, gap=0.02), **settings,
+    )  # fmt: skip
+
+
+def without_offload(model: nn.Module, budget: int | str, batch: torch.Tensor) -> BlocksPlan:
+    return plan_of(enabled(copy.deepcopy(model), budget, batch, offload="off", link=None))
+
+
+@pytest.fixture(autouse=True)
+def _own_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv(DIRECTORY_VARIABLE, str(tmp_path))
+    files._host_file.cache_clear()
+    yield
+    files._host_file.cache_clear()
+
+
+@pytest.fixture(scope="module")
+def batch() -> torch.Tensor:
+    torch.manual_seed(1)
+    return torch.randint(0, 50, (TOKENS,))
+
+
+@pytest.fixture(scope="module")
+def eager() -> Breakable:
+    torch.manual_seed(0)
+    return Breakable([Block(WIDTH) for _ in range(6)], WIDTH)
+
+
+@pytest.fixture(scope="module")
+def planned(eager: Breakable, batch: torch.Tensor) -> Breakable:
+    """The model with a plan that offloads, to be copied: copies have its plans."""
+    return enabled(copy.deepcopy(eager), "45%", batch)
+
+
+def test_a_budget_below_the_smallest_without_offloading(
+    eager: Breakable, batch: torch.Tensor
+) -> None:
+    smallest = without_offload(eager, "min", batch).peak_bytes
+    budget = int(0.92 * smallest)
+    with pytest.raises(InfeasibleBudget):
+        without_offload(eager, budget, batch)
+    model = enabled(copy.deepcopy(eager), budget, batch)
+    plan = plan_of(model)
+    assert plan.host_bytes == sum(call.offloaded_bytes for call in plan.calls) > 0
+    measured = peak_of(model, batch)
+    assert 0.99 * plan.peak_bytes <= measured <= plan.peak_bytes <= budget
+    for seed in (1, 2):
+        assert_same(step(model, batch, seed), step(eager, batch, seed))
+    with pytest.raises(InfeasibleBudget) as raised:
+        enabled(copy.deepcopy(eager), budget // 2, batch)
+    assert raised.value.min_feasible_bytes is not None
+    assert raised.value.min_feasible_bytes < budget
+
+
+def test_offloading_is_faster_where_both_fit(
+    eager: Breakable, planned: Breakable, batch: torch.Tensor
+) -> None:
+    plan, other = plan_of(planned), without_offload(eager, "45%", batch)
+    assert plan.baseline_time_s <= plan.time_s < 0.9 * other.time_s
+    assert plan.bound_s <= plan.time_s
+    model = copy.deepcopy(planned)
+    assert 0.99 * plan.peak_bytes <= peak_of(model, batch) <= plan.peak_bytes <= plan.budget_bytes
+    for seed in (1, 2, 3):
+        assert_same(step(model, batch, seed), step(eager, batch, seed))
+    assert host_file().used_bytes == 0
+
+
+def test_the_plan_says_what_it_offloads(planned: Breakable) -> None:
+    plan = plan_of(planned)
+    text = plan.describe()
+    count = sum(call.offloaded_count for call in plan.calls)
+    assert plan.calls[-1].offloaded_count == 0  # no forward follows the last one
+    assert f"offload {count} tensors of " in text
+    assert "for 0 s of which the step waits" in text
+    assert "on host" in text
+    assert pickle.loads(pickle.dumps(plan)).describe() == text
+
+
+def test_gradients_accumulate_with_evaluation_between(
+    eager: Breakable, planned: Breakable, batch: torch.Tensor
+) -> None:
+    model, reference = copy.deepcopy(planned), copy.deepcopy(eager)
+    for seed in (1, 2, 3):
+        for m in (reference, model):
+            torch.manual_seed(seed)
+            loss_of(m(batch)).backward()
+            m.eval()
+            with torch.no_grad():
+                m(batch)
+            assert host_file().used_bytes == 0
+            m.train()
+    for p, q in zip(reference.parameters(), model.parameters(), strict=True):
+        assert p.grad is not None
+        assert q.grad is not None
+        assert torch.equal(p.grad, q.grad)
+
+
+def test_several_batches_and_a_step_without_a_backward(
+    eager: Breakable, planned: Breakable, batch: torch.Tensor
+) -> None:
+    model = copy.deepcopy(planned)
+    reference = [step(eager, batch, seed) for seed in (1, 2)]
+    torch.manual_seed(1)
+    first = loss_of(model(batch))
+    offloaded_bytes = host_file().used_bytes
+    assert offloaded_bytes >= plan_of(model).host_bytes
+    torch.manual_seed(2)
+    second = loss_of(model(batch))
+    unused = loss_of(model(batch))
+    assert host_file().used_bytes == 3 * offloaded_bytes
+    del unused
+    for loss, expected in ((first, reference[0]), (second, reference[1])):
+        loss.backward()
+        gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+        model.zero_grad(set_to_none=True)
+        assert_same((loss.detach(), gradients), expected)
+    assert host_file().used_bytes == 0
+
+
+def test_backwards_of_a_part_and_a_second_backward(
+    eager: Breakable, planned: Breakable, batch: torch.Tensor
+) -> None:
+    model = copy.deepcopy(planned)
+    expected = step(eager, batch, 1)
+    torch.manual_seed(1)
+    loss = loss_of(model(batch))
+    last = model.blocks[5].get_submodule("wide").get_parameter("weight")
+    (of_last,) = torch.autograd.grad(loss, [last], retain_graph=True)
+    assert torch.equal(of_last, expected[1]["blocks.5.wide.weight"])
+    for keep_graph in (True, False):
+        model.zero_grad(set_to_none=True)
+        loss.backward(retain_graph=keep_graph)
+        gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+        assert_same((loss.detach(), gradients), expected)
+    assert host_file().used_bytes == 0
+
+
+@pytest.mark.parametrize("place", ["forward", "backward"])
+def test_steps_after_an_error(
+    eager: Breakable, planned: Breakable, batch: torch.Tensor, place: str
+) -> None:
+    model = copy.deepcopy(planned)
+    model.fails_in = place
+    with pytest.raises(ValueError, match="no more"):
+        step(model, batch, 1)
+    gc.collect()
+    assert host_file().used_bytes == 0
+    model.fails_in = ""
+    model.zero_grad(set_to_none=True)
+    assert_same(step(model, batch, 1), step(eager, batch, 1))
+    assert peak_of(model, batch) <= plan_of(model).peak_bytes
+
+
+def test_slow_copies_make_the_step_wait_and_need_no_memory(
+    eager: Breakable, planned: Breakable, batch: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = copy.deepcopy(planned)
+    copy_bytes = HostFile._copy
+    started: list[float] = []
+
+    def slow(self: HostFile, *args: Any) -> None:
+        started.append(time.perf_counter())
+        time.sleep(0.02)
+        copy_bytes(self, *args)
+
+    monkeypatch.setattr(HostFile, "_copy", slow)
+    assert peak_of(model, batch) <= plan_of(model).peak_bytes
+    assert len(started) == 2 * sum(call.offloaded_count for call in plan_of(model).calls)
+    assert_same(step(model, batch, 1), step(eager, batch, 1))
+
+
+def test_the_host_budget_is_respected(
+    eager: Breakable, batch: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host_budget = 9 << 20
+    model = enabled(copy.deepcopy(eager), "45%", batch, host_budget=host_budget)
+    plan = plan_of(model)
+    assert 0 < plan.host_bytes <= host_budget
+    write, used = HostFile.write, [0]
+
+    def recorded(self: HostFile, tensor: torch.Tensor) -> int:
+        number = write(self, tensor)
+        used.append(self.used_bytes)
+        return number
+
+    monkeypatch.setattr(HostFile, "write", recorded)
+    assert_same(step(model, batch, 1), step(eager, batch, 1))
+    assert max(used) == plan.host_bytes
+    model = enabled(copy.deepcopy(eager), "45%", batch, host_budget=0)
+    assert plan_of(model).host_bytes == 0
+    assert "host" not in plan_of(model).describe()
+
+
+def test_a_slow_link_leaves_tensors_on_the_device(eager: Breakable, batch: torch.Tensor) -> None:
+    slow = plan_of(enabled(copy.deepcopy(eager), "45%", batch, link=remat.Link(1e6, 1e6)))
+    assert slow.host_bytes == 0
+    assert slow.time_s == pytest.approx(without_offload(eager, "45%", batch).time_s, rel=2e-3)
+
+
+@pytest.mark.slow
+def test_batches_in_flight_count_on_the_host_and_not_on_the_device(
+    eager: Breakable, batch: torch.Tensor
+) -> None:
+    model = enabled(copy.deepcopy(eager), "45%", batch, in_flight=2)
+    plan = plan_of(model)
+    assert plan.host_bytes == 2 * sum(call.offloaded_bytes for call in plan.calls) > 0
+
+    class TwoInFlight(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            first = loss_of(self.model(ids))
+            second = loss_of(self.model(ids))
+            first.backward()
+            return second
+
+    step(model, batch, 1)
+    wrapper = TwoInFlight()
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    torch.manual_seed(1)
+    wrapper(batch).backward()
+    torch.manual_seed(1)
+    reference = copy.deepcopy(eager)
+    for _ in range(2):
+        loss_of(reference(batch)).backward()
+    for p, q in zip(reference.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-4, atol=1e-7)
+    assert host_file().used_bytes == 0
+
+
+@pytest.mark.slow
+def test_another_size_offloads_with_the_same_schedules(
+    eager: Breakable, planned: Breakable, batch: torch.Tensor
+) -> None:
+    model, shorter = copy.deepcopy(planned), batch[: TOKENS * 3 // 4]
+    assert_same(step(model, shorter, 1), step(eager, shorter, 1))
+    assert peak_of(model, shorter) <= plan_of(model).peak_bytes
+    assert_same(step(model, batch, 2), step(eager, batch, 2))
+
+
+@pytest.mark.slow
+def test_blocks_next_to_those_in_eager_mode_stay_on_the_device() -> None:
+    torch.manual_seed(0)
+    model = Net([Routed(32) for _ in range(3)], 32)
+    ids = torch.randint(0, 50, (8192,))
+    expected = step(model, ids, 1)
+    enabled(model, "70%", ids)
+    assert plan_of(model).host_bytes == 0
+    assert_same(step(model, ids, 1), expected)
+
+
+@pytest.mark.slow
+def test_scope_auto_offloads_in_blocks() -> None:
+    torch.manual_seed(0)
+    model = Unscripted([Block(WIDTH) for _ in range(4)], WIDTH)
+    ids = torch.randint(0, 50, (TOKENS,))
+    expected = step(model, ids, 1)
+    remat.enable(
+        model, "60%", (ids,), outputs="dropped", costs=remat.Roofline("cpu"), offload="auto",
+        link=FAST, strategy=remat.Auto(time_limit=0.1, gap=0.02),
+    )  # fmt: skip
+    assert plan_of(model).host_bytes > 0
+    assert_same(step(model, ids, 1), expected)
+
+
+class Unscripted(Net):
+    """A `Net` that reads the value of an element between its blocks."""
+
+    def forward(self, ids: torch.Tensor) -> Output:
+        assert float(self.scale.detach().sum()) < 1e9
+        return super().forward(ids)
+
+
+class Linked:
+    """Two calls of a step, with a tensor each: call 0 comes back when the backward of 1 starts."""
+
+    def __init__(self) -> None:
+        self.copies = StepCopies({0: PlannedCopies((0,)), 1: PlannedCopies((0,), reloads=0)})
+        self.tensors = [torch.randn(1000, 3), torch.randn(500)]
+        self.saved = [[tensor.clone()] for tensor in self.tensors]
+        for call in (0, 1):
+            self.copies.leave(call, self.saved[call])
+            self.copies.end_forward(call)
+
+    def come_back(self, call: int) -> None:
+        self.copies.come_back(call, self.saved[call])
+        assert torch.equal(self.saved[call][0], self.tensors[call])
+
+
+def test_copies_come_back_in_the_order_of_the_plan_and_in_another() -> None:
+    for order in ((1, 0), (0, 1), (0,), (1,)):
+        linked = Linked()
+        linked.copies.end_forward()
+        for call in order:
+            linked.come_back(call)
+        del linked
+        gc.collect()
+        assert host_file().used_bytes == 0
+
+
+def test_tensors_come_back_before_they_have_left() -> None:
+    linked = Linked()
+    linked.come_back(1)
+    linked.come_back(0)
+
+
+def test_views_and_missing_tensors_stay() -> None:
+    whole = torch.randn(100)
+    saved: list[Any] = [whole[:50], None, torch.randn(4, 5).t()]
+    before = list(saved)
+    copies = StepCopies({0: PlannedCopies((0, 1, 2))})
+    copies.leave(0, saved)
+    assert saved[:2] == before[:2]
+    assert saved[2] is not before[2]
+    copies.end_forward()
+    copies.come_back(0, saved)
+    assert torch.equal(saved[2], before[2])
+    assert saved[2].stride() == before[2].stride()
+
+
+def test_a_tensor_that_is_written_over_while_it_leaves_is_an_error() -> None:
+    tensor = torch.zeros(1000)
+    saved = [tensor]
+    copies = StepCopies({0: PlannedCopies((0,))})
+    copies.leave(0, saved)
+    tensor.add_(1)
+    copies.end_forward()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        copies.come_back(0, saved)
+
+
+def test_handles_that_hooks_copied_are_an_error_that_says_why(
+    planned: Breakable, batch: torch.Tensor
+) -> None:
+    model = copy.deepcopy(planned)
+    with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda tensor: tensor):
+        loss = loss_of(model(batch))
+    with pytest.raises(RematError, match="saved_tensors_hooks"):
+        loss.backward()
+
+
+@pytest.mark.slow
+def test_a_transformer_trains() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(
+        n_layer=8, n_embd=128, n_head=4, n_positions=512, vocab_size=500, use_cache=False,
+        bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+
+    class Language(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = transformers.GPT2LMHeadModel(config)
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return self.inner(ids, labels=ids).loss
+
+    torch.manual_seed(0)
+    model, ids = Language().train(), torch.randint(0, 500, (4, 512))
+    smallest = without_offload(model, "min", ids).peak_bytes
+    for budget in (int(0.9 * smallest), "40%"):
+        fast = enabled(copy.deepcopy(model), budget, ids)
+        plan = plan_of(fast)
+        assert plan.host_bytes > 0
+        assert 0.99 * plan.peak_bytes <= peak_of(fast, ids) <= plan.peak_bytes <= plan.budget_bytes
+        for seed in (1, 2, 3):
+            assert_same(step(fast, ids, seed), step(model, ids, seed))
+        assert host_file().used_bytes == 0
