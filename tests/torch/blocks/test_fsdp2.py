@@ -20,6 +20,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import remat
 from remat.blockwise.blocks_plan import BlocksPlan
+from remat.frontend.blocks import host_variants
 from remat.frontend.memory.allocator_peak import allocated_peak
 from remat.frontend.memory.meter import measure_step
 
@@ -29,7 +30,9 @@ KINDS: dict[str, dict[str, Any]] = {
     "not freed after the forward": {"reshard_after_forward": False},
     "bf16": {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)},
     "blocks alone": {},
+    "offloaded": {},
 }
+OFFLOAD: dict[str, Any] = {"offload": "auto", "link": remat.Link(1e12, 1e12)}
 
 
 @contextmanager
@@ -62,7 +65,11 @@ def _worker(rank: int, kind: str, folder: str) -> None:
         _shard(eager, kind)
         if kind != "enabled first":
             _shard(model, kind)
-        remat.enable(model, "60%", scope="blocks", outputs="dropped", costs=remat.Roofline("cpu"))
+        options: dict[str, Any] = {"scope": "blocks", "outputs": "dropped"}
+        if kind == "offloaded":
+            host_variants.MIN_BYTES = 1024  # the tensors of this model are small
+            options |= OFFLOAD
+        remat.enable(model, "60%", costs=remat.Roofline("cpu"), **options)
         if kind == "enabled first":
             _shard(model, kind)
         torch.manual_seed(100 + rank)
@@ -82,6 +89,7 @@ def _worker(rank: int, kind: str, folder: str) -> None:
         (plan, *_) = remat.plans(model)
         report = {
             "equal": equal,
+            "host_bytes": plan.host_bytes,
             "budget_bytes": plan.budget_bytes,
             "planned_bytes": plan.peak_bytes,
             "measured_bytes": _measured(model, ids, kind),
@@ -130,6 +138,7 @@ def test_sharded_blocks_train_as_under_fsdp2_within_the_budget(kind: str, tmp_pa
     for rank in (0, 1):
         report = json.loads((tmp_path / f"report.{rank}").read_text())
         assert report["equal"]
+        assert (report["host_bytes"] > 0) == (kind == "offloaded")
         assert report["measured_bytes"] <= report["budget_bytes"]
         assert report["measured_bytes"] < 0.75 * report["eager_bytes"]
         assert report["planned_bytes"] <= report["budget_bytes"]

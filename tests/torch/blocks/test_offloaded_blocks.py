@@ -207,11 +207,16 @@ def test_steps_after_an_error(
     with pytest.raises(ValueError, match="no more"):
         step(model, batch, 1)
     gc.collect()
+    deadline_s = time.monotonic() + 10
+    while host_file().used_bytes and time.monotonic() < deadline_s:
+        time.sleep(0.01)  # copies that had started end first
     assert host_file().used_bytes == 0
     model.fails_in = ""
     model.zero_grad(set_to_none=True)
     assert_same(step(model, batch, 1), step(eager, batch, 1))
     assert peak_of(model, batch) <= plan_of(model).peak_bytes
+    offloaded = sum(call.offloaded_count for call in plan_of(model).calls)
+    assert _count_reloads_in_backward(model, batch) == offloaded
 
 
 def test_slow_copies_make_the_step_wait_and_need_no_memory(
@@ -304,15 +309,36 @@ def test_another_size_offloads_with_the_same_schedules(
     assert_same(step(model, batch, 2), step(eager, batch, 2))
 
 
-@pytest.mark.slow
-def test_blocks_next_to_those_in_eager_mode_stay_on_the_device() -> None:
+def test_blocks_in_eager_mode_hide_the_copies_of_others() -> None:
     torch.manual_seed(0)
     model = Net([Routed(32) for _ in range(3)], 32)
     ids = torch.randint(0, 50, (8192,))
-    expected = step(model, ids, 1)
+    expected = [step(model, ids, seed) for seed in (1, 2)]
     enabled(model, "70%", ids)
-    assert plan_of(model).host_bytes == 0
-    assert_same(step(model, ids, 1), expected)
+    plan = plan_of(model)
+    assert {c.how for c in plan.calls if c.offloaded_count} == {"planned"}
+    assert {c.how for c in plan.calls} > {"planned"}
+    reloads = _count_reloads_in_backward(model, ids)
+    assert reloads == sum(c.offloaded_count for c in plan.calls) > 0
+    assert peak_of(model, ids) <= plan.peak_bytes
+    for seed, item in zip((1, 2), expected, strict=True):
+        assert_same(step(model, ids, seed), item)
+    assert host_file().used_bytes == 0
+
+
+def _count_reloads_in_backward(model: nn.Module, ids: torch.Tensor) -> int:
+    """Return the number of tensors that had started to come back when their backward began."""
+    counts: list[int] = []
+    come_back = StepCopies.come_back
+
+    def counting(self: StepCopies, call: int, saved: list[torch.Tensor]) -> None:
+        counts.append(len(self._arriving.get(call, ())))
+        come_back(self, call, saved)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StepCopies, "come_back", counting)
+        step(model, ids, 1)
+    return sum(counts)
 
 
 @pytest.mark.slow

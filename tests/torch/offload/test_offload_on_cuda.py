@@ -12,6 +12,8 @@ import os
 
 import pytest
 import torch
+from tests.helpers.training.block_models import Block, plan_of, step
+from tests.helpers.training.block_models import Net as BlocksNet
 from tests.torch.offload.test_offload_tensors import Net, offloaded
 from torch import nn
 
@@ -161,3 +163,21 @@ def test_a_cuda_graph_replays_the_copies() -> None:
 def test_memory_that_cannot_be_pinned_is_an_error_that_says_so() -> None:
     with pytest.raises(remat.RematError, match=r"cannot pin .* pass a smaller host_budget"):
         PinnedChunks().take(1 << 60)
+
+
+def test_plans_of_blocks_offload() -> None:
+    torch.manual_seed(0)
+    model = BlocksNet([Block(64) for _ in range(6)], 64).to(CUDA)
+    ids = torch.randint(0, 50, (4096,), device=CUDA)
+    expected = step(model, ids, 1)
+    remat.enable(
+        model, "45%", (ids,), scope="blocks", outputs="dropped", costs=remat.Roofline("h100"),
+        offload="auto", link=Link(1e12, 1e12), strategy=remat.Auto(time_limit=0.1),
+    )  # fmt: skip
+    assert plan_of(model).host_bytes > 0
+    for _ in range(3):
+        actual = step(model, ids, 1)
+        for name, gradient in expected[1].items():
+            torch.testing.assert_close(actual[1][name], gradient)
+    gc.collect()
+    assert pinned_memory(CUDA).used_bytes == 0

@@ -68,7 +68,6 @@ def test_an_enabled_model_trains_accumulates_and_evaluates() -> None:
         ({"host_budget": "1GiB"}, 'pass offload="auto"'),
         ({"link": FAST}, 'pass offload="auto"'),
         ({"offload": "auto", "cuda_graphs": True}, "CUDA graphs: pass"),
-        ({"offload": "auto", "scope": "blocks"}, "needs a plan of the whole model"),
     ],
 )
 def test_wrong_options_are_errors_that_say_what_to_do(

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from remat.blockwise.block_step import PLANNED, BlockStep
+from remat.blockwise.block_step import BlockStep
 from remat.blockwise.offloaded_step import CallVariant, host_stays, useful_variants
 from remat.choice.offloaded_traces import MIN_BYTES
 from remat.documents.trace import CUDA_ALIGNMENT_BYTES
@@ -25,17 +25,13 @@ def host_variants(
     dry_run: DryRun,
     step: BlockStep,
 ) -> tuple[tuple[CallVariant, ...], ...]:
-    """Return the variants of each call that offload tensors; none for calls that cannot.
-
-    Blocks in eager mode do not offload, and neither do blocks whose tensors would come back during
-    the backward of such a block: nothing of remat runs where that starts.
-    """
+    """Return the variants of each call that offload tensors; none for calls that cannot, such as
+    those of blocks in eager mode."""
     stays = host_stays(step)
     call_counts = Counter(ref for c in candidates for ref in set(c.call.input_storages))
     variants: list[tuple[CallVariant, ...]] = []
     for number, (candidate, options) in enumerate(zip(candidates, planned_options, strict=True)):
-        stay = stays.get(number)
-        if stay is None or candidates[stay.reloaded_before].option_names[:1] != (PLANNED,):
+        if number not in stays:
             variants.append(())
             continue
         of_call = [

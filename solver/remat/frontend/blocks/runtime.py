@@ -136,31 +136,40 @@ class _BoundBlock:
             if not torch.is_grad_enabled():
                 return original_forward(*args, **kwargs)
             index, planned = next(calls, (0, None))
-            number = None if planned is None else self._numbers[index]
-            result = run(index, planned, args, kwargs)
+            if planned is None:
+                result = self._run_eagerly(None, original_forward, args, kwargs)
+                copies.end_forward()
+                return result
+            number = self._numbers[index]
+            call = None
+            if planned.lowered is not None:
+                call = self._matching_call(planned, args, kwargs)
+            if call is not None:
+                program = self._bound_program(index, planned)
+                result = program(call.leaves, copies.of_call(number))
+            else:
+                result = self._run_eagerly(planned, original_forward, args, kwargs)
+                copies.reload_before_backward(number, result)
             copies.end_forward(number)
             return result
 
-        def run(
-            index: int,
-            planned: PlannedCall | None,
-            args: tuple[Any, ...],
-            kwargs: dict[str, Any],
-        ) -> Any:
-            if planned is not None and planned.how == AS_IT_IS:
-                return original_forward(*args, **kwargs)
-            if planned is not None and planned.lowered is not None:
-                call = self._matching_call(planned, args, kwargs)
-                if call is not None:
-                    program = self._bound_program(index, planned)
-                    return program(call.leaves, copies.of_call(self._numbers[index]))
-            if planned is None or planned.how != CHECKPOINTED:
-                self._warn_once()
-            if not all(call.may_recompute for call in self._calls):
-                return original_forward(*args, **kwargs)
-            return run_checkpointed(self._module, original_forward, args, kwargs)
-
         return forward
+
+    def _run_eagerly(
+        self,
+        planned: PlannedCall | None,
+        original_forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Run a call without a program, as it is or checkpointed."""
+        if planned is not None and planned.how == AS_IT_IS:
+            return original_forward(*args, **kwargs)
+        if planned is None or planned.how != CHECKPOINTED:
+            self._warn_once()
+        if not all(call.may_recompute for call in self._calls):
+            return original_forward(*args, **kwargs)
+        return run_checkpointed(self._module, original_forward, args, kwargs)
 
     def _matching_call(
         self, planned: PlannedCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]

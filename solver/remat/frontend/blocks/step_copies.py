@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 
+from remat.frontend.common.pytree import tensors_in
 from remat.frontend.runtime.offload import arrive, offload, release, reload
 
 
@@ -96,6 +97,23 @@ class StepCopies:
         self._start_reload(self._planned[call].reloads)
         for tensor in arriving.values():
             arrive(tensor)
+
+    def reload_before_backward(self, call: int, result: object) -> None:
+        """Let the backward of a call that runs without a program start the reload that is planned
+        there: it starts with the first gradient of the call's result."""
+        planned = self._planned.get(call)
+        if planned is None or planned.reloads is None:
+            return
+        reloads = planned.reloads
+
+        def start(_: torch.Tensor) -> None:
+            if reloads not in self._arriving:
+                self._arriving.clear()
+                self._start_reload(reloads)
+
+        for tensor in tensors_in(result):
+            if tensor.requires_grad:
+                tensor.register_hook(start)
 
     def _start_reload(self, call: int | None) -> None:
         if call is None:
