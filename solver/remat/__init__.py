@@ -46,6 +46,7 @@ from remat.version import VERSION
 if TYPE_CHECKING:
     from remat.frontend.api.enable import disable, enable, plans
     from remat.frontend.api.estimate import estimate
+    from remat.frontend.api.fit import fit
     from remat.frontend.api.max_batch import max_batch
     from remat.frontend.api.optimize import optimize
     from remat.frontend.capture.trace import trace
@@ -68,6 +69,7 @@ _TORCH_MODULES = {
     "disable": "api.enable",
     "emit": "emit.emit",
     "enable": "api.enable",
+    "fit": "api.fit",
     "optimize": "api.optimize",
     "plans": "api.enable",
     "trace": "capture.trace",
@@ -109,6 +111,7 @@ __all__ = [
     "emit",
     "enable",
     "estimate",
+    "fit",
     "lower",
     "max_batch",
     "measure",

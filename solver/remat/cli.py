@@ -39,6 +39,7 @@ from remat.commands.diff import diff
 from remat.commands.doctor import doctor
 from remat.commands.estimate import estimate
 from remat.commands.explain import explain
+from remat.commands.fit import fit
 from remat.commands.measure import measure
 from remat.commands.plot import plot
 from remat.commands.run import run
@@ -50,6 +51,7 @@ from remat.milp.solvers.solver_processes import kill_child_processes
 _COMMANDS = {
     trace: "remat trace hf:gpt2 --set n_layer=4 -o trace.json.gz",
     estimate: "remat estimate hf:llama --dtype bfloat16 --batch 1 --tokens 2048",
+    fit: "remat fit hf:gpt2 --device h100 --dtype bfloat16 --batch 64 --tokens 1024",
     measure: "remat measure trace.json.gz --roofline h200 -o costs.json.gz",
     solve: "remat solve costs.json.gz --budget 60% -o plan.json.gz",
     sweep: "remat sweep costs.json.gz --time-limit 10 -o frontier.html",

@@ -13,7 +13,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 
 from remat.allocator.replay import AllocationEvent, replay_events
+from remat.costs.optimizer_memory import OptimizerMemory
 from remat.documents.trace import Trace, trained_parameters
+from remat.graph import Graph
 from remat.plan_data import P, PlanData
 from remat.schedule import Schedule
 from remat.simulate import overwritten_copies, simulate
@@ -110,7 +112,12 @@ def with_prediction(plan: P, trace: Trace) -> P:
 
 
 def step_allocation_events(
-    trace: Trace, schedule: Schedule, steps: int = _STEPS
+    trace: Trace,
+    schedule: Schedule,
+    steps: int = _STEPS,
+    *,
+    graph: Graph | None = None,
+    optimizer: OptimizerMemory | None = None,
 ) -> Iterator[AllocationEvent]:
     """Yield the allocations and frees of `steps` training steps, in order, from a new process on.
 
@@ -118,8 +125,10 @@ def step_allocation_events(
     parameters. Each run allocates its outputs, then its workspace; the workspace is freed first,
     then the values of which this is the last use. cuBLAS allocates one half of the trace's
     `library_bytes` at the first matrix product of the forward and the other at that of the
-    backward, which runs in another thread, and never frees them. At the end of a step its outputs
-    and gradients are freed (`zero_grad`).
+    backward, which runs in another thread, and never frees them. With an `optimizer`, its step
+    allocates its state the first time, and temporary tensors each time. At the end of a step its
+    outputs and gradients are freed (`zero_grad`). `graph` says when values are freed, by default as
+    in plans.
     """
     sizes = trace.storage_bytes
     constants = {p.storage: None for p in trace.placeholders if p.kind != "tangent"}
@@ -128,7 +137,7 @@ def step_allocation_events(
     if trace.accumulates_gradients:
         for p in trained_parameters(trace):
             yield AllocationEvent(("grad", p.name), sizes[p.storage])
-    graph = trace.graph()
+    graph = graph or trace.graph()
     timeline = simulate(graph, schedule)
     value_bytes = [sizes[trace.storage_of[value.name]] for value in graph.values]
     produced: list[list[int]] = [[] for _ in schedule.runs]
@@ -166,5 +175,20 @@ def step_allocation_events(
                 yield AllocationEvent("workspace", None)
             for index in freed[run]:
                 yield AllocationEvent((step, allocation[index]), None)
+        if optimizer is not None:
+            yield from _optimizer_events(optimizer, is_first_step=step == 0)
         for index in freed[-1]:
             yield AllocationEvent((step, allocation[index]), None)
+
+
+def _optimizer_events(
+    optimizer: OptimizerMemory, *, is_first_step: bool
+) -> Iterator[AllocationEvent]:
+    """Yield the allocations and frees of an optimizer's step."""
+    if is_first_step:
+        for index, size_bytes in enumerate(optimizer.state_sizes_bytes):
+            yield AllocationEvent(("state", index), size_bytes)
+    for index, size_bytes in enumerate(optimizer.temporary_sizes_bytes):
+        yield AllocationEvent(("temporary", index), size_bytes)
+    for index in range(len(optimizer.temporary_sizes_bytes)):
+        yield AllocationEvent(("temporary", index), None)

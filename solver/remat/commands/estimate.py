@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from remat.commands.common import command_options, files
+from remat.commands.common.capture_device import capture_device_type
 from remat.commands.common.summaries import to_json_text
 from remat.limits.outputs import OUTPUTS_HELD
 from remat.limits.reserve import parse_reserve
@@ -36,19 +37,13 @@ def estimate(
     from remat.commands.models.batches import BatchSizes
     from remat.commands.models.sources import load_training_step
     from remat.frontend.api.estimate import estimate as estimate_step
-    from remat.frontend.capture.model.meta_device import default_capture_device
-    from remat.frontend.common.target_gpu import find_target_gpu, local_device
     from remat.frontend.common.torch_modes import autocast_to
 
-    if find_target_gpu(device) is not None:
-        device_type = "cpu"  # a capture for an absent GPU has its tensors on the CPU
-    else:
-        device_type = default_capture_device().type if device is None else local_device(device).type
     sizes = BatchSizes(batch, tokens, image)
     step = load_training_step(
         source, sizes, overrides=overrides or (), device="meta", dtype=dtype, seed=seed
     )
-    with autocast_to(device_type, autocast):
+    with autocast_to(capture_device_type(device), autocast):
         memory_estimate = estimate_step(
             step.model,
             step.args,

@@ -23,8 +23,8 @@ from remat.graph import Graph, Operation, Value
 from remat.plan import Plan
 from remat.strategies import EveryK, KeepAll, Rotor
 
-COMMANDS = ("trace", "estimate", "measure", "solve", "sweep", "compare", "explain", "diff", "plot",
-            "run", "doctor", "serve", "worker", "keys")  # fmt: skip
+COMMANDS = ("trace", "estimate", "fit", "measure", "solve", "sweep", "compare", "explain", "diff",
+            "plot", "run", "doctor", "serve", "worker", "keys")  # fmt: skip
 
 
 @pytest.fixture(scope="module")

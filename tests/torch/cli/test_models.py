@@ -157,6 +157,20 @@ def test_a_model_larger_than_this_machine_is_estimated() -> None:
 
 
 @pytest.mark.slow
+def test_a_training_loop_fits_or_has_options() -> None:
+    ended = quick("fit", *GPT2, "--device", "h100")
+    assert ended.code == 0, ended.err
+    assert "fits      yes," in ended.out
+    ended = quick("fit", *GPT2, "--device", "h100", "--memory", "90MiB", "--json")
+    assert ended.code == 0, ended.err
+    answer = json.loads(ended.out)
+    assert not answer["fits"]
+    assert answer["usable_bytes"] == 90 << 20
+    names = [option["name"] for option in answer["options"]]
+    assert any(name.startswith("plan of remat") for name in names)
+    assert any("batches of" in name for name in names)
+
+
 def test_estimates_are_available_for_an_absent_gpu(tmp_path: Path) -> None:
     output = tmp_path / "h100.json.gz"
     device_options = ("--device", "h100", "--autocast", "bfloat16")

@@ -1,0 +1,129 @@
+"""`Fit`: the answer to "will this training step fit?", with ways to make it fit."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+
+from remat.limits.units import format_bytes, format_seconds
+from remat.report.tables import align_columns
+from remat.report.training_memory import TrainingMemory
+
+_LABEL_WIDTH = 10
+
+
+@dataclass(frozen=True, slots=True)
+class FitOption:
+    """One way to run the training loop.
+
+    `peak_bytes` and `reserved_bytes` are those of `TrainingMemory`; by the latter the option `fits`
+    or not. `step_s` is the time of forward and backward for the whole batch by the data
+    sheet, None where it is not predicted. `code` is what to change in the training script, and
+    `note` what else the option needs or changes.
+    """
+
+    name: str
+    peak_bytes: int
+    reserved_bytes: int
+    fits: bool
+    step_s: float | None
+    code: str
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Fit:
+    """The memory of a training loop on a device, and the options if it does not fit.
+
+    `usable_bytes` are the bytes that torch's allocator may reserve on the `device`. `memory` is
+    that of eager mode, and `step_s` the time of its forward and backward. `options` are empty if
+    the loop fits; the first one is the fastest that does.
+    """
+
+    model: str
+    device: str
+    optimizer: str
+    batch: int | None
+    usable_bytes: int
+    memory: TrainingMemory
+    step_s: float
+    options: tuple[FitOption, ...]
+    cost_source: str
+
+    @property
+    def fits(self) -> bool:
+        """True if the training loop fits as it is."""
+        return self.memory.reserved_bytes <= self.usable_bytes
+
+    def describe(self) -> str:
+        """Return the verdict, the parts of the peak, and a table of options with their code."""
+        memory = self.memory
+        missing = memory.reserved_bytes - self.usable_bytes
+        verdict = (
+            f"yes, {format_bytes(-missing)} remain"
+            if self.fits
+            else f"no, {format_bytes(missing)} too much"
+        )
+        batch = "" if self.batch is None else f", batch {self.batch}"
+        place = "the optimizer's step" if memory.is_in_optimizer else "the backward or forward"
+        total = max(1, memory.peak_bytes)
+        lines = [
+            _line("model", f"{self.model}{batch}, optimizer {self.optimizer}"),
+            _line("device", f"{self.device}, {format_bytes(self.usable_bytes)} usable"),
+            _line("fits", verdict),
+            _line(
+                "reserved",
+                f"{format_bytes(memory.reserved_bytes)} by torch's allocator, "
+                f"{format_bytes(memory.expandable_bytes)} with expandable segments",
+            ),
+            _line("peak", f"{format_bytes(memory.peak_bytes)} in {place}; of this"),
+            *(
+                _line("", f"{name:<20}{format_bytes(size):>10}  {size / total:>6.1%}")
+                for name, size in memory.parts.items()
+            ),
+            _line(
+                "time",
+                f"{format_seconds(self.step_s)} for forward and backward, by {self.cost_source}",
+            ),
+        ]
+        if self.options:
+            lines += ["", *self._table(), "", *self._code_lines()]
+        return "\n".join(lines)
+
+    def _table(self) -> list[str]:
+        rows = [("option", "fits", "peak", "reserved", "time")]
+        for number, option in enumerate(self.options, 1):
+            time = "" if option.step_s is None else _relative(option.step_s, self.step_s)
+            rows.append(
+                (
+                    f"{number} {option.name}",
+                    "yes" if option.fits else "no",
+                    format_bytes(option.peak_bytes),
+                    format_bytes(option.reserved_bytes),
+                    time,
+                )
+            )
+        return align_columns(rows)
+
+    def _code_lines(self) -> list[str]:
+        lines: list[str] = []
+        for number, option in enumerate(self.options, 1):
+            lines.append(f"{number} {option.code}")
+            if option.note:
+                lines.append(f"  {option.note}")
+        return lines
+
+    def to_json(self) -> str:
+        """Return all fields as JSON."""
+        return json.dumps({"fits": self.fits} | asdict(self), indent=2)
+
+    def __str__(self) -> str:
+        return self.describe()
+
+
+def _line(label: str, text: str) -> str:
+    return f"{label:<{_LABEL_WIDTH}}{text}"
+
+
+def _relative(step_s: float, eager_s: float) -> str:
+    return f"{100 * (step_s / eager_s - 1):+.1f}%" if eager_s else ""

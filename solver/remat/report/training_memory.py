@@ -1,0 +1,100 @@
+"""`TrainingMemory`: the memory of a training loop with its optimizer, and the parts of its peak."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from remat.allocator.prediction import is_on_cuda, step_allocation_events
+from remat.allocator.replay import AllocatorPeaks, replay_events
+from remat.costs.optimizer_memory import OptimizerMemory
+from remat.documents.trace import Trace, accumulated_gradient_bytes
+from remat.graph import Graph
+from remat.report.eager_step import value_of_storage
+from remat.schedule import Schedule
+from remat.simulate import Timeline, simulate
+
+_KINDS = {"parameter": "parameters", "input": "inputs"}
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingMemory:
+    """Peaks in bytes of a training loop from its first step on.
+
+    `peak_bytes` is the largest sum of tensors that are live at once; `allocated_bytes` and
+    `reserved_bytes` are what torch's allocator will report on CUDA, with default segments, and
+    `expandable_bytes` what it reserves with expandable segments. On other devices all are equal.
+    `parts` are the parts of the peak, by name. `is_in_optimizer` is True if the peak is in
+    `optimizer.step()`.
+    """
+
+    peak_bytes: int
+    allocated_bytes: int
+    reserved_bytes: int
+    expandable_bytes: int
+    is_in_optimizer: bool
+    parts: dict[str, int]
+
+    @classmethod
+    def of(
+        cls, trace: Trace, graph: Graph, schedule: Schedule, optimizer: OptimizerMemory
+    ) -> TrainingMemory:
+        """Return the memory of the steps of a trace. `graph` is the trace's, or that of eager mode
+        (`eager_graph`)."""
+        timeline = simulate(graph, schedule)
+        step_bytes = timeline.peak_bytes + optimizer.state_bytes
+        is_in_optimizer = _optimizer_bytes(graph, optimizer) > step_bytes
+        parts = _parts(trace, graph, timeline, is_in_optimizer=is_in_optimizer)
+        parts["optimizer state"] = optimizer.state_bytes
+        parts["optimizer step"] = optimizer.temporary_bytes if is_in_optimizer else 0
+
+        def peaks(*, is_expandable: bool) -> AllocatorPeaks:
+            events = step_allocation_events(trace, schedule, graph=graph, optimizer=optimizer)
+            return replay_events(events, is_expandable=is_expandable)
+
+        default = peaks(is_expandable=False)
+        if not is_on_cuda(trace):
+            requested = default.requested_bytes
+            default = expandable = AllocatorPeaks(requested, requested, requested)
+        else:
+            expandable = peaks(is_expandable=True)
+        return cls(
+            default.requested_bytes,
+            default.allocated_bytes,
+            default.reserved_bytes,
+            expandable.reserved_bytes,
+            is_in_optimizer,
+            {name: size for name, size in parts.items() if size},
+        )
+
+
+def _optimizer_bytes(graph: Graph, optimizer: OptimizerMemory) -> int:
+    """Return the bytes that are live while the optimizer's step runs: the step's results too."""
+    results_bytes = sum(graph.values[v].size_bytes for v in graph.results)
+    return graph.constant_bytes + results_bytes + optimizer.state_bytes + optimizer.temporary_bytes
+
+
+def _parts(
+    trace: Trace, graph: Graph, timeline: Timeline, *, is_in_optimizer: bool
+) -> dict[str, int]:
+    """Return the bytes of each kind that are live at the peak of the step, or while the optimizer
+    runs."""
+    value_of = value_of_storage(trace, graph)
+    gradients = {value_of.get(trace.storage_of[g.name]) for g in trace.gradients}
+    live = graph.results if is_in_optimizer else timeline.live(timeline.peak_run)
+    live_bytes = sum(graph.values[v].size_bytes for v in graph.results)
+    if not is_in_optimizer:
+        live_bytes = timeline.peak_bytes - graph.constant_bytes
+    gradient_bytes = sum(graph.values[v].size_bytes for v in live if v in gradients)
+    parts: dict[str, int] = dict.fromkeys(("parameters", "buffers", "inputs"), 0)
+    storages: set[int] = set()
+    for placeholder in trace.placeholders:
+        if placeholder.kind != "tangent" and placeholder.storage not in storages:
+            storages.add(placeholder.storage)
+            kind = _KINDS.get(placeholder.kind, "buffers")
+            parts[kind] += trace.allocated_bytes(placeholder.storage)
+    parts["libraries"] = trace.library_bytes
+    parts["gradients"] = gradient_bytes
+    if trace.accumulates_gradients:
+        parts["gradients"] += accumulated_gradient_bytes(trace)
+    parts["outputs" if is_in_optimizer else "activations"] = live_bytes - gradient_bytes
+    return parts

@@ -1,0 +1,190 @@
+"""`remat.fit`: its prediction and the promises of its options, against training loops that run."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import remat
+from remat.frontend.memory.meter import LiveStorageMeter, unique_bytes
+from remat.report.fit import Fit, FitOption
+
+TOLERANCE = 0.02
+BATCH, TOKENS = 8, 64
+
+Call = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
+
+
+def gpt2(batch: int = BATCH) -> Call:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    config = GPT2Config(
+        n_layer=4, n_embd=128, n_head=4, vocab_size=512, n_positions=TOKENS, use_cache=False
+    )
+    ids = torch.randint(512, (batch, TOKENS))
+    return GPT2LMHeadModel(config).train(), (), {"input_ids": ids, "labels": ids.clone()}
+
+
+def trained_peak(
+    call: Call,
+    optimizer: torch.optim.Optimizer,
+    *,
+    micro_batches: int = 1,
+    steps: int = 3,
+) -> int:
+    """Return the peak in bytes of a training loop."""
+    model, args, kwargs = call
+    constants = [*model.parameters(), *model.buffers(), *kwargs.values()]
+    gc.collect()
+    meter = LiveStorageMeter(unique_bytes(constants))
+    with meter:
+        for _ in range(steps):
+            for _ in range(micro_batches):
+                output = model(*args, **kwargs)
+                (output.loss / micro_batches).backward()
+                del output
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+    return meter.peak_bytes
+
+
+def answer_for(share: float, optimizer: str = "adamw") -> Fit:
+    """Return the answer for a share of the memory that eager mode needs."""
+    model, args, kwargs = gpt2()
+    eager = remat.fit(model, args, kwargs, device="cpu", optimizer=optimizer, memory="1TiB")
+    memory = int(share * eager.memory.reserved_bytes)
+    return remat.fit(
+        model, args, kwargs, device="cpu", optimizer=optimizer, memory=memory, batch=BATCH,
+        with_batch=gpt2, strategy=remat.Auto(time_limit=5),
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def answer() -> Fit:
+    return answer_for(0.6)
+
+
+def option(answer: Fit, name: str) -> FitOption:
+    (result,) = [o for o in answer.options if o.name.startswith(name)]
+    return result
+
+
+def test_a_loop_with_enough_memory_needs_no_options() -> None:
+    model, args, kwargs = gpt2()
+    answer = remat.fit(model, args, kwargs, device="cpu", memory="1TiB")
+    assert answer.fits
+    assert answer.options == ()
+    assert "fits      yes," in str(answer)
+
+
+@pytest.mark.parametrize(
+    ("name", "make"),
+    [
+        ("adamw", torch.optim.AdamW),
+        ("adamw-fused", lambda p: torch.optim.AdamW(p, fused=True)),
+        ("sgd", torch.optim.SGD),
+        ("sgd-momentum", lambda p: torch.optim.SGD(p, momentum=0.9)),
+        ("adafactor", torch.optim.Adafactor),
+    ],
+)
+def test_eager_mode_has_the_predicted_peak(
+    name: str, make: Callable[..., torch.optim.Optimizer]
+) -> None:
+    call = gpt2()
+    answer = remat.fit(call[0], call[1], call[2], device="cpu", optimizer=name, memory="1TiB")
+    peak_bytes = trained_peak(call, make(call[0].parameters()))
+    assert answer.memory.peak_bytes == pytest.approx(peak_bytes, rel=0.005)
+    assert sum(answer.memory.parts.values()) == answer.memory.peak_bytes
+
+
+def test_the_first_option_is_the_fastest_that_fits(answer: Fit) -> None:
+    assert not answer.fits
+    names = {o.name for o in answer.options}
+    assert names == {"plan of remat", "checkpoint each block", "optimizer adamw-8bit"} | {
+        n for n in names if n.startswith(("FSDP", "2 batches", "4 batches", "8 batches"))
+    }
+    fitting = [o for o in answer.options if o.fits]
+    assert fitting == list(answer.options[: len(fitting)])
+    times = [o.step_s for o in fitting if o.step_s is not None]
+    assert times == sorted(times)
+    for o in answer.options:
+        assert o.fits == (o.reserved_bytes <= answer.usable_bytes)
+
+
+def test_the_plan_keeps_its_promise(answer: Fit) -> None:
+    promised = option(answer, "plan of remat")
+    model, args, kwargs = gpt2()
+    optimizer = torch.optim.AdamW(model.parameters())
+    code = promised.code.partition("; ")[2]
+    assert code.startswith("remat.enable(model, ")
+    eval(code, {"remat": remat, "model": model, "optimizer": optimizer})
+    peak_bytes = trained_peak((model, args, kwargs), optimizer)
+    assert promised.fits
+    assert peak_bytes <= answer.usable_bytes
+    assert peak_bytes <= (1 + TOLERANCE) * promised.peak_bytes
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable. is deprecated:FutureWarning")
+def test_checkpointing_keeps_its_promise(answer: Fit) -> None:
+    promised = option(answer, "checkpoint each block")
+    model, args, kwargs = gpt2()
+    eval(promised.code, {"model": model})
+    peak_bytes = trained_peak((model, args, kwargs), torch.optim.AdamW(model.parameters()))
+    assert promised.peak_bytes == pytest.approx(peak_bytes, rel=TOLERANCE)
+
+
+def test_smaller_batches_keep_their_promise(answer: Fit) -> None:
+    (promised,) = [o for o in answer.options if "batches of" in o.name]
+    count, _, _, batch = promised.name.split()
+    call = gpt2(int(batch))
+    optimizer = torch.optim.AdamW(call[0].parameters())
+    peak_bytes = trained_peak(call, optimizer, micro_batches=int(count))
+    assert promised.peak_bytes == pytest.approx(peak_bytes, rel=TOLERANCE)
+
+
+def test_the_fused_optimizer_is_an_option_where_its_step_is_the_peak() -> None:
+    """A wide model and a batch of one: the optimizer needs more than the backward."""
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(4096, 4096) for _ in range(8)))
+        x = torch.empty(1, 4096)
+    eager = remat.fit(model, (x,), device="h100", memory="1TiB")
+    assert eager.memory.is_in_optimizer
+    assert eager.memory.parts["optimizer step"] == pytest.approx(8 * 4 * 4096**2, rel=0.01)
+    answer = remat.fit(model, (x,), device="h100", memory=eager.memory.reserved_bytes - 1)
+    first = answer.options[0]
+    assert first.name == "optimizer adamw-fused"
+    assert first.fits
+    assert first.peak_bytes < eager.memory.peak_bytes
+
+
+def test_shards_of_more_gpus_are_smaller() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(4096, 4096) for _ in range(32)))
+        x = torch.empty(1, 4096)
+    sizes = [option(remat.fit(model, (x,), device="h100", memory=m), "FSDP") for m in
+             ("5GiB", "2GiB", "1GiB")]  # fmt: skip
+    gpus = [int(o.name.split()[2]) for o in sizes]
+    assert gpus == sorted(set(gpus))
+    assert all(o.fits for o in sizes)
+
+
+def test_the_memory_of_an_absent_gpu_is_that_of_its_data_sheet() -> None:
+    with torch.device("meta"):
+        model, x = nn.Linear(64, 64), torch.empty(8, 64)
+    answer = remat.fit(model, (x,), device="h100")
+    assert 77 * 2**30 < answer.usable_bytes < 79 * 2**30
+    assert "h100" in str(answer)
+
+
+def test_wrong_arguments_are_refused() -> None:
+    model, x = nn.Linear(8, 8), torch.randn(2, 8)
+    with pytest.raises(remat.BudgetError, match="the memory '60%' is not a number of bytes"):
+        remat.fit(model, (x,), memory="60%")
+    with pytest.raises(remat.RematError, match="optimizer 'lion' is not known; use one of adamw"):
+        remat.fit(model, (x,), optimizer="lion")
