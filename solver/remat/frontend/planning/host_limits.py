@@ -12,7 +12,7 @@ import shutil
 import statistics
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -61,12 +61,22 @@ def host_limits(
     host_bytes = parse_host_budget(host_budget)
     if not isinstance(costs, Roofline) and trace.gpu and not torch.cuda.is_available():
         costs, is_here = Roofline(trace.gpu), False
+    device = torch.device(trace.device)
     if link is None:
-        is_estimated = isinstance(costs, Roofline)
-        link = costs.link if is_estimated else measured_link(torch.device(trace.device), cache)
-    if is_here and host_bytes != 0:
-        host_bytes = _checked_host_bytes(host_bytes, torch.device(trace.device))
-    return OffloadLimits(link, host_bytes)
+        link = costs.link if isinstance(costs, Roofline) else measured_link(device, cache)
+    return limits_here(host_bytes, link, device) if is_here else OffloadLimits(link, host_bytes)
+
+
+def limits_here(host_bytes: int | None, link: Link | None, device: torch.device) -> OffloadLimits:
+    """Return the limits of offloading on this machine. Without `link`, it is measured, once; the
+    free memory limits `host_bytes`.
+
+    Raises `BudgetError` for more bytes than what is free, and `RematError` for a directory in which
+    no file can be created.
+    """
+    if host_bytes != 0:
+        host_bytes = _checked_host_bytes(host_bytes, device)
+    return OffloadLimits(link or measured_link(device), host_bytes)
 
 
 def _checked_host_bytes(host_bytes: int | None, device: torch.device) -> int | None:
@@ -196,7 +206,13 @@ def prepare_host(trace: Trace) -> None:
             host_bytes -= trace.storage_bytes[node.results[0].storage]
     if not sizes_bytes:
         return
-    device = torch.device(trace.device)
+    reserve_host(torch.device(trace.device), sizes_bytes, most_bytes)
+
+
+def reserve_host(device: torch.device, sizes_bytes: Sequence[int], most_bytes: int) -> None:
+    """Pin memory for tensors of these sizes, of which at most `most_bytes` are on the host at once,
+    before the first step. Raises `BudgetError` if less is free on the host, and `RematError` if it
+    cannot be pinned."""
     free_bytes = _free_host_bytes(device)
     if free_bytes is not None and most_bytes > free_bytes:
         raise BudgetError(

@@ -12,9 +12,11 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
 
 from remat.frontend.common.aliases import is_getitem, producer, storage_base
 from remat.frontend.compile.compat import extract_forward_backward
+from remat.frontend.compile.inductor.copy_operators import COPY_OPERATORS, fake_handle
 from remat.frontend.compile.inductor.fusion_control import RUN_KEY, materialize
 from remat.frontend.compile.joint.fx_utils import (
     is_concatenated,
@@ -26,7 +28,7 @@ from remat.frontend.compile.joint.fx_utils import (
 )
 from remat.frontend.compile.joint.joint_graph import CompiledJointGraph
 from remat.frontend.compile.kernels.fusion_groups import FusionGroup
-from remat.frontend.compile.kernels.to_solver import CompileProblem
+from remat.frontend.compile.kernels.to_solver import CompileProblem, TensorCopy
 from remat.frontend.compile.registry import CompiledPlan
 from remat.schedule import Schedule
 
@@ -83,6 +85,8 @@ class _ScheduledGraphBuilder:
         """The copies of placeholders, constants and symbolic scalars, which are copied once."""
         self.latest: dict[fx.Node, fx.Node] = {}
         """The latest copy of each tensor that a kernel writes."""
+        self.handles: dict[fx.Node, fx.Node] = {}
+        """The latest handle of each tensor that is offloaded."""
         self.forward_nodes: set[fx.Node] = set()
         self.retained_outputs: set[fx.Node] = set()
         """The copies of forward outputs that the caller references during the backward."""
@@ -101,6 +105,8 @@ class _ScheduledGraphBuilder:
             group = self.problem.groups[op]
             if group is None:
                 outputs = self._end_forward()
+            elif isinstance(group, TensorCopy):
+                self._add_tensor_copy(group, run)
             else:
                 self._copy_group(group, run)
         if self.problem.graph.boundary is None:
@@ -195,6 +201,26 @@ class _ScheduledGraphBuilder:
                 written = self._materialized(written, run, separate_buffer=separate_buffer)
             self.latest[node] = written
         self.recomputed_copies = {}
+
+    def _add_tensor_copy(self, copy: TensorCopy, run: int) -> None:
+        """Add an operation that starts or awaits the copy of a tensor to the host or back."""
+        kind, node = copy
+        tensor: torch.Tensor = node.meta["val"]
+        arguments: tuple[Any, ...] = () if kind == "offload" else (self.handles[node],)
+        if kind in ("offload", "release"):
+            arguments = (*arguments, self.latest[node])
+        elif kind == "arrive":
+            layout = ([*tensor.shape], [*tensor.stride()], tensor.dtype, tensor.device)
+            arguments = (*arguments, *layout)
+        call = self.graph.call_function(COPY_OPERATORS[kind], arguments)
+        call.meta = {**node.meta, RUN_KEY: (self.compiled.number, run)}
+        if kind == "arrive":
+            self.latest[node] = call
+            return
+        assert isinstance(tensor, FakeTensor)
+        with tensor.fake_mode:
+            call.meta["val"] = fake_handle()
+        self.handles[node] = call
 
     def _unshared_copy(
         self,
