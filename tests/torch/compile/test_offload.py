@@ -25,6 +25,7 @@ from torch._inductor.utils import run_and_get_code
 import remat
 from remat.errors import BudgetError, InfeasibleBudget
 from remat.frontend.compile import partitioner
+from remat.frontend.compile.inductor import copy_operators
 from remat.frontend.compile.inductor.copy_operators import COPY_OPERATORS
 from remat.frontend.compile.registry import CompiledPlan
 from remat.frontend.memory.allocator_peak import allocated_peak
@@ -183,7 +184,8 @@ def test_the_generated_code_has_the_planned_order() -> None:
     """Where copies are fast, tensors are offloaded instead of recomputed."""
     case = layers(dropout=0.0)
     torch._dynamo.reset()
-    run = remat.compile(case.model, "50%", offload="auto", link=FAST)
+    options = {"budget": "50%", "offload": "auto", "link": FAST}
+    run = torch.compile(case.model, backend="remat", options=options)
     with without_graph_caches():
         _, code = run_and_get_code(lambda: step(case, run))
     plan = remat.compiled_plans()[-1]
@@ -261,6 +263,7 @@ class TwoGraphs(nn.Module):
         return self.last(x)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute")
 def test_the_graphs_of_a_step_share_the_host_budget() -> None:
     torch.manual_seed(0)
@@ -293,6 +296,22 @@ def test_a_second_process_loads_the_plan_with_its_copies(
     assert second.plan.schedule == first.plan.schedule
     assert second.verified_bytes == first.verified_bytes
     assert run is not None
+
+
+def test_a_tensor_that_has_not_arrived_is_freed_with_its_handle() -> None:
+    """As in a step that fails between the two operations of the copy back."""
+    x = torch.randn(256, 64)
+    sent = COPY_OPERATORS["offload"](x)
+    stored = COPY_OPERATORS["release"](sent, x)
+    coming = COPY_OPERATORS["reload"](stored)
+    arrived = COPY_OPERATORS["arrive"](coming, [256, 64], [64, 1], x.dtype, x.device)
+    assert torch.equal(arrived, x)
+    coming = COPY_OPERATORS["reload"](stored)
+    assert len(copy_operators._arriving) == 1
+    del coming
+    assert not copy_operators._arriving
+    del sent, stored
+    assert host_file().used_bytes == 0
 
 
 def test_options_that_cannot_be_met_are_refused() -> None:

@@ -46,12 +46,16 @@ def offload_values(
     `values` are those that can be offloaded: outputs of the forward that are no results. For the
     rest see `copy_places`. The graph has a boundary.
     """
-    assert graph.boundary is not None
+    boundary = graph.boundary
+    assert boundary is not None
     operations = [TimedOperation(o.name, o.cost_s) for o in graph.operations]
     candidates = [_candidate(graph, value) for value in sorted(values)]
-    first_backward = graph.boundary + 1
-    places = copy_places(operations, first_backward, candidates, stays, link, recomputed_s)
-    return _insert(graph, list(places))
+    places = [
+        # what is gone before the backward starts is not saved for it
+        place._replace(released=boundary - 1) if place.released == boundary else place
+        for place in copy_places(operations, boundary + 1, candidates, stays, link, recomputed_s)
+    ]
+    return _insert(graph, places)
 
 
 def _candidate(graph: Graph, value: int) -> Candidate:
