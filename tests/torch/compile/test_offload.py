@@ -16,7 +16,7 @@ import torch._dynamo
 import torch._functorch.config as functorch_config
 import torch.nn.functional as F
 from tests.helpers.cpp_compiler import needs_compiler
-from tests.helpers.training.compiled_steps import assert_same, step
+from tests.helpers.training.compiled_steps import Convolutions, assert_same, step, with_state
 from tests.helpers.training.models import Case
 from torch import fx, nn
 from torch._inductor import config
@@ -280,6 +280,27 @@ def test_the_graphs_of_a_step_share_the_host_budget() -> None:
         assert_same([step(case, run)], expected, tolerance=1e-5)
     assert host_bytes[0] > 9 << 20
     assert 0 < host_bytes[1] <= 9 << 20
+
+
+@pytest.mark.slow
+def test_tensors_come_back_in_the_strides_that_inductor_selects() -> None:
+    """On CPUs, convolutions write channels-last tensors, which the graph does not know."""
+    torch.manual_seed(0)
+    images = torch.randn(8, 3, 64, 64)
+    case, state = with_state(Case(Convolutions(), (images,), loss=lambda loss: loss))
+    torch._dynamo.reset()
+    reference = remat.compile(case.model, "100%")
+    expected = [step(case, reference, seed) for seed in (1, 2)]
+    case.model.load_state_dict(state)
+    torch._dynamo.reset()
+    run = remat.compile(case.model, "63%", offload="auto", link=FAST, split="off")
+    with without_graph_caches():
+        actual = [step(case, run, seed) for seed in (1, 2)]
+    plan = remat.compiled_plans()[-1]
+    assert plan.offloads
+    assert_same(actual, expected, tolerance=0.0)
+    assert plan.verified_bytes is not None
+    assert measured_peak(case, run) <= plan.verified_bytes <= (plan.budget_bytes or 0)
 
 
 @pytest.mark.slow

@@ -1,7 +1,7 @@
 """Operators that copy tensors to the host and back in compiled graphs.
 
-They are opaque to Inductor: it calls them as extern kernels, in the order of the graph, each with
-arguments in the strides of the graph. None of them changes an argument or returns one, so that
+They are opaque to Inductor: it calls them as extern kernels, in the order of the graph, with
+arguments in the strides that are planned. None of them changes an argument or returns one, so that
 Inductor frees memory after its last use, as any other. While a tensor comes back, a handle stands
 for it: the memory is allocated by `reload`, and Inductor knows the tensor from `arrive` on. The
 peak check adds it between the two (`peak_check`).
@@ -17,6 +17,10 @@ import torch
 from torch._ops import OpOverload
 
 from remat.frontend.runtime import offload as runtime
+
+INPUTS_KEY = "eager_input_vals"
+"""Key of `node.meta`: fake arguments and keyword arguments, in whose strides Inductor passes the
+real ones to an operator that needs exact strides. Without it, they have any strides."""
 
 _STRIDES = (torch.Tag.needs_exact_strides,)
 

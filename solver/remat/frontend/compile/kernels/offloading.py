@@ -32,7 +32,7 @@ class OffloadableProblem:
 
     def offloadable_values(self, min_bytes: int) -> dict[int, str]:
         """Return the names of the tensors of at least `min_bytes` that the forward computes and
-        does not return, and that have the layout of the graph."""
+        does not return."""
         problem = self.problem
         graph, joint = problem.graph, problem.joint
         if graph.boundary is None:
@@ -47,27 +47,27 @@ class OffloadableProblem:
                     and value not in graph.results
                     and node not in joint.computed_outputs
                     and node not in joint.mutated
-                    and self._has_graph_layout(node)
+                    and self._fills_storage(node)
                 ):
                     names[value] = graph.values[value].name
         return names
 
-    def _has_graph_layout(self, node: fx.Node) -> bool:
-        """True if a node is a tensor of constant size that fills its storage, and that Inductor
-        does not write in other strides than those of the graph: a copy to the host would need
-        another copy on the device."""
+    def _fills_storage(self, node: fx.Node) -> bool:
+        """True if a node is a tensor of constant size that fills its storage, in strides that are
+        known in advance. Those of a convolution are, if torch.compile saves it, too."""
         tensor = node.meta.get("val")
-        if not isinstance(tensor, torch.Tensor) or is_extern_convolution(node):
+        if not isinstance(tensor, torch.Tensor):
             return False
         layout = (*tensor.shape, *tensor.stride(), tensor.storage_offset())
-        if any(not isinstance(number, int) for number in layout):
+        if any(not isinstance(number, int) for number in layout) or tensor.storage_offset():
             return False
-        probes = self.problem.joint.probe_results
-        strides = probes[0].output_strides.get(node.name) if probes else None
-        if strides is not None and strides != tensor.stride():
+        joint = self.problem.joint
+        strides = joint.strides_in_memory(node)
+        is_saved = bool(joint.probe_results) and node.name in joint.probe_results[0].output_strides
+        if joint.probe_results and not is_saved and is_extern_convolution(node):
             return False
-        is_dense = torch.ops.aten.is_non_overlapping_and_dense(tensor)
-        return is_dense and tensor.storage_offset() == 0
+        written = tensor.as_strided(tensor.shape, strides)
+        return bool(torch.ops.aten.is_non_overlapping_and_dense(written))
 
     def with_stays(self, planned: PlannedStays, link: Link) -> OffloadableProblem:
         """Return the problem with tensors offloaded."""

@@ -16,7 +16,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from remat.frontend.common.aliases import is_getitem, producer, storage_base
 from remat.frontend.compile.compat import extract_forward_backward
-from remat.frontend.compile.inductor.copy_operators import COPY_OPERATORS, fake_handle
+from remat.frontend.compile.inductor.copy_operators import (
+    COPY_OPERATORS,
+    INPUTS_KEY,
+    fake_handle,
+)
 from remat.frontend.compile.inductor.fusion_control import RUN_KEY, materialize
 from remat.frontend.compile.joint.fx_utils import (
     is_concatenated,
@@ -205,22 +209,30 @@ class _ScheduledGraphBuilder:
     def _add_tensor_copy(self, copy: TensorCopy, run: int) -> None:
         """Add an operation that starts or awaits the copy of a tensor to the host or back."""
         kind, node = copy
-        tensor: torch.Tensor = node.meta["val"]
-        arguments: tuple[Any, ...] = () if kind == "offload" else (self.handles[node],)
-        if kind in ("offload", "release"):
-            arguments = (*arguments, self.latest[node])
-        elif kind == "arrive":
-            layout = ([*tensor.shape], [*tensor.stride()], tensor.dtype, tensor.device)
-            arguments = (*arguments, *layout)
+        tensor = node.meta["val"]
+        assert isinstance(tensor, FakeTensor)
+        strides = self.problem.joint.strides_in_memory(node)
+        with tensor.fake_mode:
+            handle, written = fake_handle(), tensor.as_strided(tensor.shape, strides)
+        layout = ([*tensor.shape], [*strides], tensor.dtype, tensor.device)
+        arguments: tuple[Any, ...]
+        match kind:
+            case "offload":
+                arguments, inputs = (self.latest[node],), (written,)
+            case "release":
+                arguments, inputs = (self.handles[node], self.latest[node]), (handle, written)
+            case "reload":
+                arguments, inputs = (self.handles[node],), (handle,)
+            case _:
+                arguments, inputs = (self.handles[node], *layout), (handle, *layout)
         call = self.graph.call_function(COPY_OPERATORS[kind], arguments)
-        call.meta = {**node.meta, RUN_KEY: (self.compiled.number, run)}
+        run_of_plan = (self.compiled.number, run)
+        call.meta = {**node.meta, RUN_KEY: run_of_plan, INPUTS_KEY: (inputs, {})}
         if kind == "arrive":
             self.latest[node] = call
-            return
-        assert isinstance(tensor, FakeTensor)
-        with tensor.fake_mode:
-            call.meta["val"] = fake_handle()
-        self.handles[node] = call
+        else:
+            call.meta["val"] = handle
+            self.handles[node] = call
 
     def _unshared_copy(
         self,
