@@ -56,6 +56,10 @@ _MIN_SHARES = (0.3, 0.7)
 """For the budget "min": places between the largest operation's need and the smallest peak without
 offloading at which a plan is tried."""
 
+_LATE_COPIES_FACTOR = 1000.0
+"""Where nothing else fits the budget, copies are placed for a link that is faster by this factor:
+they take less memory, and the step waits for them."""
+
 _LEAST_PEAK_GAIN = 0.05
 """For the budget "min": the share of the peak that offloading may save, at least, to be tried."""
 
@@ -125,6 +129,12 @@ def choose_offloading(
     try:
         without = solve_without()
     except (InfeasibleBudget, SolverTimeout):
+        if offloaded is None:
+            # Copies back that start in time for a slow link take memory for long: start them late.
+            late = replace(limits, link=limits.link.scaled(_LATE_COPIES_FACTOR))
+            choices = offloaded_steps(solvable, budget_bytes, late, cancel, limit_s)
+            deadline = time.monotonic() + limit_s
+            offloaded = _best_plan(choices, budget, limits.link, solve_in_full, deadline)
         if offloaded is None:
             raise
         return offloaded

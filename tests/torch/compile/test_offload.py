@@ -32,7 +32,7 @@ from remat.frontend.memory.allocator_peak import allocated_peak
 from remat.frontend.runtime import host_file as files
 from remat.frontend.runtime.host_file import DIRECTORY_VARIABLE, host_file
 from remat.passes.offload.copies import without_copies
-from remat.plan_data import HOST_BYTES_STAT
+from remat.plan_data import HOST_BYTES_STAT, WAITING_S_STAT
 
 pytestmark = needs_compiler
 
@@ -178,6 +178,17 @@ def test_a_budget_below_the_smallest_without_is_met() -> None:
             run(*case.args)
         assert_same([step(case, run, seed) for seed in (1, 2)], expected, tolerance=0.0)
     assert host_file().used_bytes == 0
+
+
+def test_a_slow_link_makes_no_budget_infeasible() -> None:
+    """Copies that start early, so as to end in time, take more memory than there is: then they
+    start later, and the step waits for them."""
+    case = layers()
+    run, plan = compiled_step(case, "40%", link=remat.Link(1e12, 5e8), split="off")
+    assert plan.offloads
+    assert float(plan.plan.stats[WAITING_S_STAT]) > 0
+    assert plan.verified_bytes is not None
+    assert 0 <= measured_peak(case, run) - plan.verified_bytes <= 1000
 
 
 def test_the_generated_code_has_the_planned_order() -> None:
