@@ -6,7 +6,8 @@ from remat.choice.offloaded_traces import MIN_BYTES
 from remat.costs.link import Link
 from remat.documents.trace import Trace
 from remat.passes.offload.candidates import offload_candidates
-from remat.passes.offload.rewriting import HostStay, offload_tensors
+from remat.passes.offload.places import HostStay
+from remat.passes.offload.rewriting import offload_tensors
 
 
 def offload_everything(trace: Trace, link: Link) -> Trace:

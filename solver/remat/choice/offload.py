@@ -1,6 +1,6 @@
 """The choice of the tensors to offload, for a step and a budget.
 
-Of the traces with offloaded tensors (`offloaded_traces`), up to two of the most promising are
+Of the steps with offloaded tensors (`offloaded_traces`), up to two of the most promising are
 solved in full, and one without recomputation if that may be faster. The plan without offloading is
 returned where it is as fast.
 """
@@ -12,16 +12,16 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from remat.choice.offloadable_step import S, StepPlan, TraceStep
 from remat.choice.offloaded_traces import (
     LEAST_GAIN,
-    OffloadedTrace,
+    OffloadedStep,
     OffloadLimits,
     least_time_s,
-    offloaded_traces,
+    offloaded_steps,
 )
 from remat.choice.trace_plan import TracePlan
 from remat.costs.link import Link
-from remat.documents.targets import ARRIVE_TARGET, RELEASE_TARGET
 from remat.documents.trace import Trace
 from remat.errors import GraphError, InfeasibleBudget, SolverTimeout
 from remat.heuristics.peak_bounds import peak_lower_bound_bytes
@@ -56,6 +56,10 @@ _MIN_SHARES = (0.3, 0.7)
 """For the budget "min": places between the largest operation's need and the smallest peak without
 offloading at which a plan is tried."""
 
+_LATE_COPIES_FACTOR = 1000.0
+"""Where nothing else fits the budget, copies are placed for a link that is faster by this factor:
+they take less memory, and the step waits for them."""
+
 _LEAST_PEAK_GAIN = 0.05
 """For the budget "min": the share of the peak that offloading may save, at least, to be tried."""
 
@@ -70,32 +74,67 @@ def solve_with_offload(
     cancel: Cancel | None = None,
     limit_s: float = math.inf,
 ) -> TracePlan:
+    """Return the fastest plan of a trace, with tensors on the host or without: see
+    `choose_offloading`."""
+
+    def solve_step_without() -> StepPlan[TraceStep]:
+        trace, plan = solve_without()
+        return StepPlan(TraceStep(trace), plan)
+
+    chosen = choose_offloading(
+        [*map(TraceStep, traces)],
+        budget,
+        limits,
+        solve_in_full=lambda step, budget: solve_in_full(step.trace, budget),
+        solve_without=solve_step_without,
+        cancel=cancel,
+        limit_s=limit_s,
+    )
+    return TracePlan(chosen.step.trace, chosen.plan)
+
+
+def choose_offloading(
+    steps: Sequence[S],
+    budget: Budget,
+    limits: OffloadLimits,
+    *,
+    solve_in_full: Callable[[S, Budget], Plan],
+    solve_without: Callable[[], StepPlan[S]],
+    cancel: Cancel | None = None,
+    limit_s: float = math.inf,
+) -> StepPlan[S]:
     """Return the fastest plan, with tensors on the host or without.
 
-    `traces` are forms of one measured step, such as whole and with operations split. Waiting for
+    `steps` are forms of one measured step, such as whole and with operations split. Waiting for
     copies is part of the plan's time, as costs of the operations that wait. `solve_without` solves
-    without offloading; it is not called if no such plan of `traces` can be faster. `cancel` and
+    without offloading; it is not called if no such plan of `steps` can be faster. `cancel` and
     `limit_s` end the choice early: after that time, the first plan with offloading is taken; for
     the budget "min" the time is that of each size that is tried. Raises the errors of
     `solve_without` if no plan with offloading fits the budget either.
     """
-    graph = traces[0].graph()
+    graph = steps[0].graph()
     budget_bytes = budget.in_bytes(baseline_of(graph).peak_bytes, graph.library_bytes)
     if budget_bytes is None:
         return _solve_smallest(limits, solve_in_full, solve_without, cancel, limit_s)
     deadline = time.monotonic() + limit_s
-    solvable = [trace for trace in traces if len(trace.operations) <= MAX_OPERATIONS]
-    choices = offloaded_traces(solvable, budget_bytes, limits, cancel, limit_s)
+    solvable = [step for step in steps if len(step.graph()) <= MAX_OPERATIONS]
+    choices = offloaded_steps(solvable, budget_bytes, limits, cancel, limit_s)
     offloaded = _best_plan(choices, budget, limits.link, solve_in_full, deadline)
     if (
         offloaded is not None
-        and len(traces) == 1
+        and len(steps) == 1
         and offloaded.plan.time_s <= least_time_s(graph, budget_bytes)
     ):
         return offloaded
     try:
         without = solve_without()
     except (InfeasibleBudget, SolverTimeout):
+        if offloaded is None:
+            # Copies back that start in time for a slow link take memory for long: start them late.
+            late = replace(limits, link=limits.link.scaled(_LATE_COPIES_FACTOR))
+            choices = offloaded_steps(solvable, budget_bytes, late, cancel, limit_s)
+            deadline = time.monotonic() + limit_s
+            offloaded = _best_plan(choices, budget, limits.link, solve_in_full, deadline)
         if offloaded is None:
             raise
         return offloaded
@@ -105,26 +144,26 @@ def solve_with_offload(
 
 
 def _is_as_fast(without: Plan, offloaded: Plan) -> bool:
-    return without.overhead <= offloaded.overhead + LEAST_GAIN
+    return without.time_s <= offloaded.time_s + LEAST_GAIN * offloaded.baseline_time_s
 
 
 def _solve_smallest(
     limits: OffloadLimits,
-    solve_in_full: Callable[[Trace, Budget], Plan],
-    solve_without: Callable[[], TracePlan],
+    solve_in_full: Callable[[S, Budget], Plan],
+    solve_without: Callable[[], StepPlan[S]],
     cancel: Cancel | None,
     limit_s: float,
-) -> TracePlan:
+) -> StepPlan[S]:
     """Return a plan with a smaller peak than without offloading, or with that peak in less time, or
     else the plan without. It is not proved that there is no smaller peak."""
     without = solve_without()
     peak_bytes = without.plan.peak_bytes
-    least_bytes = peak_lower_bound_bytes(without.trace.graph())
+    least_bytes = peak_lower_bound_bytes(without.step.graph())
     shares = _MIN_SHARES if least_bytes < (1 - _LEAST_PEAK_GAIN) * peak_bytes else ()
     for share in (*shares, 1.0):
         size_bytes = least_bytes + int(share * (peak_bytes - least_bytes))
         deadline = time.monotonic() + limit_s
-        choices = offloaded_traces((without.trace,), size_bytes, limits, cancel, limit_s)
+        choices = offloaded_steps((without.step,), size_bytes, limits, cancel, limit_s)
         budget = Budget.parse(size_bytes)
         offloaded = _best_plan(choices, budget, limits.link, solve_in_full, deadline)
         if offloaded is None:
@@ -135,23 +174,23 @@ def _solve_smallest(
 
 
 def _best_plan(
-    choices: Sequence[OffloadedTrace],
+    choices: Sequence[OffloadedStep[S]],
     budget: Budget,
     link: Link,
-    solve_in_full: Callable[[Trace, Budget], Plan],
+    solve_in_full: Callable[[S, Budget], Plan],
     deadline: float,
-) -> TracePlan | None:
+) -> StepPlan[S] | None:
     """Return the fastest plan of the most promising choices that fit the budget, or that of a
     choice without recomputation if it is faster. After the deadline, the first plan is taken."""
 
-    def solve(choice: OffloadedTrace) -> TracePlan | None:
+    def solve(choice: OffloadedStep[S]) -> StepPlan[S] | None:
         try:
-            return _with_waiting(choice, solve_in_full(choice.trace, budget), link)
+            return _with_waiting(choice, solve_in_full(choice.step, budget), link)
         except (InfeasibleBudget, SolverTimeout, GraphError):
             return None  # GraphError: published strategies do not know `Operation.same_copy_as`
 
-    plans: list[TracePlan] = []
-    tried: list[OffloadedTrace] = []
+    plans: list[StepPlan[S]] = []
+    tried: list[OffloadedStep[S]] = []
     best_s = math.inf
     for choice in choices[:_MAX_ATTEMPTS]:
         if len(plans) == _MAX_PLANS or choice.score_s > (1 - _WORTHWHILE_GAIN) * best_s:
@@ -170,25 +209,20 @@ def _best_plan(
     return min(plans, key=lambda plan: plan.plan.time_s, default=None)
 
 
-def _with_waiting(choice: OffloadedTrace, plan: Plan, link: Link) -> TracePlan:
+def _with_waiting(choice: OffloadedStep[S], plan: Plan, link: Link) -> StepPlan[S]:
     """Return the plan of a choice with the simulated waiting for copies as the cost of operations
     that wait, and the bound that holds whatever is offloaded."""
-    times = copy_times(choice.trace.graph(), plan.schedule.runs, link)
+    times = copy_times(choice.step.graph(), plan.schedule.runs, link)
     waits_s = {wait.operation: wait.end_s - wait.start_s for wait in times.waits}
-    nodes = tuple(
-        node.model_copy(update={"cost_s": waits_s.get(node.name, 0.0)})
-        if node.target in (RELEASE_TARGET, ARRIVE_TARGET)
-        else node
-        for node in choice.trace.nodes
-    )
-    trace = choice.trace.replace(nodes=nodes)
-    timeline = simulate(trace.graph(), plan.schedule)
+    step = choice.step.with_waits(waits_s)
+    graph = step.graph()
+    timeline = simulate(graph, plan.schedule)
     bound_s = min(choice.bound_s, timeline.time_s)
     requested_gap = plan.stats.get(REQUESTED_GAP_STAT, 0.0)
     is_proved = timeline.time_s - bound_s <= float(requested_gap) * timeline.time_s
     changed = replace(
         plan,
-        graph=trace.graph(),
+        graph=graph,
         time_s=timeline.time_s,
         lower_bound=bound_s / plan.baseline_time_s - 1 if plan.baseline_time_s else 0.0,
         bound_scope="order",
@@ -202,4 +236,4 @@ def _with_waiting(choice: OffloadedTrace, plan: Plan, link: Link) -> TracePlan:
             TO_DEVICE_RATE_STAT: link.to_device_bytes_per_s,
         },
     )
-    return TracePlan(trace, changed)
+    return StepPlan(step, changed)

@@ -1,30 +1,27 @@
-"""Traces of a step with offloaded tensors, for a budget, each with a guess of its plan's time.
+"""Forms of a step with offloaded tensors, for a budget, each with a guess of its plan's time.
 
 The relaxation (`remat.milp.offload_relaxation`) is solved at the moments that need the most memory.
 Its linear program is solved for the whole budget and bandwidth, which gives a bound; the integer
 programs for a budget that is lower by 3%, 8% and 15% of the memory that is not constant (not lower
-where that has no solution), and for 95% of the bandwidth. Each of their solutions is rewritten into
-a trace, and judged by a bound and the waiting of its copies, which takes a fraction of a second.
+where  by a bound and the waiting of its copies, which takes a fraction of a second.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Generic, NamedTuple
 
-from remat.choice.stays import stays_of_cut, values_of_candidates
+from remat.choice.offloadable_step import S
+from remat.choice.stays import stays_of_cut
 from remat.costs.link import Link
-from remat.documents.trace import Trace
 from remat.graph import Graph
 from remat.heuristics.peak_bounds import peak_lower_bound_bytes
 from remat.milp.checkpoint_cuts import candidate_operations, solve_linear
 from remat.milp.offload_relaxation import HostLimits, OffloadCut, solve_offload_cut
-from remat.passes.offload.candidates import Candidate, offload_candidates
 from remat.passes.offload.copies import copy_times
-from remat.passes.offload.rewriting import offload_tensors
 from remat.progress import Cancel, is_cancelled
 from remat.schedule import Schedule
 from remat.simulate import simulate
@@ -40,7 +37,7 @@ _MOMENTS = 3
 """Moments at which the relaxation is solved."""
 
 _JUDGED_CUTS = 4
-"""Cuts whose bounds judge a rewritten trace."""
+"""Cuts whose bounds judge a rewritten step."""
 
 _INTEGER_GAP = 0.01
 """Relative gap of the integer programs."""
@@ -55,8 +52,8 @@ _COPY_COST = 0.01
 directions slow down concurrent matrix products by 2%."""
 
 _PRUNING_MARGIN = 0.05
-"""Solutions of the relaxation that take longer than the best trace by more than this share are not
-rewritten. A trace's score is a guess: with 2%, plans within 20% of the memory of a Llama took 2.6
+"""Solutions of the relaxation that take longer than the best step by more than this share are not
+rewritten. A step's score is a guess: with 2%, plans within 20% of the memory of a Llama took 2.6
 points more time."""
 
 _USED_BANDWIDTH = 0.95
@@ -79,27 +76,27 @@ class OffloadLimits:
 
 
 @dataclass(frozen=True, slots=True)
-class OffloadedTrace:
-    """A trace with offloaded tensors.
+class OffloadedStep(Generic[S]):
+    """A step with offloaded tensors.
 
     `score_s` is a guess of its plan's time: a bound, and the waiting of its copies. No plan takes
     less than `bound_s`, whichever candidates it offloads. `without_recompute_s` is the time without
     recomputation, infinity if that does not fit the budget.
     """
 
-    trace: Trace
+    step: S
     score_s: float
     bound_s: float
     without_recompute_s: float
 
 
-def offloaded_traces(
-    traces: Sequence[Trace],
+def offloaded_steps(
+    steps: Sequence[S],
     budget_bytes: int,
     limits: OffloadLimits,
     cancel: Cancel | None,
     limit_s: float,
-) -> list[OffloadedTrace]:
+) -> list[OffloadedStep[S]]:
     """Return forms of a step with offloaded tensors, the most promising first. Empty if the step
     fits without recomputation, or one operation does not fit. `cancel` ends the search, or the end
     of `limit_s`."""
@@ -110,9 +107,9 @@ def offloaded_traces(
 
     results = [
         result
-        for trace in traces
-        if _smallest_need_bytes(trace.graph()) <= budget_bytes
-        for result in _Search(trace, budget_bytes, limits, has_ended).results()
+        for step in steps
+        if _smallest_need_bytes(step.graph()) <= budget_bytes
+        for result in _Search(step, budget_bytes, limits, has_ended).results()
     ]
     return sorted(results, key=lambda result: result.score_s)
 
@@ -132,22 +129,22 @@ class _Place(NamedTuple):
     slack: float
 
 
-class _Search:
-    """The traces with offloaded tensors of one form of a step."""
+class _Search(Generic[S]):
+    """The search for the offloaded tensors of one form of a step."""
 
     def __init__(
         self,
-        trace: Trace,
+        step: S,
         budget_bytes: int,
         limits: OffloadLimits,
         has_ended: Callable[[], bool],
     ) -> None:
-        self.trace = trace
-        self.graph = trace.graph()
+        self.step = step
+        self.graph = step.graph()
         self.budget_bytes = budget_bytes
         self.limits = limits
         self.has_ended = has_ended
-        self.values = values_of_candidates(self.graph, offload_candidates(trace), limits.min_bytes)
+        self.values = step.offloadable_values(limits.min_bytes)
         during_bytes = simulate(self.graph, Schedule.keep_all(self.graph)).during_bytes
         self.range_bytes = max(during_bytes, default=0) - self.graph.constant_bytes
         moments = candidate_operations(during_bytes, budget_bytes, _CANDIDATE_CUTS)[:_MOMENTS]
@@ -159,9 +156,9 @@ class _Search:
         self.bound_s = self._bound_s(recomputes=True)
         self._seen: set[frozenset[int]] = {frozenset()}
 
-    def results(self) -> Iterator[OffloadedTrace]:
-        """Yield traces with recomputation, then one for the place of the best, solved to a smaller
-        gap; then, if the bound without recomputation is lower, traces without."""
+    def results(self) -> Iterator[OffloadedStep[S]]:
+        """Yield steps with recomputation, then one for the place of the best, solved to a smaller
+        gap; then, if the bound without recomputation is lower, steps without."""
         best_s, best_place = math.inf, None
         for place, result in self._results_of_moments(recomputes=True):
             if result.score_s < best_s:
@@ -174,10 +171,10 @@ class _Search:
         if self._bound_s(recomputes=False) < best_s:
             yield from (result for _, result in self._results_of_moments(recomputes=False))
 
-    def _results_of_moments(self, *, recomputes: bool) -> Iterator[tuple[_Place, OffloadedTrace]]:
-        """Yield traces for each moment, with more and more memory left free as long as that helps.
-        Solutions that are slower than the best trace by `_PRUNING_MARGIN` are not rewritten. Ends
-        with a trace that is as fast as the bound."""
+    def _results_of_moments(self, *, recomputes: bool) -> Iterator[tuple[_Place, OffloadedStep[S]]]:
+        """Yield steps for each moment, with more and more memory left free as long as that helps.
+        Solutions that are slower than the best step by `_PRUNING_MARGIN` are not rewritten. Ends
+        with a step that is as fast as the bound."""
         best_s = math.inf
         for moment in self.host_limits:
             last_s, is_solved = math.inf, False
@@ -237,17 +234,17 @@ class _Search:
             is_cancelled=self.has_ended,
         )
 
-    def _rewritten(self, cut: OffloadCut) -> OffloadedTrace:
-        """Return the trace with what a solution offloads."""
+    def _rewritten(self, cut: OffloadCut) -> OffloadedStep[S]:
+        """Return the step with what a solution offloads."""
         link = self.limits.link
-        planned = stays_of_cut(self.trace, cut, self.values, self.budget_bytes)
-        trace = offload_tensors(self.trace, planned.stays, link, planned.recomputed_s)
-        graph = trace.graph()
+        planned = stays_of_cut(self.graph, cut, self.values, self.budget_bytes)
+        step = self.step.with_stays(planned, link)
+        graph = step.graph()
         runs = range(len(graph))
         fits = simulate(graph, Schedule.keep_all(graph)).peak_bytes <= self.budget_bytes
         expected = copy_times(graph, runs, link, planned.recomputed_s)
-        return OffloadedTrace(
-            trace,
+        return OffloadedStep(
+            step,
             score_s=least_time_s(graph, self.budget_bytes) + expected.waiting_s,
             bound_s=self.bound_s,
             without_recompute_s=copy_times(graph, runs, link).step_s if fits else math.inf,
@@ -255,7 +252,7 @@ class _Search:
 
 
 def _limits_at(
-    graph: Graph, moment: int, values: dict[int, Candidate], limits: OffloadLimits
+    graph: Graph, moment: int, values: Iterable[int], limits: OffloadLimits
 ) -> HostLimits:
     """Return the limits of copies at a moment: only values that no operation of the forward reads
     from then on can be on the host."""

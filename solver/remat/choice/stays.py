@@ -1,4 +1,4 @@
-"""From a solution of the relaxation to stays on the host, by the names of a trace's tensors."""
+"""From a solution of the relaxation to stays on the host, by the names of tensors."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ import math
 from collections import deque
 from typing import NamedTuple
 
-from remat.documents.trace import Trace
 from remat.graph import Graph
 from remat.milp.offload_relaxation import OffloadCut
 from remat.passes.offload.candidates import Candidate
-from remat.passes.offload.rewriting import HostStay
+from remat.passes.offload.places import HostStay
 
 
 class PlannedStays(NamedTuple):
@@ -22,22 +21,22 @@ class PlannedStays(NamedTuple):
 
 def values_of_candidates(
     graph: Graph, candidates: tuple[Candidate, ...], min_bytes: int
-) -> dict[int, Candidate]:
-    """Return the candidates of at least `min_bytes` by their values in the trace's graph."""
-    by_name = {c.tensor: c for c in candidates if c.size_bytes >= min_bytes}
-    return {v: by_name[value.name] for v, value in enumerate(graph.values) if value.name in by_name}
+) -> dict[int, str]:
+    """Return the names of the candidates of at least `min_bytes`, by their values in the graph."""
+    names = {c.tensor for c in candidates if c.size_bytes >= min_bytes}
+    return {v: value.name for v, value in enumerate(graph.values) if value.name in names}
 
 
 def stays_of_cut(
-    trace: Trace, cut: OffloadCut, values: dict[int, Candidate], budget_bytes: int
+    graph: Graph, cut: OffloadCut, values: dict[int, str], budget_bytes: int
 ) -> PlannedStays:
-    """Return the stays of the values that the cut's solution offloads.
+    """Return the stays of the values that the cut's solution offloads. `values` has the names of
+    their tensors.
 
     A tensor has left the device by the cut, or earlier where the memory before would exceed the
     budget. It is back before the first operation that reads it, or for which an operation that
     reads it is recomputed. Values that nothing reads after the cut are left out.
     """
-    graph = trace.graph()
     needed_by = _needs(graph, cut)
     gone_by = _departures(graph, cut, budget_bytes)
     until = _node_name(graph, cut.operation)
@@ -48,7 +47,7 @@ def stays_of_cut(
             continue
         name = _node_name(graph, int(needed))
         gone = _node_name(graph, gone_by[value])
-        stays.append(HostStay(values[value].tensor, gone, until, name))
+        stays.append(HostStay(values[value], gone, until, name))
     recomputed_s: dict[str, float] = {}
     for op, needed in needed_by.items():
         if needed < math.inf:

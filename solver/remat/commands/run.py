@@ -75,10 +75,6 @@ def run(
     )
     command_options.check_autocast(autocast)
     command_options.check_outputs_option(outputs)
-    if compiled and offload != OFFLOAD_OFF:
-        raise UsageError(
-            "--offload cannot be combined with --compile, whose plans do not offload; leave one out"
-        )
     if compiled and program is not None:
         raise UsageError(
             "--program cannot be combined with --compile, which makes no program; leave one out"
@@ -107,6 +103,8 @@ def run(
                 reserve=reserve or 0,
                 outputs=outputs,
                 split=command_options.split_from_option(split),
+                offload=offload,
+                host_budget=host_budget,
             )
         return
     started_at_s = time.perf_counter()
@@ -192,8 +190,6 @@ def _run_compiled(
         plans = [compiled_plan_summary(plan) for plan in trial.compiled_plans]
         files.print_json(to_json_text({"model": step.name, **trial.to_data(), "plans": plans}))
         return
-    recomputing = [plan for plan in trial.plans if plan.schedule.recomputed(plan.graph)]
+    changed = [p for p in trial.plans if p.schedule.recomputed(p.graph) or p.graph.renewal]
     title = f"{step.name} under torch.compile within {budget}"
-    files.print_text(
-        "\n\n".join((title, *(plan.describe() for plan in recomputing), trial.describe()))
-    )
+    files.print_text("\n\n".join((title, *(plan.describe() for plan in changed), trial.describe())))

@@ -15,7 +15,8 @@ from tests.torch.offload.test_offload_tensors import (
 )
 
 import remat
-from remat.choice.offloaded_traces import OffloadLimits, offloaded_traces
+from remat.choice.offloadable_step import TraceStep
+from remat.choice.offloaded_traces import OffloadLimits, offloaded_steps
 from remat.choice.step import solve_step
 from remat.choice.trace_plan import TracePlan
 from remat.costs.link import Link
@@ -131,8 +132,8 @@ def test_an_infeasible_budget_is_that_of_the_step_without_copies(trace: Trace) -
 def test_nothing_is_tried_where_one_operation_does_not_fit(trace: Trace) -> None:
     limits = OffloadLimits(FAST, None, SMALL_BYTES)
     smallest = solve_in_full(trace, Budget.parse("min")).peak_bytes
-    assert offloaded_traces((trace,), smallest, limits, None, 60.0)
-    assert offloaded_traces((trace,), smallest // 3, limits, None, 60.0) == []
+    assert offloaded_steps([TraceStep(trace)], smallest, limits, None, 60.0)
+    assert offloaded_steps([TraceStep(trace)], smallest // 3, limits, None, 60.0) == []
 
 
 def test_the_chosen_plan_runs_with_eager_modes_numbers() -> None:

@@ -35,7 +35,8 @@ from remat.passes.offload.copies import (
     count_without_copies,
     without_copies,
 )
-from remat.passes.offload.rewriting import HostStay, offload_tensors
+from remat.passes.offload.places import HostStay
+from remat.passes.offload.rewriting import offload_tensors
 
 FAST, SLOW = Link(1e12, 1e12), Link(2e9, 1e9)
 QUICK = {"unet"}

@@ -118,7 +118,7 @@ def plan_blocks(
     extra_s = [p.plan.time_s - p.plan.baseline_time_s for p in plans]
     planned = plans[-1 if extra_s[-1] < _SIGNIFICANT_RATIO * extra_s[0] else 0]
     device = next(p.device for p in model.parameters())
-    reserve_host(planned.offloaded_sizes_bytes, planned.plan.host_bytes, device)
+    reserve_host(device, planned.offloaded_sizes_bytes, planned.plan.host_bytes)
     return planned
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import fx
 from torch.fx.graph import _BoxedCodeGen
 
-from remat.errors import InfeasibleBudget
+from remat.errors import InfeasibleBudget, one_line
 from remat.frontend.common.dropped_output import DroppedOutput
 from remat.frontend.compile import disk_cache, reporting
 from remat.frontend.compile.compat import cause_of_type, without_frames
@@ -20,6 +20,7 @@ from remat.frontend.compile.compile_options import (
     UNKNOWN_MODEL,
     CompileOptions,
     ModelBytes,
+    check_no_cuda_graphs,
     read_options,
 )
 from remat.frontend.compile.inductor.cpp_batching import batched_cpp_files
@@ -30,6 +31,7 @@ from remat.frontend.compile.inductor.patches import (
     separate_cpu_kernel_calls,
 )
 from remat.frontend.compile.inductor.peak_check import PeakOverBudget
+from remat.frontend.compile.inductor.scheduled_copies import CopiesOutOfOrder
 from remat.frontend.compile.joint.split import CannotSplit
 from remat.frontend.compile.joint.symbolic_sizes import ScopedSymbol
 from remat.frontend.compile.kernels.variants import least_demanding_error
@@ -93,12 +95,14 @@ def compile(
     `reserve`, bytes of the budget for other users of the memory; `outputs`, "dropped" if the caller
     releases the outputs before the backward, "loss" if a training step is to return no tensor with
     a gradient but the loss; `split`, "auto" to run the largest operations in pieces where no plan
-    without that fits, "off", or the number of pieces; `inductor=False`, to run the planned graphs
-    without Inductor; `fallback`; `progress`; and any option of Inductor. Errors in options are
-    raised at once, all others at the first call of the model.
+    without that fits, "off", or the number of pieces; `offload`, "auto" to copy tensors to the host
+    where that pays, with `host_budget` and `link` as in `remat.optimize`; `inductor=False`, to run
+    the planned graphs without Inductor; `fallback`; `progress`; and any option of Inductor. Errors
+    in options are raised at once, all others at the first call of the model.
     """
     options = {"budget": budget, **options}
-    read_options(options)
+    compile_options, inductor_options = read_options(options)
+    check_no_cuda_graphs(compile_options, _with_mode(inductor_options, mode))
     model_bytes = ModelBytes.of(model)
 
     def remat_backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
@@ -115,10 +119,7 @@ def _compile_graph(
     options: Mapping[str, Any] | None,
 ) -> Any:
     compile_options, config_patches = read_options(options or {}, model)
-    if mode is not None and mode != "default":
-        from torch._inductor import list_mode_options
-
-        config_patches = {**list_mode_options(mode), **config_patches}
+    config_patches = _with_mode(config_patches, mode)
     if not torch.is_grad_enabled() and not compiled_plans():
         # No warning where the process trains, too: such a model may be evaluated without gradients.
         budget = compile_options.limits.budget.requested
@@ -127,6 +128,7 @@ def _compile_graph(
             "without gradients there is no backward to save tensors for",
             stacklevel=2,
         )
+    check_no_cuda_graphs(compile_options, config_patches)
     if config_patches and not compile_options.inductor:
         raise ValueError(
             f"{next(iter(config_patches))} is an option of Inductor, and the option inductor is "
@@ -143,6 +145,15 @@ def _compile_graph(
     if compile_options.inductor:
         return with_dropped_outputs(_compile_with_inductor(request), dropped)
     return with_dropped_outputs(_compile_within_budget(request)[0], dropped)
+
+
+def _with_mode(inductor_options: dict[str, Any], mode: str | None) -> dict[str, Any]:
+    """Return the options of Inductor with those that a mode of torch.compile stands for."""
+    if mode is None or mode == "default":
+        return inductor_options
+    from torch._inductor import list_mode_options
+
+    return {**list_mode_options(mode), **inductor_options}
 
 
 @dataclass(frozen=True, eq=False)
@@ -200,7 +211,9 @@ def _compile_within_budget(
     more_pieces = iter(_PIECES_IF_INFEASIBLE if pieces == PIECES and split is None else ())
     if split is None and len(pieces) == 1:
         split = PlannedSplit(pieces[0])
-    compile_once = _compile_in_rounds if request.options.inductor else _compile_without_inductor
+    compile_once = (
+        _compile_with_or_without_offload if request.options.inductor else _compile_without_inductor
+    )
     partitioners: list[Partitioner] = []
     errors: list[InfeasibleBudget] = []
     while True:
@@ -221,6 +234,27 @@ def _compile_within_budget(
             split = PlannedSplit(number, unsplit, errors[0].min_feasible_bytes)
             title = graph_title(current_object_name(), current_compile_id())
             reporting.log_split(title, number)
+
+
+def _compile_with_or_without_offload(
+    request: _CompileRequest,
+    feedback: ReplanFeedback,
+    split: PlannedSplit | None,
+    partitioners: list[Partitioner],
+) -> tuple[Any, Partitioner]:
+    """Compile a graph with Inductor; without offloading, if its kernels do not take the plans with
+    offloaded tensors."""
+    first = len(partitioners)
+    try:
+        return _compile_in_rounds(request, feedback, split, partitioners)
+    except Exception as error:
+        compiled = [p.compiled for p in partitioners[first:] if p.compiled is not None]
+        reason = cause_of_type(error, CopiesOutOfOrder) or cause_of_type(error, InfeasibleBudget)
+        if reason is None or not any(plan.offloads for plan in compiled):
+            raise
+        reporting.log_without_offload(compiled[0].title, one_line(reason))
+    feedback = NO_FEEDBACK._replace(without_offload=True)
+    return _compile_in_rounds(request, feedback, split, partitioners)
 
 
 def _compile_in_rounds(

@@ -2,7 +2,8 @@
 
 Plans are made with a model of Inductor's kernels, which may need more memory than Inductor does. So
 what plain torch.compile would run is a candidate, too: a budget at or above its peak is never
-refused, and "min" is never more than it.
+refused, and "min" is never more than it. With the option `offload`, so are plans with tensors on
+the host, where the others recompute or do not fit.
 """
 
 from __future__ import annotations
@@ -13,13 +14,16 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
+from remat.choice.offloaded_traces import OffloadLimits
 from remat.errors import InfeasibleBudget, SolverTimeout
 from remat.frontend.compile.kernels.in_place import with_separate_buffers
 from remat.frontend.compile.kernels.to_solver import CompileProblem, limit_saved_bytes
 from remat.frontend.compile.kernels.variants import least_demanding_error, objective
+from remat.frontend.compile.offload_choice import PlannedProblem, choose_offloaded
 from remat.frontend.compile.registry import NO_FEEDBACK, ReplanFeedback
 from remat.frontend.compile.solving import GraphSolver
 from remat.graph import Graph
+from remat.limits.budget import Budget
 from remat.limits.limits import Limits
 from remat.plan import Plan
 from remat.schedule import Schedule
@@ -48,7 +52,8 @@ class CandidateSelection:
     """The selection among the candidates of one graph.
 
     The first of the `problems` is the step that plain torch.compile runs; `plain_bytes` is its
-    peak, None where it is no candidate.
+    peak, None where it is no candidate. `offload` are the limits of tensors on the host, None if
+    there are to be none.
     """
 
     problems: Sequence[CompileProblem]
@@ -57,10 +62,60 @@ class CandidateSelection:
     baseline: StepBaseline
     feedback: ReplanFeedback
     plain_bytes: int | None
+    offload: OffloadLimits | None = None
 
     def select(self) -> Candidate:
         """Return the best candidate. Raises `InfeasibleBudget` if there is none, and
-        `SolverTimeout` if there was no time to find one."""
+        `SolverTimeout` if there was no time to find one.
+
+        Tensors are offloaded where that is faster than the plan without, or there is none without.
+        """
+        try:
+            without = self._select_without_offload()
+        except (InfeasibleBudget, SolverTimeout):
+            offloaded = self._select_with_offload(None)
+            if offloaded is None:
+                raise
+            return offloaded
+        return self._select_with_offload(without) or without
+
+    def _select_with_offload(self, without: Candidate | None) -> Candidate | None:
+        """Return the best candidate with offloaded tensors; None where there is none, or `without`
+        is as fast."""
+        is_min = self.limits.budget.is_min
+        if self.offload is None or self.feedback.without_offload:
+            return None
+        if without is not None and not is_min and not _recomputes(without.plan):
+            return None
+        if without is None and is_min:
+            return None
+        available_bytes = self.limits.available_bytes(self.baseline.peak_bytes)
+        budget = Budget.parse("min" if available_bytes is None else available_bytes)
+
+        def solve_without() -> PlannedProblem:
+            if without is None:
+                raise InfeasibleBudget("no plan without offloading fits")
+            problem = replace(without.problem, graph=without.plan.graph)
+            return PlannedProblem(problem, without.plan)
+
+        graphs = [self._graphs(problem) for problem in self.problems]
+        for index in range(max(map(len, graphs))):
+            problems = [
+                replace(problem, graph=forms[min(index, len(forms) - 1)])
+                for problem, forms in zip(self.problems, graphs, strict=True)
+            ]
+            with suppress(InfeasibleBudget, SolverTimeout):
+                problem, plan = choose_offloaded(
+                    problems, budget, self.offload, self.solver, solve_without
+                )
+                if without is not None and plan is without.plan:
+                    return None
+                if is_min and self.plain_bytes is not None and plan.peak_bytes > self.plain_bytes:
+                    return None
+                return Candidate(problem, plan)
+        return None
+
+    def _select_without_offload(self) -> Candidate:
         available_bytes = self.limits.available_bytes(self.baseline.peak_bytes)
         if available_bytes is None:
             return self._select_smallest()
@@ -71,7 +126,7 @@ class CandidateSelection:
         if self._saves_within_share():
             # Inductor's own kernels fit, so that nothing needs to be recomputed.
             problems = [p for p in problems if keep_all_bytes(p.graph) <= available_bytes]
-            if self.feedback != NO_FEEDBACK:
+            if self.feedback._replace(without_offload=False) != NO_FEEDBACK:
                 problems = []  # what Inductor made of the plan did not fit
         with suppress(InfeasibleBudget, SolverTimeout):
             if problems:
@@ -154,7 +209,19 @@ class CandidateSelection:
     def _solve_variant(
         self, problem: CompileProblem, solve: Callable[[Graph, int | str], Plan]
     ) -> Plan:
-        """Solve one variant of a graph.
+        """Solve one variant of a graph, in the first of its forms that has a plan."""
+        *limited_graphs, graph = self._graphs(problem)
+        available_bytes = self.limits.available_bytes(self.baseline.peak_bytes)
+        if available_bytes is None:
+            return solve(graph, "min")
+        for limited_graph in limited_graphs:
+            with suppress(InfeasibleBudget, SolverTimeout):
+                return solve(limited_graph, available_bytes)
+        with self.limits.infeasible_with_reserve():
+            return solve(graph, available_bytes)
+
+    def _graphs(self, problem: CompileProblem) -> tuple[Graph, ...]:
+        """Return the forms of a variant's graph, in the order in which they are solved.
 
         For a percentage, what the graph saves for its backward is first limited to that percentage,
         too, as other graphs of the step may run before its backward. If that is infeasible, only
@@ -162,19 +229,18 @@ class CandidateSelection:
         """
         graph = with_separate_buffers(problem.graph, self.feedback.separate_buffers)
         available_bytes = self.limits.available_bytes(self.baseline.peak_bytes)
-        if available_bytes is None:
-            return solve(graph, "min")
         saved_limit_bytes = self._share_bytes()
-        if saved_limit_bytes is not None:
-            budget_bytes = available_bytes + self.limits.excess_bytes
-            limited_graph = limit_saved_bytes(
-                replace(problem, graph=graph), budget_bytes, saved_limit_bytes
-            )
-            if limited_graph is not graph:
-                with suppress(InfeasibleBudget, SolverTimeout):
-                    return solve(limited_graph, available_bytes)
-        with self.limits.infeasible_with_reserve():
-            return solve(graph, available_bytes)
+        if available_bytes is None or saved_limit_bytes is None:
+            return (graph,)
+        budget_bytes = available_bytes + self.limits.excess_bytes
+        limited_graph = limit_saved_bytes(
+            replace(problem, graph=graph), budget_bytes, saved_limit_bytes
+        )
+        return (graph,) if limited_graph is graph else (limited_graph, graph)
+
+
+def _recomputes(plan: Plan) -> bool:
+    return len(plan.schedule) > len(plan.graph)
 
 
 def keep_all_bytes(graph: Graph) -> int:

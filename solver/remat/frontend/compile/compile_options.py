@@ -8,9 +8,11 @@ from typing import Any, cast
 
 from torch import nn
 
-from remat.errors import BudgetError, similar_names_hint
+from remat.costs.link import Link
+from remat.errors import BudgetError, similar_names_hint, wrong_type
 from remat.limits.budget import Budget
 from remat.limits.limits import Limits
+from remat.limits.offload import OFFLOAD_OFF, is_offload_allowed, parse_host_budget
 from remat.limits.outputs import OUTPUTS_HELD, are_dropped
 from remat.limits.pieces import SPLIT_AUTO, pieces_to_try
 from remat.limits.reserve import parse_reserve
@@ -34,6 +36,7 @@ RESERVED_INDUCTOR_OPTIONS = frozenset(
 """Options of Inductor that remat sets, or that would invalidate the verified peak."""
 
 _STRATEGY_OPTIONS = ("gap", "time_limit", "threads", "solver", "seed")
+_OFFLOAD_OPTIONS = ("offload", "host_budget", "link")
 _SWITCHES = ("inductor", "fallback")
 _OPTIONS = (
     "budget",
@@ -42,6 +45,7 @@ _OPTIONS = (
     "outputs",
     "split",
     "progress",
+    *_OFFLOAD_OPTIONS,
     *_STRATEGY_OPTIONS,
     *_SWITCHES,
 )
@@ -69,6 +73,16 @@ UNKNOWN_MODEL = ModelBytes()
 
 
 @dataclass(frozen=True)
+class OffloadOptions:
+    """Options of offloading: whether tensors may be on the host, the most bytes there, by default a
+    share of what is free, and the bandwidth, by default measured."""
+
+    is_allowed: bool = False
+    host_bytes: int | None = None
+    link: Link | None = None
+
+
+@dataclass(frozen=True)
 class CompileOptions:
     """remat's options for the graphs of one compiled model.
 
@@ -78,9 +92,9 @@ class CompileOptions:
     they are known. `planning_s` is the time for planning one graph, in which the solver gets what
     is left after the capture; None if the strategy has a time limit of its own. `outputs` of the
     forward are "held" by the caller during the backward, "dropped" before it, or only the "loss" is
-    returned. `split` is "auto", "off", or the number of pieces of the largest operations.
-    `progress` is a function that receives the progress of a solve, or True for a line on a
-    terminal.
+    returned. `split` is "auto", "off", or the number of pieces of the largest operations. `offload`
+    are the options of tensors on the host. `progress` is a function that receives the progress of a
+    solve, or True for a line on a terminal.
     """
 
     limits: Limits
@@ -91,6 +105,7 @@ class CompileOptions:
     planning_s: float | None = None
     outputs: str = OUTPUTS_HELD
     split: str | int = SPLIT_AUTO
+    offload: OffloadOptions = OffloadOptions()
     # It does not decide the plan, so it is not part of the key of torch's caches.
     progress: ProgressCallback | bool | None = field(default=None, repr=False, compare=False)
 
@@ -134,6 +149,7 @@ def read_options(
     are_dropped(outputs)
     split = remaining.pop("split", SPLIT_AUTO)
     pieces_to_try(split)
+    offload = _offload_options(remaining)
     progress: Any = remaining.pop("progress", None)
     if progress is not None and not isinstance(progress, bool) and not callable(progress):
         raise ValueError(
@@ -147,11 +163,36 @@ def read_options(
         planning_s=TIME_LIMIT_S if is_default_time else None,
         outputs=outputs,
         split=split,
+        offload=offload,
         progress=cast(Any, progress),
         **switches,
     )
     _check_inductor_options(remaining)
     return compile_options, remaining
+
+
+def _offload_options(options: dict[str, Any]) -> OffloadOptions:
+    """Return the options of offloading, checked, and remove them from `options`."""
+    is_allowed = is_offload_allowed(options.pop("offload", OFFLOAD_OFF))
+    host_bytes = parse_host_budget(options.pop("host_budget", None))
+    link = options.pop("link", None)
+    if link is not None and not isinstance(link, Link):
+        raise wrong_type("offload", "a remat.Link", link, "pass link=remat.Link(55e9, 55e9)")
+    return OffloadOptions(is_allowed, host_bytes, link)
+
+
+def check_no_cuda_graphs(options: CompileOptions, inductor_options: Mapping[str, Any]) -> None:
+    """Raise ValueError if tensors may be offloaded and Inductor is to use CUDA graphs."""
+    from torch._inductor import config
+
+    if options.offload.is_allowed and inductor_options.get(
+        "triton.cudagraphs", config.triton.cudagraphs
+    ):
+        raise ValueError(
+            'offload="auto" and CUDA graphs (mode="reduce-overhead", "max-autotune" or '
+            "triton.cudagraphs) exclude each other: a CUDA graph cannot contain copies to the "
+            'host. Pass offload="off", or another mode'
+        )
 
 
 def _check_inductor_options(options: Mapping[str, Any]) -> None:

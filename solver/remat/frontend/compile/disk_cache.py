@@ -36,7 +36,7 @@ from remat.frontend.compile.registry import (
 )
 from remat.plan import Plan
 
-_FORMAT = 5
+_FORMAT = 6
 _SPECIAL_FIELDS = ("plan", "retained_names", "storages", "module", "compile_id", "group", "number")
 """Fields with another encoding, and those that belong to one process."""
 
@@ -91,7 +91,10 @@ def load_plan(key: str) -> CachedPlan | None:
         plan = Plan.from_json(record["plan"])
         separate_buffers = frozenset(map(str, data["separate_buffers"]))
         feedback = ReplanFeedback(
-            int(data["excess_bytes"]), separate_buffers, bool(data["plain_exceeds"])
+            int(data["excess_bytes"]),
+            separate_buffers,
+            bool(data["plain_exceeds"]),
+            bool(data["without_offload"]),
         )
         split = _split_of(data["split"])
         compiled = CompiledPlan(plan, retained_names=retained_names, **plain)
@@ -118,6 +121,7 @@ def store_plan(key: str, cached: CachedPlan) -> None:
         "excess_bytes": feedback.excess_bytes,
         "separate_buffers": sorted(feedback.separate_buffers),
         "plain_exceeds": feedback.plain_exceeds,
+        "without_offload": feedback.without_offload,
         "split": split,
     }
     if compiled is not None:

@@ -45,6 +45,7 @@ from remat.frontend.compile.kernels.to_solver import (
 )
 from remat.frontend.compile.kernels.variants import Variant, find_variants
 from remat.frontend.compile.naming import current_compile_id, current_object_name
+from remat.frontend.compile.offload_choice import offload_limits, prepare_host
 from remat.frontend.compile.registry import (
     NO_FEEDBACK,
     CompiledPlan,
@@ -326,7 +327,9 @@ class Partitioner(CustomPartitionerFn):
             baseline,
             self.feedback,
             plain_bytes,
+            offload_limits(self.options.offload, joint, others.host_bytes),
         ).select()
+        prepare_host(problem, plan)
         if self.split is not None and self.split.unsplit_min_bytes is not None:
             smallest = {UNSPLIT_MIN_BYTES_STAT: self.split.unsplit_min_bytes}
             plan = replace(plan, stats={**plan.stats, **smallest})
@@ -361,8 +364,8 @@ class Partitioner(CustomPartitionerFn):
     def uuid(self) -> str:
         """Return the key of this partitioner in torch's caches: everything that decides a plan."""
         others = saved_by_other_graphs(self.group)
-        excess_bytes, separate_buffers, plain_exceeds = self.feedback
-        feedback = (excess_bytes, *sorted(separate_buffers), plain_exceeds)
+        excess_bytes, separate_buffers, *flags = self.feedback
+        feedback = (excess_bytes, *sorted(separate_buffers), *flags)
         pieces = 0 if self.split is None else self.split.pieces
         key = (self.options, self._has_fused_costs, *feedback, others, self.group is None, pieces)
         allocated = allocated_share(self.options.limits.budget.size_bytes)

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from remat.limits.units import format_bytes
 from remat.plan import Plan
+from remat.plan_data import HOST_BYTES_STAT
 
 _plan_numbers = itertools.count()
 _plans: dict[int, CompiledPlan] = {}
@@ -82,6 +83,11 @@ class CompiledPlan:
         return max(self.verified_by_half.values(), default=None)
 
     @property
+    def offloads(self) -> bool:
+        """True if tensors are on the host for a part of the step."""
+        return bool(self.plan.graph.renewal)
+
+    @property
     def frame_id(self) -> int | None:
         """The number of the frame in torch's logs: 1 for the compile id "1/0"."""
         number = self.compile_id.rpartition("!")[-1].partition("/")[0]
@@ -113,12 +119,14 @@ class ReplanFeedback(NamedTuple):
 
     They exceeded the budget by `excess_bytes`: the next plan has to be smaller by as much. The
     values `separate_buffers`, by name, were planned in place and need memory of their own. With
-    `plain_exceeds`, Inductor's own kernels exceeded the budget.
+    `plain_exceeds`, Inductor's own kernels exceeded the budget. With `without_offload`, plans with
+    offloaded tensors did, or Inductor moved their copies: none are offloaded.
     """
 
     excess_bytes: int = 0
     separate_buffers: frozenset[str] = frozenset()
     plain_exceeds: bool = False
+    without_offload: bool = False
 
 
 NO_FEEDBACK = ReplanFeedback()
@@ -145,10 +153,11 @@ class PlannedSplit(NamedTuple):
 
 class SavedByOtherGraphs(NamedTuple):
     """Bytes that the other graphs of a step save for their backwards: as planned, and without
-    recomputation."""
+    recomputation; and the most bytes that they have on the host."""
 
     saved_bytes: int = 0
     baseline_saved_bytes: int = 0
+    host_bytes: int = 0
 
 
 def saved_by_other_graphs(group: object) -> SavedByOtherGraphs:
@@ -161,7 +170,9 @@ def saved_by_other_graphs(group: object) -> SavedByOtherGraphs:
         return SavedByOtherGraphs()
     plans = [plan for plan in _plans.values() if plan.group is group]
     return SavedByOtherGraphs(
-        sum(plan.saved_bytes for plan in plans), sum(plan.baseline_saved_bytes for plan in plans)
+        sum(plan.saved_bytes for plan in plans),
+        sum(plan.baseline_saved_bytes for plan in plans),
+        sum(int(plan.plan.stats.get(HOST_BYTES_STAT, 0)) for plan in plans),
     )
 
 

@@ -49,8 +49,9 @@ def log_solved(compiled: CompiledPlan) -> None:
             format_bytes(compiled.baseline_bytes),
         )
         return
+    offloaded = len(plan.graph.renewal)
     logger.info(
-        "%s: solved in %s: peak %s instead of %s, budget %s; time %+.2f%%, %d recomputations",
+        "%s: solved in %s: peak %s instead of %s, budget %s; time %+.2f%%, %d recomputations%s",
         compiled.title,
         format_seconds(float(plan.stats.get("total_s", 0.0))),
         format_bytes(plan.peak_bytes),
@@ -58,7 +59,13 @@ def log_solved(compiled: CompiledPlan) -> None:
         format_bytes(plan.budget_bytes),
         100 * plan.overhead,
         sum(plan.schedule.recomputed(plan.graph).values()),
+        f", {offloaded} tensors offloaded" if offloaded else "",
     )
+
+
+def log_without_offload(title: str, reason: str) -> None:
+    """Log that a graph is planned without offloading, and why."""
+    logger.info("%s: planning without offloading, as %s", title, reason)
 
 
 def log_verified_peak(compiled: CompiledPlan, half: str) -> None:

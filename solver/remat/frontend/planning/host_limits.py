@@ -61,12 +61,22 @@ def host_limits(
     host_bytes = parse_host_budget(host_budget)
     if not isinstance(costs, Roofline) and trace.gpu and not torch.cuda.is_available():
         costs, is_here = Roofline(trace.gpu), False
+    device = torch.device(trace.device)
     if link is None:
-        is_estimated = isinstance(costs, Roofline)
-        link = costs.link if is_estimated else measured_link(torch.device(trace.device), cache)
-    if is_here and host_bytes != 0:
-        host_bytes = _checked_host_bytes(host_bytes, torch.device(trace.device))
-    return OffloadLimits(link, host_bytes)
+        link = costs.link if isinstance(costs, Roofline) else measured_link(device, cache)
+    return limits_here(host_bytes, link, device) if is_here else OffloadLimits(link, host_bytes)
+
+
+def limits_here(host_bytes: int | None, link: Link | None, device: torch.device) -> OffloadLimits:
+    """Return the limits of offloading on this machine. Without `link`, it is measured, once; the
+    free memory limits `host_bytes`.
+
+    Raises `BudgetError` for more bytes than what is free, and `RematError` for a directory in which
+    no file can be created.
+    """
+    if host_bytes != 0:
+        host_bytes = _checked_host_bytes(host_bytes, device)
+    return OffloadLimits(link or measured_link(device), host_bytes)
 
 
 def _checked_host_bytes(host_bytes: int | None, device: torch.device) -> int | None:
@@ -196,12 +206,13 @@ def prepare_host(trace: Trace) -> None:
             most_bytes = max(most_bytes, host_bytes)
         elif node.target == ARRIVE_TARGET:
             host_bytes -= trace.storage_bytes[node.results[0].storage]
-    reserve_host(sizes_bytes, most_bytes, torch.device(trace.device))
+    reserve_host(torch.device(trace.device), sizes_bytes, most_bytes)
 
 
-def reserve_host(sizes_bytes: Sequence[int], most_bytes: int, device: torch.device) -> None:
-    """Pin memory for offloaded tensors of these sizes, of which `most_bytes` are on the host at
-    once. Raises as `prepare_host`."""
+def reserve_host(device: torch.device, sizes_bytes: Sequence[int], most_bytes: int) -> None:
+    """Pin memory for tensors of these sizes, of which at most `most_bytes` are on the host at once,
+    before the first step. Raises `BudgetError` if less is free on the host, and `RematError` if it
+    cannot be pinned."""
     if not sizes_bytes:
         return
     free_bytes = _free_host_bytes(device)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
-from typing import NamedTuple
 
 from remat.documents.arguments import Argument, Ref
 from remat.documents.records import BaselineRecord, Node, Result, TensorMeta
@@ -25,24 +24,11 @@ from remat.documents.targets import (
     RELOAD_TARGET,
 )
 from remat.documents.trace import Trace
+from remat.passes.offload.places import CopyPlaces
 from remat.simulate import baseline_of
 
 _HANDLE = TensorMeta(dtype="int64", shape=(1,), stride=(1,), device="cpu")
 _HANDLE_BYTES = 8
-
-
-class CopyPlaces(NamedTuple):
-    """Where a tensor's copies start and end: indices of nodes, in which the forward comes first.
-
-    The tensor is result number `result` of the node `producer`. Its memory is free after the node
-    `released`; the copy back starts before `start`, and has ended before `needed`.
-    """
-
-    producer: int
-    result: int
-    released: int
-    start: int
-    needed: int
 
 
 def forward_first(trace: Trace) -> Trace:

@@ -33,6 +33,7 @@ from remat.frontend.compile.inductor.buffer_reuse import (
 )
 from remat.frontend.compile.inductor.extern_workspace import extern_workspace_bytes
 from remat.frontend.compile.inductor.fusion_control import plan_number_of, schedule_runs_in
+from remat.frontend.compile.inductor.scheduled_copies import check_order, coming_tensors
 from remat.frontend.compile.joint.fx_utils import node_bytes
 from remat.frontend.compile.joint.symbolic_sizes import growth_factor
 from remat.frontend.compile.registry import CompiledPlan, find_plan
@@ -70,7 +71,8 @@ class PeakOverBudget(Exception):
 class PeakVerifier(SchedulerPass):
     """Scheduler pass, after fusion, that stores the verified peak of a graph in its plan.
 
-    Raises `PeakOverBudget` if the peak exceeds the graph's limit. A graph that keeps Inductor's own
+    Raises `PeakOverBudget` if the peak exceeds the graph's limit, and `CopiesOutOfOrder` if copies
+    of offloaded tensors are not where they were planned. A graph that keeps Inductor's own
     kernels also gets the order in which Inductor runs them by default. `cache_key` identifies the
     plan and becomes part of the key of Inductor's code cache, so that code which was verified for
     one plan is not reused for another.
@@ -85,6 +87,7 @@ class PeakVerifier(SchedulerPass):
             return nodes
         if compiled.is_plain:
             nodes = in_default_order(nodes)
+        check_order(nodes)
         is_backward = bool(V.graph.is_backward)
         retained = compiled.retained_names if is_backward else frozenset[str]()
         donated_bytes = compiled.donated_bytes if is_backward else {}
@@ -124,7 +127,7 @@ def _separate_buffers(
     for kernel in kernels:
         num_applied = sum(buffer.get_name() in in_place for buffer in kernel.get_outputs())
         for plan_number, run in schedule_runs_in(kernel):
-            if plan_number == compiled.number:
+            if plan_number == compiled.number and not graph.operations[runs[run]].renews:
                 num_in_place[runs[run]] += num_applied
     operations = ((graph.operations[op], applied) for op, applied in num_in_place.items())
     missed = (op for op, applied in operations if applied < len(op.overwrites))
@@ -160,7 +163,8 @@ def live_peak_bytes(
     that an input shows; it is freed with the last input that shows it. Inputs `overwritable` may be
     overwritten in place; by default those that torch donates. `donated_bytes` are inputs that are
     freed once they are read, although Inductor counts them as owned by the caller. The workspace of
-    an extern kernel counts while it runs.
+    an extern kernel counts while it runs, and a tensor that comes back from the host from the start
+    of its copy on.
     """
     num_kernels = len(kernels)
     retained = set(retained)
@@ -204,6 +208,8 @@ def live_peak_bytes(
         timeline.add(0, last_read.get(name, 0) + 1, size_bytes)
     for storage, end in storage_ends.items():
         timeline.add(0, end, storage_sizes[storage])
+    for coming in coming_tensors(kernels):
+        timeline.add(coming.start, coming.end, coming.size_bytes)
     pairs = zip(timeline.allocated_bytes(), kernels, strict=True)
     return max((allocated + _workspace_bytes(k) for allocated, k in pairs), default=0)
 

@@ -123,6 +123,12 @@ class CompiledJointGraph:
         them first, and the backward reads most of them."""
         return self.probe_results[0].layout_copy_bytes if self.probe_results else 0
 
+    def strides_in_memory(self, node: fx.Node) -> tuple[int, ...]:
+        """Return the strides in which the forward writes a tensor: those that Inductor selects,
+        where they are known, else those of the graph."""
+        saved = self.probe_results[0].output_strides if self.probe_results else {}
+        return saved.get(node.name, node.meta["val"].stride())
+
     def is_generated(self, operation: fx.Node) -> bool:
         """True if Inductor generates the operation's kernel, and so may fuse it; False for an
         extern kernel, and always without Inductor."""

@@ -12,9 +12,15 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
 
 from remat.frontend.common.aliases import is_getitem, producer, storage_base
 from remat.frontend.compile.compat import extract_forward_backward
+from remat.frontend.compile.inductor.copy_operators import (
+    COPY_OPERATORS,
+    INPUTS_KEY,
+    fake_handle,
+)
 from remat.frontend.compile.inductor.fusion_control import RUN_KEY, materialize
 from remat.frontend.compile.joint.fx_utils import (
     is_concatenated,
@@ -26,7 +32,7 @@ from remat.frontend.compile.joint.fx_utils import (
 )
 from remat.frontend.compile.joint.joint_graph import CompiledJointGraph
 from remat.frontend.compile.kernels.fusion_groups import FusionGroup
-from remat.frontend.compile.kernels.to_solver import CompileProblem
+from remat.frontend.compile.kernels.to_solver import CompileProblem, TensorCopy
 from remat.frontend.compile.registry import CompiledPlan
 from remat.schedule import Schedule
 
@@ -83,6 +89,8 @@ class _ScheduledGraphBuilder:
         """The copies of placeholders, constants and symbolic scalars, which are copied once."""
         self.latest: dict[fx.Node, fx.Node] = {}
         """The latest copy of each tensor that a kernel writes."""
+        self.handles: dict[fx.Node, fx.Node] = {}
+        """The latest handle of each tensor that is offloaded."""
         self.forward_nodes: set[fx.Node] = set()
         self.retained_outputs: set[fx.Node] = set()
         """The copies of forward outputs that the caller references during the backward."""
@@ -101,6 +109,8 @@ class _ScheduledGraphBuilder:
             group = self.problem.groups[op]
             if group is None:
                 outputs = self._end_forward()
+            elif isinstance(group, TensorCopy):
+                self._add_tensor_copy(group, run)
             else:
                 self._copy_group(group, run)
         if self.problem.graph.boundary is None:
@@ -195,6 +205,34 @@ class _ScheduledGraphBuilder:
                 written = self._materialized(written, run, separate_buffer=separate_buffer)
             self.latest[node] = written
         self.recomputed_copies = {}
+
+    def _add_tensor_copy(self, copy: TensorCopy, run: int) -> None:
+        """Add an operation that starts or awaits the copy of a tensor to the host or back."""
+        kind, node = copy
+        tensor = node.meta["val"]
+        assert isinstance(tensor, FakeTensor)
+        strides = self.problem.joint.strides_in_memory(node)
+        with tensor.fake_mode:
+            handle, written = fake_handle(), tensor.as_strided(tensor.shape, strides)
+        layout = ([*tensor.shape], [*strides], tensor.dtype, tensor.device)
+        arguments: tuple[Any, ...]
+        match kind:
+            case "offload":
+                arguments, inputs = (self.latest[node],), (written,)
+            case "release":
+                arguments, inputs = (self.handles[node], self.latest[node]), (handle, written)
+            case "reload":
+                arguments, inputs = (self.handles[node],), (handle,)
+            case _:
+                arguments, inputs = (self.handles[node], *layout), (handle, *layout)
+        call = self.graph.call_function(COPY_OPERATORS[kind], arguments)
+        run_of_plan = (self.compiled.number, run)
+        call.meta = {**node.meta, RUN_KEY: run_of_plan, INPUTS_KEY: (inputs, {})}
+        if kind == "arrive":
+            self.latest[node] = call
+        else:
+            call.meta["val"] = handle
+            self.handles[node] = call
 
     def _unshared_copy(
         self,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from torch import fx
 
@@ -35,18 +36,32 @@ from remat.limits.outputs import OUTPUTS_HELD
 _MAX_NAME_LENGTH = 60
 
 
+class TensorCopy(NamedTuple):
+    """One of the four operations that copy a tensor to the host and back: "offload", "release",
+    "reload" or "arrive"."""
+
+    kind: str
+    node: fx.Node
+
+    @property
+    def waits(self) -> bool:
+        """True if the operation waits for a copy, False if it starts one."""
+        return self.kind in ("release", "arrive")
+
+
 @dataclass(frozen=True)
 class CompileProblem:
     """The planning problem of a compiled step.
 
-    `groups` has the fusion group of each operation of `graph`, None for the boundary; the tensors
-    that a group writes are the operation's outputs, in the same order. `retained_outputs` are the
-    forward outputs that the caller references until the backward ends.
+    `groups` has the fusion group of each operation of `graph`, a `TensorCopy` for those that copy
+    tensors, and None for the boundary; the tensors that a group writes are the operation's outputs,
+    in the same order. `retained_outputs` are the forward outputs that the caller references until
+    the backward ends.
     """
 
     graph: Graph
     joint: CompiledJointGraph
-    groups: tuple[FusionGroup | None, ...]
+    groups: tuple[FusionGroup | TensorCopy | None, ...]
     retained_outputs: frozenset[fx.Node]
 
 
@@ -216,7 +231,7 @@ def unmeasured_workspace_bytes(problem: CompileProblem) -> int:
         (
             operation.workspace_bytes
             for operation, group in pairs
-            if group is not None
+            if isinstance(group, FusionGroup)
             and not group.is_generated
             and not unmeasured.isdisjoint(group.nodes)
         ),

@@ -1,0 +1,93 @@
+"""Operators that copy tensors to the host and back in compiled graphs.
+
+They are opaque to Inductor: it calls them as extern kernels, in the order of the graph, with
+arguments in the strides that are planned. None of them changes an argument or returns one, so that
+Inductor frees memory after its last use, as any other. While a tensor comes back, a handle stands
+for it: the memory is allocated by `reload`, and Inductor knows the tensor from `arrive` on. The
+peak check adds it between the two (`peak_check`).
+"""
+
+from __future__ import annotations
+
+import weakref
+from itertools import count
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+
+from remat.frontend.runtime import offload as runtime
+
+INPUTS_KEY = "eager_input_vals"
+"""Key of `node.meta`: fake arguments and keyword arguments, in whose strides Inductor passes the
+real ones to an operator that needs exact strides. Without it, they have any strides."""
+
+_STRIDES = (torch.Tag.needs_exact_strides,)
+
+_library = torch.library.Library("remat", "FRAGMENT")
+_library.define("offload(Tensor x) -> Tensor", tags=_STRIDES)
+_library.define("release(Tensor handle, Tensor x) -> Tensor", tags=_STRIDES)
+_library.define("reload(Tensor handle) -> Tensor", tags=_STRIDES)
+_library.define(
+    "arrive(Tensor handle, SymInt[] size, SymInt[] stride, ScalarType dtype, Device device) "
+    "-> Tensor",
+    tags=_STRIDES,
+)
+
+_numbers = count()
+_arriving: dict[int, torch.Tensor] = {}
+"""Tensors on their way back, by the number in their handle."""
+
+
+def _reload(handle: torch.Tensor) -> torch.Tensor:
+    """Allocate a tensor, start the copy from the host into it, and return a handle of it. The
+    tensor is freed with the handle unless it has arrived."""
+    number = next(_numbers)
+    _arriving[number] = runtime.reload(handle)
+    coming = torch.full((1,), number, device="cpu")
+    weakref.finalize(coming, _arriving.pop, number, None)
+    return coming
+
+
+def _arrive(
+    handle: torch.Tensor,
+    size: list[int],
+    stride: list[int],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> torch.Tensor:
+    return runtime.arrive(_arriving.pop(int(handle)))
+
+
+def fake_handle(*_: Any) -> torch.Tensor:
+    """Return a tensor like the handles of copies: one number, on the CPU."""
+    return torch.empty(1, dtype=torch.int64, device="cpu")
+
+
+def _fake_arrive(
+    handle: torch.Tensor,
+    size: list[Any],
+    stride: list[Any],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> torch.Tensor:
+    return torch.empty_strided(size, stride, dtype=dtype, device=device)
+
+
+for _name, _function, _fake in (
+    ("offload", runtime.offload, fake_handle),
+    ("release", runtime.release, fake_handle),
+    ("reload", _reload, fake_handle),
+    ("arrive", _arrive, _fake_arrive),
+):
+    _library.impl(_name, _function, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"remat::{_name}", _fake, lib=_library)
+
+COPY_OPERATORS: dict[str, OpOverload] = {
+    name: getattr(torch.ops.remat, name).default
+    for name in ("offload", "release", "reload", "arrive")
+}
+"""The operators by name. `offload` starts the copy of a tensor to the host, and returns a handle of
+it. `release` waits until that copy has ended, and returns a handle of the copy. `reload` allocates
+a tensor, starts the copy from the host into it, and returns a handle of it. `arrive` waits until
+that copy has ended, and returns the tensor, which has this size, strides, dtype and device."""
