@@ -90,7 +90,7 @@ def solve_with_offload(
     if (
         offloaded is not None
         and len(traces) == 1
-        and offloaded.plan.time_s <= least_time_s(graph, budget_bytes)
+        and offloaded.plan.time_s <= least_time_s(graph, budget_bytes, offloaded.plan.time_s)
     ):
         return offloaded
     try:
