@@ -123,7 +123,7 @@ def choose_offloading(
     if (
         offloaded is not None
         and len(steps) == 1
-        and offloaded.plan.time_s <= least_time_s(graph, budget_bytes)
+        and offloaded.plan.time_s <= least_time_s(graph, budget_bytes, offloaded.plan.time_s)
     ):
         return offloaded
     try:

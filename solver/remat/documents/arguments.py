@@ -167,16 +167,22 @@ Scalar = Annotated[
 
 
 def referenced_names(argument: object) -> Iterator[str]:
-    """Yield the names of the tensors that an argument, or a tuple or dict of arguments, refers to,
+    """Return the names of the tensors that an argument, or a tuple or dict of arguments, refers to,
     in order."""
+    names: list[str] = []
+    _add_referenced_names(argument, names)
+    return iter(names)
+
+
+def _add_referenced_names(argument: object, names: list[str]) -> None:
     if isinstance(argument, Ref):
-        yield argument.name
+        names.append(argument.name)
     elif isinstance(argument, tuple):
         for item in argument:
-            yield from referenced_names(item)
+            _add_referenced_names(item, names)
     elif isinstance(argument, dict):
         for item in argument.values():
-            yield from referenced_names(item)
+            _add_referenced_names(item, names)
 
 
 def rename_refs(argument: Argument, name_of: Callable[[str], str]) -> Argument:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import cached_property
 from math import prod
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -89,10 +91,17 @@ class Node(Record):
     workspace_bytes: Size | None = None
     cost_source: str = Field(default="", max_length=100)
 
-    @property
+    @cached_property
     def operand_names(self) -> tuple[str, ...]:
         """The names of the tensors among its arguments."""
         return tuple(referenced_names((self.args, *self.kwargs.values())))
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """Return a copy with some fields changed, and the operand names of its arguments."""
+        copied = super().model_copy(update=update, deep=deep)
+        if update and not update.keys().isdisjoint(("args", "kwargs")):
+            vars(copied).pop("operand_names", None)
+        return copied
 
 
 class Output(Record):

@@ -28,6 +28,10 @@ def check_trace(trace: Trace) -> None:
 
     for placeholder in trace.placeholders:
         define(placeholder.name, placeholder.storage)
+    owned_by_caller = {p.storage for p in trace.placeholders}
+    owned_by_caller |= {
+        trace.storage_of.get(item.name, -1) for item in (*trace.outputs, *trace.gradients)
+    }
     node_names = {BOUNDARY_NAME}
     written_storages = {p.storage for p in trace.placeholders}
     backward_names = {p.name for p in trace.placeholders if p.kind == "tangent"}
@@ -40,7 +44,7 @@ def check_trace(trace: Trace) -> None:
             raise ValueError(f"operation {node.name} uses {undefined[0]} before it is defined")
         if lost := [name for name in used if defined[name] in overwritten]:
             raise ValueError(f"operation {node.name} reads {lost[0]} after it was overwritten")
-        overwritten.update(_checked_overwriting(trace, node))
+        overwritten.update(_checked_overwriting(trace, node, owned_by_caller))
         if not node.backward and (wrong := [name for name in used if name in backward_names]):
             raise ValueError(
                 f"operation {node.name} of the forward uses {wrong[0]} of the backward"
@@ -90,14 +94,12 @@ def _check_arrival(node: Node, defined: dict[str, int], arrived: set[str]) -> No
     )
 
 
-def _checked_overwriting(trace: Trace, node: Node) -> tuple[int, ...]:
+def _checked_overwriting(trace: Trace, node: Node, owned_by_caller: set[int]) -> tuple[int, ...]:
     """Return the storages that an operation overwrites. Raises ValueError if the caller has one of
     them."""
     storages = trace.overwritten_storages(node)
     if not storages:
         return ()
-    owned_by_caller = {p.storage for p in trace.placeholders}
-    owned_by_caller |= {trace.storage_of[item.name] for item in (*trace.outputs, *trace.gradients)}
     others = (node.args[1:], *node.kwargs.values())
     if any(trace.storage_of[name] in storages for name in referenced_names(others)):
         raise ValueError(f"operation {node.name} reads the tensor that it overwrites")

@@ -14,12 +14,14 @@ Deterministic: every limit is a number of runs.
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
 from remat.graph import Graph
+from remat.heuristics.next_uses import NextUses
+from remat.heuristics.recompute_costs import RecomputeCosts
 from remat.schedule import Schedule
 
 MAX_RUN_FACTOR = 8
@@ -87,13 +89,15 @@ def evict(
     return Schedule.of(attempt.runs) if attempt.run_to_end(max_time_s, stop) else None
 
 
-class _RecomputeCost(NamedTuple):
-    """A cached cost of recomputing a value. It holds for one next use (None: for all) until the
-    stage `end`, exclusive."""
+class _Rank(NamedTuple):
+    """The place of a value among those to evict, the smallest first: `is_exact` if it is that of
+    its cost, and not of a lower bound."""
 
-    cost_s: float
-    next_use: float | None
-    end: float
+    rank: float
+    value: int
+    benefit: float
+    next_use: float
+    is_exact: bool
 
 
 class _EvictionAttempt:
@@ -129,18 +133,14 @@ class _EvictionAttempt:
         for v in graph.results:
             self.is_result[v] = True
         self.required_bytes = graph.produced_bytes
-        self.renewal = graph.renewal
-        self.no_recompute_spans = graph.no_recompute_spans
         self.min_cost_s = graph.total_cost_s / max(1, len(graph)) * 1e-2 or 1e-12
         self.live_bytes = 0
         self.resident = [False] * len(self.size)
         self.evictable: set[int] = set()
         """Values in memory that are no results and have a size."""
         self.pending_reads = [0] * len(self.size)
-        self.next_indirect_use: list[float] = [_INFINITE] * len(self.size)
-        """The stage at which a value is next needed to recompute one that was evicted."""
-        self.cached_costs: dict[int, _RecomputeCost] = {}
-        self.cost_dependents: dict[int, list[int]] = {}
+        self.next_uses = NextUses(graph, self.resident)
+        self.costs = RecomputeCosts(graph, self.resident)
         self.runs: list[int] = []
 
     def run_to_end(self, max_time_s: float, stop: Callable[[], bool]) -> bool:
@@ -184,8 +184,8 @@ class _EvictionAttempt:
         to what the last of them reads. The group then restarts from nothing, so this needs no more
         memory than recomputing everything."""
         for v in sorted(self.evictable):
-            next_use = self._next_use(v, stage)
-            if not self.is_backward[v] and self._recompute_cost_s(v, stage, next_use) < _INFINITE:
+            next_use = self.next_uses.of(v, stage)
+            if not self.is_backward[v] and self.costs.cost_s(v, stage, next_use) < _INFINITE:
                 self._evict(v, stage)
 
     def _apply_next_advice(self) -> None:
@@ -239,7 +239,7 @@ class _EvictionAttempt:
             if not self.resident[v]:
                 self._allocate(v)
         for v in operation.renews:
-            self.next_indirect_use[v] = min(self._indirect_uses(v, stage), default=_INFINITE)
+            self.next_uses.find_indirect(v, stage)
         for v in overwritten:
             self._evict(v, stage)
         return True
@@ -247,156 +247,88 @@ class _EvictionAttempt:
     def _may_overwrite(self, v: int, stage: int) -> bool:
         """True if `stage` may overwrite `v`: later runs read it only to recompute another value,
         and then it can be recomputed, too."""
-        if self._next_direct_use(v, stage) < _INFINITE:
+        if self.next_uses.direct(v, stage) < _INFINITE:
             return False
         producer = self.graph.operations[self.graph.producer[v]]
-        return producer.recomputable or self._next_use(v, stage) == _INFINITE
+        return producer.recomputable or self.next_uses.of(v, stage) == _INFINITE
 
     def _allocate(self, v: int) -> None:
         self.resident[v] = True
         self.live_bytes += self.size[v]
-        self.next_indirect_use[v] = _INFINITE
+        self.next_uses.indirect[v] = _INFINITE
         if self.size[v] and not self.is_result[v]:
             self.evictable.add(v)
-        self._invalidate_costs(v)
+        self.costs.note_allocation(v)
 
     def _free(self, v: int) -> None:
         self.resident[v] = False
         self.live_bytes -= self.size[v]
         self.evictable.discard(v)
-        self._invalidate_costs(v)
-
-    def _invalidate_costs(self, v: int) -> None:
-        for dependent in self.cost_dependents.pop(v, ()):
-            self.cached_costs.pop(dependent, None)
+        self.costs.note_release(v)
 
     def _make_room(self, excess: int, stage: int) -> bool:
         """Free or evict values of at least `excess` bytes; False if that is impossible."""
         unused: list[int] = []
-        ranked: list[tuple[float, int]] = []
-        rule = self.rule
+        ranked: list[_Rank] = []
+        idle_exponent = self.rule.idle_exponent
         for v in self.evictable:
             if self.pending_reads[v]:
                 continue
-            next_use = self._next_use(v, stage)
+            next_use = self.next_uses.of(v, stage)
             if next_use == _INFINITE:
                 unused.append(v)
                 continue
-            cost_s = self._recompute_cost_s(v, stage, next_use)
-            if cost_s == _INFINITE or not self.score_factor[v]:
+            bound_s = self.costs.bound_s(v, stage, next_use)
+            if bound_s == _INFINITE or not self.score_factor[v]:
                 continue
-            score = (next_use - stage + 1) ** rule.idle_exponent * self.score_factor[v]
-            ranked.append((-score / (cost_s + self.min_cost_s) ** rule.cost_exponent, v))
+            benefit = (next_use - stage + 1) ** idle_exponent * self.score_factor[v]
+            ranked.append(_Rank(self._rank(benefit, bound_s), v, benefit, next_use, False))
+        excess -= sum(self.size[v] for v in unused)
+        heapify(ranked)
+        best = self._take_best(ranked, excess, stage)  # by costs before anything is freed
         for v in sorted(unused):
             self._free(v)
-            excess -= self.size[v]
-        ranked.sort()
         victims: list[int] = []
-        for _, v in ranked:
-            if excess <= 0:
-                break
-            # An earlier victim may have been needed to recompute this one.
-            if self._recompute_cost_s(v, stage, self._next_use(v, stage)) == _INFINITE:
-                continue
-            victims.append(v)
-            excess -= self.size[v]
-            self._evict(v, stage)
+        while best:
+            for v in best:
+                # An earlier victim may have been needed to recompute this one.
+                if self.costs.cost_s(v, stage, self.next_uses.of(v, stage)) < _INFINITE:
+                    victims.append(v)
+                    excess -= self.size[v]
+                    self._evict(v, stage)
+            best = self._take_best(ranked, excess, stage)
         if excess > 0:
             return False
         # The last victim may have been so large that some before it can be retained.
         for v in reversed(victims):
             if excess + self.size[v] <= 0:
                 excess += self.size[v]
-                indirect_use = self.next_indirect_use[v]
+                indirect_use = self.next_uses.indirect[v]
                 self._allocate(v)
-                self.next_indirect_use[v] = indirect_use
+                self.next_uses.indirect[v] = indirect_use
         return True
+
+    def _rank(self, benefit: float, cost_s: float) -> float:
+        return -benefit / (cost_s + self.min_cost_s) ** self.rule.cost_exponent
+
+    def _take_best(self, ranked: list[_Rank], excess: int, stage: int) -> list[int]:
+        """Take the best values of at least `excess` bytes from a heap, or all. Costs of the first
+        ones only are computed: the others have a bound that ranks them behind."""
+        best: list[int] = []
+        while excess > 0 and ranked:
+            _, v, benefit, next_use, is_exact = heappop(ranked)
+            if is_exact:
+                best.append(v)
+                excess -= self.size[v]
+                continue
+            cost_s = self.costs.cost_s(v, stage, next_use)
+            if cost_s < _INFINITE:
+                rank = self._rank(benefit, cost_s)
+                heappush(ranked, _Rank(rank, v, benefit, next_use, True))
+        return best
 
     def _evict(self, v: int, stage: int) -> None:
         """Free `v`, and note when the values that it is recomputed from are needed for that."""
-        next_use = self._next_use(v, stage)
+        next_use = self.next_uses.of(v, stage)
         self._free(v)
-        stack = [v]
-        while stack:
-            for u in self.graph.operations[self.graph.producer[stack.pop()]].inputs:
-                if self._is_renewed(u, stage, next_use):
-                    continue
-                if next_use < self.next_indirect_use[u]:
-                    self.next_indirect_use[u] = next_use
-                    if not self.resident[u]:
-                        stack.append(u)
-
-    def _next_use(self, v: int, stage: int) -> float:
-        """Return the stage at which `v` is next read, directly or to recompute another value."""
-        if self.next_indirect_use[v] < stage:
-            self.next_indirect_use[v] = min(self._indirect_uses(v, stage), default=_INFINITE)
-        return min(self._next_direct_use(v, stage), self.next_indirect_use[v])
-
-    def _next_direct_use(self, v: int, stage: int) -> float:
-        """Return the next operation that reads this copy of `v` at its first run; infinity if there
-        is none, or `v` is renewed before."""
-        users = self.graph.consumers[v]
-        position = bisect_right(users, stage)
-        if position == len(users) or self._is_renewed(v, stage, users[position]):
-            return _INFINITE
-        return users[position]
-
-    def _may_recompute_later(self, op: int, stage: int, next_use: float) -> bool:
-        """True if no span in which `op` is not recomputed includes `next_use`, or `stage` with a
-        read of its outputs at the end of the span."""
-        return all(next_use <= start or stage >= end for start, end in self.no_recompute_spans[op])
-
-    def _is_renewed(self, v: int, stage: int, next_use: float) -> bool:
-        """True if `v` is renewed after `stage`, and not later than `next_use`."""
-        return bool(self.renewal) and stage < self.renewal.get(v, -1) <= next_use
-
-    def _indirect_uses(self, v: int, stage: int) -> Iterator[float]:
-        """Yield the stages that read evicted values which are recomputed from `v`."""
-        seen = {v}
-        stack = [v]
-        while stack:
-            for op in self.graph.consumers[stack.pop()]:
-                if op > stage:
-                    break
-                for w in self.graph.operations[op].outputs:
-                    if not self.resident[w] and w not in seen:
-                        seen.add(w)
-                        stack.append(w)
-                        next_use = self._next_direct_use(w, stage)
-                        if not self._is_renewed(v, stage, next_use):
-                            yield next_use
-
-    def _recompute_cost_s(self, v: int, stage: int, next_use: float) -> float:
-        """Return the cost of recomputing `v` for `next_use` from what is in memory, or is renewed
-        before; infinity if that is impossible."""
-        cached = self.cached_costs.get(v)
-        if cached is not None and stage < cached.end and cached.next_use in (None, next_use):
-            return cached.cost_s
-        operations, producer = self.graph.operations, self.graph.producer
-        cost_s = 0.0
-        depends_on_use = False
-        end = _INFINITE
-        seen = {producer[v]}
-        stack = [producer[v]]
-        while stack:
-            producer_op = stack.pop()
-            operation = operations[producer_op]
-            cost_s += operation.cost_s if operation.recomputable else _INFINITE
-            if producer_op in self.no_recompute_spans:
-                depends_on_use = True
-                ends = (e for _, e in self.no_recompute_spans[producer_op] if e > stage)
-                end = min(end, min(ends, default=_INFINITE))
-                if not self._may_recompute_later(producer_op, stage, next_use):
-                    cost_s = _INFINITE
-            for u in operation.inputs:
-                self.cost_dependents.setdefault(u, []).append(v)
-                if not self.resident[u] and producer[u] not in seen:
-                    if stage < self.renewal.get(u, -1):
-                        depends_on_use = True
-                        end = min(end, self.renewal[u])
-                    if self._is_renewed(u, stage, next_use):
-                        continue
-                    seen.add(producer[u])
-                    stack.append(producer[u])
-        self.cached_costs[v] = _RecomputeCost(cost_s, next_use if depends_on_use else None, end)
-        return cost_s
+        self.next_uses.note_eviction(v, stage, next_use)

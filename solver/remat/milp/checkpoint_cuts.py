@@ -29,17 +29,15 @@ backward pass, the bound is often the optimum.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-import pulp
-
 from remat.errors import SolverError
 from remat.graph import Graph
-from remat.milp.solvers import pulp_versions
 from remat.milp.solvers.highs import HighsSolver
-from remat.milp.solvers.pulp_versions import ProgramArrays, expression
+from remat.milp.solvers.program_arrays import ArrayProgram, Column, ProgramArrays
 from remat.schedule import Schedule
 from remat.simulate import simulate
 
@@ -49,9 +47,10 @@ COST_SCALE = 1000.0
 BOUND_TOLERANCE = 1e-7
 """Share of the total cost that the solver's tolerances may have added to a bound."""
 
-INTEGER_OPTIONS = {"presolve": "off"}
+WITHOUT_PRESOLVE = {"presolve": "off"}
 """For integer programs: 0.1 s instead of 1.3 (ResNet-50), 0.4 instead of 3.0 (DenseNet-121), 4.8
-instead of 6.9 (Checkmate's ResNet-50), to the same bounds; nothing was slower."""
+instead of 6.9 (Checkmate's ResNet-50), to the same bounds; nothing was slower. For linear ones of
+one cut: half the time, to the same bound but other solutions, which are worse as advice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +72,16 @@ def solve_linear(
 ) -> CheckpointCuts | None:
     """Solve the linear relaxation at these cuts; None if nothing fits (or the solver fails)."""
     relaxation = _CutProgram(graph, budget_bytes, operations)
-    program = pulp_versions.read_arrays(relaxation.problem)
+    program = relaxation.program.arrays()
     return _solve(graph, relaxation, program, gap=0.0, time_limit=60.0)
+
+
+def linear_bound_s(graph: Graph, budget_bytes: int, operation: int) -> float:
+    """Return the bound of the linear relaxation at one cut; infinity if nothing fits."""
+    relaxation = _CutProgram(graph, budget_bytes, [operation])
+    program = relaxation.program.arrays()
+    cut = _solve(graph, relaxation, program, gap=0.0, time_limit=60.0, presolves=False)
+    return math.inf if cut is None else cut.bound_s
 
 
 def solve_integral(
@@ -93,7 +100,7 @@ def solve_integral(
     `incumbent` is a schedule within the budget to start from.
     """
     relaxation = _CutProgram(graph, budget_bytes, operations)
-    program = pulp_versions.read_arrays(relaxation.problem).integral()
+    program = relaxation.program.arrays().integral()
     start = None if incumbent is None else relaxation.values(incumbent)
     return _solve(graph, relaxation, program, gap, time_limit, start, is_cancelled)
 
@@ -121,8 +128,9 @@ def _solve(
     program: ProgramArrays,
     gap: float,
     time_limit: float,
-    start: dict[pulp.LpVariable, float] | None = None,
+    start: dict[Column, float] | None = None,
     is_cancelled: Callable[[], bool] | None = None,
+    presolves: bool = True,
 ) -> CheckpointCuts | None:
     highs = HighsSolver(
         gap=gap,
@@ -130,7 +138,7 @@ def _solve(
         threads=1,
         start=start,
         is_cancelled=is_cancelled,
-        options=INTEGER_OPTIONS if gap else None,
+        options=WITHOUT_PRESOLVE if gap or not presolves else None,
     )
     try:
         answer = highs.solve(program)
@@ -153,7 +161,7 @@ class _Span:
 
     start: int
     end: int
-    recomputed: dict[int, pulp.LpVariable] = field(default_factory=dict[int, pulp.LpVariable])
+    recomputed: dict[int, Column] = field(default_factory=dict[int, Column])
     pending: list[int] = field(default_factory=list[int])
 
 
@@ -163,12 +171,11 @@ class _CutProgram:
     def __init__(self, graph: Graph, budget_bytes: int, operations: Sequence[int]) -> None:
         self.graph = graph
         self.cut_operations = tuple(sorted(set(operations)))
-        self.problem = pulp.LpProblem("moments", pulp.LpMinimize)
-        self.retained: list[dict[int, pulp.LpVariable]] = [{} for _ in self.cut_operations]
-        self.recomputed: list[dict[int, pulp.LpVariable]] = [{} for _ in self.cut_operations]
+        self.program = ArrayProgram()
+        self.retained: list[dict[int, Column]] = [{} for _ in self.cut_operations]
+        self.recomputed: list[dict[int, Column]] = [{} for _ in self.cut_operations]
         self.spans: list[_Span] = []
         self.cost_unit_s = graph.total_cost_s / COST_SCALE or 1.0
-        self._rows: list[tuple[str, dict[pulp.LpVariable, float], int, float]] = []
         count = len(self.cut_operations)
         borders = (*self.cut_operations, len(graph))
         # From the last cut to the first: the spans that end at a cut need the values that are
@@ -177,26 +184,21 @@ class _CutProgram:
             for end in range(count, start, -1):
                 self._add_span(start, end, borders[end])
             self._add_memory_row(start, budget_bytes)
-        self.problem.setObjective(
-            expression(
-                {
-                    run: graph.operations[op].cost_s / self.cost_unit_s
-                    for runs in self.recomputed
-                    for op, run in runs.items()
-                },
-                graph.total_cost_s / self.cost_unit_s,
-            )
-        )
-        pulp_versions.add_rows(self.problem, self._rows)
+        self.program.costs = {
+            run: graph.operations[op].cost_s / self.cost_unit_s
+            for runs in self.recomputed
+            for op, run in runs.items()
+        }
+        self.program.offset = graph.total_cost_s / self.cost_unit_s
 
-    def values(self, schedule: Schedule) -> dict[pulp.LpVariable, float]:
+    def values(self, schedule: Schedule) -> dict[Column, float]:
         """Return this schedule as values of the program's variables."""
         timeline = simulate(self.graph, schedule)
         first_run: dict[int, int] = {}
         for run, op in enumerate(schedule.runs):
             first_run.setdefault(op, run)
         cut_runs = [first_run[op] for op in self.cut_operations]
-        values: dict[pulp.LpVariable, float] = {}
+        values: dict[Column, float] = {}
         for run, variables in zip(cut_runs, self.retained, strict=True):
             values |= dict.fromkeys(variables.values(), 0.0)
             values |= {variables[v]: 1.0 for v in timeline.live(run) if v in variables}
@@ -234,7 +236,7 @@ class _CutProgram:
             self.spans.append(span)
             for op, y in span.recomputed.items():
                 runs = [self._recomputed_variable(j, op) for j in range(start, end)]
-                self._add_row(dict.fromkeys(runs, 1.0) | {y: -1.0}, 0.0)
+                self.program.add_row(dict.fromkeys(runs, 1.0) | {y: -1.0}, 0.0)
 
     def _read_values(self, cut: int, end_operation: int) -> set[int]:
         """Return the values from before a cut that first runs from there on read, before they are
@@ -247,7 +249,7 @@ class _CutProgram:
             if graph.producer[v] < cut and not cut <= graph.renewal.get(v, -1) <= op
         }
 
-    def _add_demand(self, span: _Span, value: int, condition: pulp.LpVariable | None) -> None:
+    def _add_demand(self, span: _Span, value: int, condition: Column | None) -> None:
         """Add the row that `value` is retained at the start of the span or recomputed in it:
         always, or if `condition` is 1."""
         graph = self.graph
@@ -264,15 +266,15 @@ class _CutProgram:
                 span.recomputed[op] = (
                     self._recomputed_variable(span.start, op)
                     if span.end == span.start + 1
-                    else self.problem.add_variable(f"y{span.start}_{span.end}_{op}", 0, 1)
+                    else self.program.add_column(f"y{span.start}_{span.end}_{op}", 0, 1)
                 )
                 span.pending.append(op)
             terms[span.recomputed[op]] = 1.0
         if condition is None:
-            self._add_row(terms, 1.0)
+            self.program.add_row(terms, 1.0)
         else:
             terms[condition] = terms.get(condition, 0.0) - 1.0
-            self._add_row(terms, 0.0)
+            self.program.add_row(terms, 0.0)
 
     def _add_memory_row(self, cut: int, budget_bytes: int) -> None:
         """Add the row that the values retained across a cut fit the budget."""
@@ -281,25 +283,22 @@ class _CutProgram:
         retained = self.retained[cut]
         for value in graph.operations[op].inputs:
             if value in retained:
-                retained[value].lowBound = 1
+                retained[value].lower = 1.0
         fixed_bytes = graph.min_produced_bytes[op] + graph.constant_bytes
         fixed_bytes += sum(size[v] for v in graph.results if graph.producer[v] < op)
         unit_bytes = max(1.0, budget_bytes / 1000)
         terms = {h: -size[v] / unit_bytes for v, h in retained.items()}
-        self._add_row(terms, (fixed_bytes - budget_bytes) / unit_bytes)
+        self.program.add_row(terms, (fixed_bytes - budget_bytes) / unit_bytes)
 
-    def _retained_variable(self, cut: int, value: int) -> pulp.LpVariable:
+    def _retained_variable(self, cut: int, value: int) -> Column:
         retained = self.retained[cut]
         if value not in retained:
-            retained[value] = self.problem.add_variable(f"h{cut}_{value}", 0, 1)
+            retained[value] = self.program.add_column(f"h{cut}_{value}", 0, 1)
         return retained[value]
 
-    def _recomputed_variable(self, cut: int, op: int) -> pulp.LpVariable:
+    def _recomputed_variable(self, cut: int, op: int) -> Column:
         """Return the variable for recomputing `op` between a cut and the next."""
         recomputed = self.recomputed[cut]
         if op not in recomputed:
-            recomputed[op] = self.problem.add_variable(f"r{cut}_{op}", 0, 1)
+            recomputed[op] = self.program.add_column(f"r{cut}_{op}", 0, 1)
         return recomputed[op]
-
-    def _add_row(self, terms: dict[pulp.LpVariable, float], at_least: float) -> None:
-        self._rows.append((f"row{len(self._rows)}", terms, pulp.LpConstraintGE, at_least))

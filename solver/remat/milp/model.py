@@ -48,7 +48,7 @@ from remat.milp.group_cuts import add_group_cuts
 from remat.milp.shared_decisions import SharedDecisions
 from remat.milp.slots import Slots
 from remat.milp.solvers import pulp_versions
-from remat.milp.solvers.pulp_versions import ProgramArrays
+from remat.milp.solvers.program_arrays import ProgramArrays
 
 
 @dataclass

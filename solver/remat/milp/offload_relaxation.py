@@ -29,18 +29,20 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 
-import pulp
-
 from remat.costs.link import Link
 from remat.errors import SolverError
 from remat.graph import Graph
-from remat.milp.checkpoint_cuts import BOUND_TOLERANCE, COST_SCALE, INTEGER_OPTIONS
-from remat.milp.solvers import pulp_versions
+from remat.milp.checkpoint_cuts import BOUND_TOLERANCE, COST_SCALE, WITHOUT_PRESOLVE
 from remat.milp.solvers.highs import HighsSolver
-from remat.milp.solvers.pulp_versions import expression
+from remat.milp.solvers.program_arrays import ArrayProgram, Column
 
 _MAX_COPY_ROWS = 60
 """Rows for the copies of one direction, at most: each has a term for every value before it."""
+
+
+_OPTIONS = {**WITHOUT_PRESOLVE, "mip_heuristic_run_feasibility_jump": False}
+"""Feasibility jump takes as long as the rest of an integer program, whose linear relaxation rounds
+to within the gap."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,13 +92,13 @@ def solve_offload_cut(
     not without `recomputes`, which leaves recomputation out.
     """
     program = _CutProgram(graph, budget_bytes, operation, limits, copy_cost, recomputes)
-    arrays = pulp_versions.read_arrays(program.problem)
+    arrays = program.program.arrays()
     highs = HighsSolver(
         gap=gap,
         time_limit=time_limit,
         threads=1,
         is_cancelled=is_cancelled,
-        options=INTEGER_OPTIONS if gap else None,
+        options=_OPTIONS,
     )
     try:
         answer = highs.solve(arrays if gap else arrays.relaxed())
@@ -106,7 +108,7 @@ def solve_offload_cut(
         return None
     bound_s = (answer.bound - BOUND_TOLERANCE * COST_SCALE) * program.cost_unit_s
 
-    def chosen(variables: Mapping[int, pulp.LpVariable]) -> frozenset[int]:
+    def chosen(variables: Mapping[int, Column]) -> frozenset[int]:
         return frozenset(key for key, x in variables.items() if (x.varValue or 0.0) > 0.5)
 
     return OffloadCut(
@@ -136,13 +138,12 @@ class _CutProgram:
         self.limits = limits
         self.recomputes = recomputes
         self.cost_unit_s = graph.total_cost_s / COST_SCALE or 1.0
-        self.problem = pulp.LpProblem("offload", pulp.LpMinimize)
-        self.retained: dict[int, pulp.LpVariable] = {}
-        self.offloaded: dict[int, pulp.LpVariable] = {}
-        self.recomputed: dict[int, pulp.LpVariable] = {}
+        self.program = ArrayProgram()
+        self.retained: dict[int, Column] = {}
+        self.offloaded: dict[int, Column] = {}
+        self.recomputed: dict[int, Column] = {}
         self._pending: list[int] = []
-        self._rows: list[tuple[str, dict[pulp.LpVariable, float], int, float]] = []
-        self._waits = [self.problem.add_variable(name, 0) for name in ("w_before", "w_after")]
+        self._waits = [self.program.add_column(name, 0) for name in ("w_before", "w_after")]
         self._first_reader = self._first_readers()
         for value in self._first_reader:
             self._add_demand(value, None)
@@ -152,7 +153,7 @@ class _CutProgram:
                 self._add_demand(value, self.recomputed[op])
         self._add_memory_rows(budget_bytes)
         self._add_copy_rows()
-        self._add_row(
+        self.program.add_row(
             {
                 y: -graph.operations[op].cost_s / self.cost_unit_s
                 for op, y in self.recomputed.items()
@@ -165,8 +166,8 @@ class _CutProgram:
         costs = dict.fromkeys(self._waits, 1.0)
         for value, offloaded in self.offloaded.items():
             costs[offloaded] = byte_s * graph.values[value].size_bytes / self.cost_unit_s
-        self.problem.setObjective(expression(costs, graph.total_cost_s / self.cost_unit_s))
-        pulp_versions.add_rows(self.problem, self._rows)
+        self.program.costs = costs
+        self.program.offset = graph.total_cost_s / self.cost_unit_s
 
     def _first_readers(self) -> dict[int, int]:
         """Return the first operation from the cut on that reads each value of before."""
@@ -178,7 +179,7 @@ class _CutProgram:
                     readers.setdefault(value, op)
         return readers
 
-    def _add_demand(self, value: int, condition: pulp.LpVariable | None) -> None:
+    def _add_demand(self, value: int, condition: Column | None) -> None:
         """Add the row that a value is live at the cut, on the host or recomputed: always, or if
         `condition` is 1."""
         graph = self.graph
@@ -194,14 +195,14 @@ class _CutProgram:
             terms[self._variable(self.recomputed, f"y{op}", op)] = 1.0
         if condition is not None:
             terms[condition] = terms.get(condition, 0.0) - 1.0
-        self._add_row(terms, float(condition is None))
+        self.program.add_row(terms, float(condition is None))
 
     def _add_memory_rows(self, budget_bytes: int) -> None:
         """Add the rows that live values fit the budget, and offloaded ones the host's."""
         graph, op = self.graph, self.operation
         for value in graph.operations[op].inputs:
             if value in self.retained:
-                self.retained[value].lowBound = 1
+                self.retained[value].lower = 1.0
         fixed_bytes = graph.min_produced_bytes[op] + graph.constant_bytes
         fixed_bytes += sum(
             graph.values[v].size_bytes for v in graph.results if graph.producer[v] < op
@@ -210,10 +211,10 @@ class _CutProgram:
         if self.limits.host_bytes is not None:
             self._add_bytes_row(self.offloaded, self.limits.host_bytes)
 
-    def _add_bytes_row(self, variables: Mapping[int, pulp.LpVariable], limit_bytes: int) -> None:
+    def _add_bytes_row(self, variables: Mapping[int, Column], limit_bytes: int) -> None:
         unit_bytes = max(1.0, limit_bytes / 1000)
         sizes = {x: -self.graph.values[v].size_bytes / unit_bytes for v, x in variables.items()}
-        self._add_row(sizes, -limit_bytes / unit_bytes)
+        self.program.add_row(sizes, -limit_bytes / unit_bytes)
 
     def _add_copy_rows(self) -> None:
         """Add the rows that copies end in time."""
@@ -226,9 +227,7 @@ class _CutProgram:
         self._add_direction(until_cut_s, link.to_host_bytes_per_s, wait_before)
         self._add_direction(until_read_s, link.to_device_bytes_per_s, wait_after)
 
-    def _add_direction(
-        self, available_s: Mapping[int, float], rate: float, wait: pulp.LpVariable
-    ) -> None:
+    def _add_direction(self, available_s: Mapping[int, float], rate: float, wait: Column) -> None:
         """Add the rows of the copies of one direction, for the seconds that each has."""
         unit_s = self.cost_unit_s
         ordered = sorted(available_s, key=lambda v: available_s[v])
@@ -238,14 +237,9 @@ class _CutProgram:
             copy_s = self.graph.values[value].size_bytes / rate
             terms[self.offloaded[value]] = -copy_s / unit_s
             if number % stride == 0 or number == len(ordered):
-                self._add_row(dict(terms), -available_s[value] / unit_s)
+                self.program.add_row(dict(terms), -available_s[value] / unit_s)
 
-    def _variable(
-        self, variables: dict[int, pulp.LpVariable], name: str, key: int
-    ) -> pulp.LpVariable:
+    def _variable(self, variables: dict[int, Column], name: str, key: int) -> Column:
         if key not in variables:
-            variables[key] = self.problem.add_variable(name, 0, 1, "Integer")
+            variables[key] = self.program.add_column(name, 0, 1, is_integer=True)
         return variables[key]
-
-    def _add_row(self, terms: dict[pulp.LpVariable, float], at_least: float) -> None:
-        self._rows.append((f"row{len(self._rows)}", terms, pulp.LpConstraintGE, at_least))

@@ -21,8 +21,10 @@ from tests.helpers.training.models import FAMILIES, PLAIN, Case
 from torch.fx.graph import _illegal_names
 
 import remat
+from remat.documents.arguments import Ref
 from remat.documents.base import check_variable
 from remat.documents.program import Statement
+from remat.documents.records import Node
 from remat.errors import DocumentError, RematError
 
 CASES = {name: make for name, make in (PLAIN | FAMILIES).items() if name not in ("mlp-bf16", "t5")}
@@ -470,3 +472,11 @@ def test_an_interrupted_write_leaves_the_old_file(
                 new.save(tmp_path / name)
         assert remat.Program.load(tmp_path / name) == old
         assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+def test_a_copy_with_other_arguments_has_their_operand_names() -> None:
+    node = Node(name="n", target="aten.add.Tensor", args=(Ref("a"), Ref("b")))
+    assert node.operand_names == ("a", "b")
+    assert node.model_copy(update={"cost_s": 1.0}).operand_names == ("a", "b")
+    assert node.model_copy(update={"args": (Ref("c"),)}).operand_names == ("c",)
+    assert node.model_copy(update={"kwargs": {"out": Ref("d")}}).operand_names == ("a", "b", "d")

@@ -129,6 +129,17 @@ def test_an_infeasible_budget_is_that_of_the_step_without_copies(trace: Trace) -
     assert chosen.value.min_feasible_bytes == without.value.min_feasible_bytes
 
 
+def test_the_search_ends_with_a_trace_that_is_as_fast_as_the_bound(trace: Trace) -> None:
+    graph = trace.graph()
+    budget_bytes = round(0.85 * remat.simulate(graph, remat.Schedule.keep_all(graph)).peak_bytes)
+    limits = OffloadLimits(Link(1e15, 1e15), None, SMALL_BYTES)
+    choices = offloaded_steps([TraceStep(trace)], budget_bytes, limits, None, 60.0)
+    assert len(choices) == 1
+    (choice,) = choices
+    assert choice.without_recompute_s <= choice.bound_s * 1.001
+    assert choice.score_s >= choice.bound_s * (1 - 1e-9)
+
+
 def test_nothing_is_tried_where_one_operation_does_not_fit(trace: Trace) -> None:
     limits = OffloadLimits(FAST, None, SMALL_BYTES)
     smallest = solve_in_full(trace, Budget.parse("min")).peak_bytes

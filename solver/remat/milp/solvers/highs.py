@@ -17,7 +17,7 @@ import pulp
 
 from remat.errors import SolverError
 from remat.milp.solvers.outcome import SolverOutcome, SolverRun
-from remat.milp.solvers.pulp_versions import ProgramArrays
+from remat.milp.solvers.program_arrays import ProgramArrays, Variable
 
 BoundsCallback = Callable[[float | None, float | None], None]
 """Function (incumbent objective, dual bound) that is called during a run; None for what is unknown.
@@ -41,7 +41,7 @@ class HighsSolver:
     time_limit: float
     threads: int
     seed: int = 0
-    start: Mapping[pulp.LpVariable, float] | None = None
+    start: Mapping[Variable, float] | None = None
     target: float | None = None
     report: BoundsCallback | None = None
     is_cancelled: Callable[[], bool] | None = None

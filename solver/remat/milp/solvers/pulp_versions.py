@@ -15,15 +15,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
 import numpy as np
 import pulp
-from numpy.typing import NDArray
 
 from remat.milp.solvers.outcome import SolverOutcome
+from remat.milp.solvers.program_arrays import ProgramArrays
 
 IS_PULP_4 = hasattr(pulp, "LpSolveStats")
 
@@ -58,43 +58,6 @@ class PulpResult:
 
     outcome: SolverOutcome
     message: str
-
-
-@dataclass(frozen=True)
-class ProgramArrays:
-    """A problem as arrays. Columns are in the order of the variables' names; the entries of row i
-    are `starts[i]` to `starts[i + 1]` of `indices` (columns) and `coefficients`.
-
-    The sum of a row's entries is at most (`senses` -1), exactly (0), or at least (1) `rhs`.
-    """
-
-    problem: pulp.LpProblem
-    """Referenced because PuLP 4's variables are invalid without it."""
-    variables: tuple[pulp.LpVariable, ...]
-    costs: NDArray[np.float64]
-    offset: float
-    lower: NDArray[np.float64]
-    upper: NDArray[np.float64]
-    is_integer: NDArray[np.bool_]
-    starts: NDArray[np.int32]
-    indices: NDArray[np.int32]
-    coefficients: NDArray[np.float64]
-    senses: NDArray[np.int8]
-    rhs: NDArray[np.float64]
-
-    def relaxed(self) -> ProgramArrays:
-        """Return the linear relaxation."""
-        return replace(self, is_integer=np.zeros(len(self.variables), dtype=np.bool_))
-
-    def integral(self) -> ProgramArrays:
-        """Return the program in which every variable is an integer."""
-        return replace(self, is_integer=np.ones(len(self.variables), dtype=np.bool_))
-
-    def row_activities(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return the sum of each row's entries, for a value of each column."""
-        of_row = np.repeat(np.arange(len(self.rhs)), np.diff(self.starts))
-        terms = self.coefficients * values[self.indices]
-        return np.bincount(of_row, terms, minlength=len(self.rhs)).astype(np.float64)
 
 
 def expression(

@@ -1,0 +1,104 @@
+"""Costs of recomputing values from what is in memory, cached while that stays the same.
+
+A value that is freed only raises the costs of others: what was cached remains a lower bound. Most
+values can be ranked by bounds, which take no time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from remat.graph import Graph
+
+_INFINITE = float("inf")
+
+_ROUNDED_DOWN = 1 - 1e-9
+"""A sum of more costs, in another order, may be smaller by a rounding error."""
+
+
+class _CachedCost(NamedTuple):
+    """The cost of recomputing a value. It holds for one next use (None: for all) until the stage
+    `end`, exclusive."""
+
+    cost_s: float
+    next_use: float | None
+    end: float
+
+
+class RecomputeCosts:
+    """The costs of recomputing values. `resident` says which values are in memory; its owner
+    changes it, and calls `note_allocation` and `note_release`."""
+
+    def __init__(self, graph: Graph, resident: Sequence[bool]) -> None:
+        self.graph = graph
+        self.resident = resident
+        self._renewal = graph.renewal
+        self._no_recompute_spans = graph.no_recompute_spans
+        self._cached: dict[int, _CachedCost] = {}
+        self._dependents: list[set[int]] = [set() for _ in graph.values]
+        """The values whose cached costs or bounds depend on whether a value is in memory."""
+        self._least_s = [_least_cost_s(graph, v) for v in range(len(graph.values))]
+        self._bounds_s = list(self._least_s)
+
+    def note_allocation(self, v: int) -> None:
+        """Forget the costs and bounds of values that are recomputed from `v`."""
+        for dependent in self._dependents[v]:
+            self._cached.pop(dependent, None)
+            self._bounds_s[dependent] = self._least_s[dependent]
+        self._dependents[v].clear()
+
+    def note_release(self, v: int) -> None:
+        """Forget the costs of values that are recomputed from `v`; they are bounds now."""
+        for dependent in self._dependents[v]:
+            self._cached.pop(dependent, None)
+
+    def bound_s(self, v: int, stage: int, next_use: float) -> float:
+        """Return the cost, or a lower bound if the cost is not cached."""
+        cached = self._cached.get(v)
+        if cached is not None and stage < cached.end and cached.next_use in (None, next_use):
+            return cached.cost_s
+        return self._bounds_s[v]
+
+    def cost_s(self, v: int, stage: int, next_use: float) -> float:
+        """Return the cost of recomputing `v` for `next_use` from what is in memory, or is renewed
+        before; infinity if that is impossible."""
+        cached = self._cached.get(v)
+        if cached is not None and stage < cached.end and cached.next_use in (None, next_use):
+            return cached.cost_s
+        operations, producer = self.graph.operations, self.graph.producer
+        cost_s = 0.0
+        depends_on_use = False
+        end = _INFINITE
+        seen = {producer[v]}
+        stack = [producer[v]]
+        while stack:
+            producer_op = stack.pop()
+            operation = operations[producer_op]
+            cost_s += operation.cost_s if operation.recomputable else _INFINITE
+            if spans := self._no_recompute_spans.get(producer_op, ()):
+                depends_on_use = True
+                end = min(end, min((e for _, e in spans if e > stage), default=_INFINITE))
+                if any(start < next_use and stage < e for start, e in spans):
+                    cost_s = _INFINITE
+            for u in operation.inputs:
+                self._dependents[u].add(v)
+                if not self.resident[u] and producer[u] not in seen:
+                    renewed_at = self._renewal.get(u, -1)
+                    if stage < renewed_at:
+                        depends_on_use = True
+                        end = min(end, renewed_at)
+                        if renewed_at <= next_use:
+                            continue
+                    seen.add(producer[u])
+                    stack.append(producer[u])
+        self._cached[v] = _CachedCost(cost_s, next_use if depends_on_use else None, end)
+        if not depends_on_use:
+            self._bounds_s[v] = cost_s * _ROUNDED_DOWN
+        return cost_s
+
+
+def _least_cost_s(graph: Graph, v: int) -> float:
+    """Return the cost of recomputing a value from inputs that are in memory."""
+    operation = graph.operations[graph.producer[v]]
+    return operation.cost_s * _ROUNDED_DOWN if operation.recomputable else _INFINITE
