@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Generic
+from typing import Generic, NamedTuple
 
 from remat.choice.offloadable_step import S
 from remat.choice.stays import stays_of_cut
@@ -46,6 +46,9 @@ _JUDGED_CUTS = 4
 
 _INTEGER_GAP = 0.01
 """Relative gap of the integer programs."""
+
+_REFINED_GAP = 0.002
+"""The same for the last one, at the best place."""
 
 _RETAINING_GAP = 0.003
 """The same without recomputation, which has fewer variables."""
@@ -127,6 +130,14 @@ def _smallest_need_bytes(graph: Graph) -> int:
     return peak_lower_bound_bytes(replace(graph, operations=tuple(operations)))
 
 
+class _Place(NamedTuple):
+    """Where an integer program is solved: at a moment, an operation, with a share of the memory
+    left free."""
+
+    moment: int
+    slack: float
+
+
 class _Search(Generic[S]):
     """The search for the offloaded tensors of one form of a step."""
 
@@ -153,6 +164,7 @@ class _Search(Generic[S]):
         }
         self.bound_s = self._bound_s(recomputes=True)
         self.best_s = math.inf
+        self._best_place: _Place | None = None
         self._seen: set[frozenset[int]] = {frozenset()}
 
     def results(self) -> Iterator[OffloadedStep[S]]:
@@ -164,8 +176,20 @@ class _Search(Generic[S]):
             if self.best_s <= as_fast_s:
                 return
         yield from self._results_of_moments(recomputes=True)
+        yield from self._refined()
         if self._bound_s(recomputes=False, until_s=self.best_s) < self.best_s:
             yield from self._results_of_moments(recomputes=False)
+
+    def _refined(self) -> Iterator[OffloadedStep[S]]:
+        """Yield the step of the best place once more, solved to a smaller gap, unless it is as fast
+        as the bound."""
+        if self._best_place is None or self.best_s <= self.bound_s * (1 + LEAST_GAIN):
+            return
+        cut = self._integral_cut(self._best_place, recomputes=True, gap=_REFINED_GAP)
+        if cut is not None and self._is_new(cut):
+            result = self._rewritten(cut)
+            self.best_s = min(self.best_s, result.score_s)
+            yield result
 
     def _results_of_moments(self, *, recomputes: bool) -> Iterator[OffloadedStep[S]]:
         """Yield steps for each moment, with more and more memory left free as long as that helps.
@@ -182,7 +206,8 @@ class _Search(Generic[S]):
                     return
                 if slack == 0.0 and is_solved:
                     break
-                cut = self._integral_cut(moment, slack, recomputes=recomputes)
+                place = _Place(moment, slack)
+                cut = self._integral_cut(place, recomputes=recomputes)
                 is_solved |= cut is not None
                 if cut is None or not self._is_new(cut):
                     continue
@@ -192,7 +217,8 @@ class _Search(Generic[S]):
                 expected_s = result.score_s if recomputes else result.without_recompute_s
                 if expected_s < best_s:
                     best_s, best_waiting_s = expected_s, result.waiting_s
-                self.best_s = min(self.best_s, expected_s)
+                if expected_s < self.best_s:
+                    self.best_s, self._best_place = expected_s, place if recomputes else None
                 yield result
                 if expected_s <= self.bound_s * (1 + LEAST_GAIN):
                     return
@@ -224,15 +250,16 @@ class _Search(Generic[S]):
                 return math.inf
         return bound_s
 
-    def _integral_cut(self, moment: int, slack: float, *, recomputes: bool) -> OffloadCut | None:
-        """Return the solution of an integer program at a moment, with a share of the memory left
-        free."""
+    def _integral_cut(
+        self, place: _Place, *, recomputes: bool, gap: float | None = None
+    ) -> OffloadCut | None:
+        """Return the solution of the integer program of a place."""
         return solve_offload_cut(
             self.graph,
-            self.budget_bytes - int(slack * self.range_bytes),
-            moment,
-            self.used_limits[moment],
-            gap=_INTEGER_GAP if recomputes else _RETAINING_GAP,
+            self.budget_bytes - int(place.slack * self.range_bytes),
+            place.moment,
+            self.used_limits[place.moment],
+            gap=gap or (_INTEGER_GAP if recomputes else _RETAINING_GAP),
             copy_cost=_COPY_COST,
             time_limit=_INTEGER_TIME_LIMIT_S,
             recomputes=recomputes,
