@@ -64,6 +64,12 @@ TABLES = {
             f"{_HERE}.eager_memory",
         ),
         Table(
+            "training-memory",
+            "memory of training loops with an optimizer",
+            "requested bytes within 2% of the prediction of remat.fit",
+            f"{_HERE}.training_memory",
+        ),
+        Table(
             "compiled-memory",
             "memory under torch.compile",
             "requested bytes at most the verified ones, and these within the budget",
