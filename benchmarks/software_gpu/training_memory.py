@@ -1,4 +1,4 @@
-"""Memory of training loops in eager mode, optimizer included, against the prediction of `remat.fit`.
+"""Memory of training loops in eager mode, optimizer included, against the prediction of fit.
 
 One case is a family in one precision, without families that have convolutions: `remat.fit` does not
 know the workspaces that these have without cuDNN. Each optimizer, and a checkpoint for each block
@@ -69,7 +69,8 @@ def _row(family: str, dtype: str, name: str) -> Row:
             peak_bytes, reserved_bytes = option.peak_bytes, None
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", FutureWarning)
-                model.gradient_checkpointing_enable()
+                enable: Callable[[], None] = getattr(model, "gradient_checkpointing_enable")  # noqa: B009
+                enable()
     except (remat.RematError, ValueError) as error:
         return row | refusal(error if isinstance(error, remat.RematError) else _error(error))
     optimizer = OPTIMIZERS[optimizer_name](model.parameters())
