@@ -42,7 +42,7 @@ class TrainingMemory:
         (`eager_graph`)."""
         timeline = simulate(graph, schedule)
         step_bytes = timeline.peak_bytes + optimizer.state_bytes
-        is_in_optimizer = _optimizer_bytes(graph, optimizer) > step_bytes
+        is_in_optimizer = optimizer_step_bytes(graph, optimizer) > step_bytes
         parts = _parts(trace, graph, timeline, is_in_optimizer=is_in_optimizer)
         parts["optimizer state"] = optimizer.state_bytes
         parts["optimizer step"] = optimizer.temporary_bytes if is_in_optimizer else 0
@@ -67,7 +67,7 @@ class TrainingMemory:
         )
 
 
-def _optimizer_bytes(graph: Graph, optimizer: OptimizerMemory) -> int:
+def optimizer_step_bytes(graph: Graph, optimizer: OptimizerMemory) -> int:
     """Return the bytes that are live while the optimizer's step runs: the step's results too."""
     results_bytes = sum(graph.values[v].size_bytes for v in graph.results)
     return graph.constant_bytes + results_bytes + optimizer.state_bytes + optimizer.temporary_bytes

@@ -26,7 +26,7 @@ from remat.strategies import Auto, Strategy
 CONTEXT_BYTES = 512 << 20
 """Memory of a CUDA context: 400 to 600 MiB, depending on the kernels that are loaded."""
 
-_TIME_LIMIT_S = 5.0
+_QUICK = Auto(gap=0.01, time_limit=3.0)
 
 ModelCall = tuple[nn.Module, tuple[Any, ...], Mapping[str, Any]]
 
@@ -52,7 +52,7 @@ def fit(
     `memory` is what torch's allocator may reserve ("75GiB"); by default the memory of the device's
     data sheet without 2% and a CUDA context, or what this machine's device has free. Other
     arguments are those of `remat.estimate`; `strategy` is that of `remat.solve` for the plan, by
-    default with a limit of 5 s.
+    default with a gap of 1% and a limit of 3 s.
 
     `batch` is the batch size of the example inputs, and `with_batch(n)` returns the model and the
     arguments (a tuple and a dict) for another one: with both, a smaller batch with accumulated
@@ -87,7 +87,7 @@ def fit(
         optimizer,
         usable_bytes,
         roofline,
-        strategy or Auto(time_limit=_TIME_LIMIT_S),
+        strategy or _QUICK,
         batch,
         None if with_batch is None else lambda size: traced(with_batch(size), accumulates=True),
     )

@@ -20,7 +20,7 @@ from remat.limits.pieces import pieces_to_try
 from remat.report.eager_step import eager_graph, with_eager_masks
 from remat.report.fit import FitOption
 from remat.report.sharded_memory import sharded_peak_bytes
-from remat.report.training_memory import TrainingMemory
+from remat.report.training_memory import TrainingMemory, optimizer_step_bytes
 from remat.schedule import Schedule
 from remat.solve import solve
 from remat.strategies import Strategy
@@ -133,8 +133,7 @@ class FitOptions:
         """Yield the user's optimizer and smaller ones, as far as their own step fits."""
         for name in (self.optimizer, *smaller_optimizers(self.optimizer)):
             optimizer = self.step.optimizer(name)
-            constant_bytes = self.step.graph.constant_bytes + optimizer.state_bytes
-            if constant_bytes + optimizer.temporary_bytes <= self.usable_bytes:
+            if optimizer_step_bytes(self.step.graph, optimizer) <= self.usable_bytes:
                 yield optimizer
 
     def _plan(self) -> Iterator[FitOption]:
@@ -182,10 +181,17 @@ class FitOptions:
         return memory.reserved_bytes / max(1, memory.peak_bytes)
 
     def _solved_within(self, budget_bytes: int) -> TracePlan:
+        """Return a plan without splitting, which takes less time to choose, if there is one."""
+        try:
+            return self._solved_in_pieces(budget_bytes, ())
+        except InfeasibleBudget:
+            return self._solved_in_pieces(budget_bytes, pieces_to_try("auto"))
+
+    def _solved_in_pieces(self, budget_bytes: int, pieces: tuple[int, ...]) -> TracePlan:
         return solve_step(
             self.step.trace,
             Budget.parse(max(1, budget_bytes)),
-            pieces=pieces_to_try("auto"),
+            pieces=pieces,
             offload=None,
             solve_in_full=lambda trace, budget: solve(trace, budget, self.strategy),
             measure=lambda trace: with_roofline_costs(trace, self.roofline),
