@@ -168,8 +168,9 @@ class FitOptions:
         budget_bytes = int(self.usable_bytes / self._fragments(optimizer)) - optimizer.state_bytes
         chosen = self._solved_within(budget_bytes)
         for _ in range(_MAX_SOLVES - 1):
-            excess = self._memory_of_plan(chosen, optimizer).reserved_bytes - self.usable_bytes
-            if excess <= 0:
+            memory = self._memory_of_plan(chosen, optimizer)
+            excess = memory.reserved_bytes - self.usable_bytes
+            if excess <= 0 or memory.is_in_optimizer:  # no plan reduces the optimizer's step
                 break
             budget_bytes = min(budget_bytes, chosen.plan.peak_bytes) - excess
             chosen = self._solved_within(budget_bytes)
