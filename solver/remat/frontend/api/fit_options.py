@@ -133,7 +133,8 @@ class FitOptions:
         """Yield the user's optimizer and smaller ones, as far as their own step fits."""
         for name in (self.optimizer, *smaller_optimizers(self.optimizer)):
             optimizer = self.step.optimizer(name)
-            if optimizer_step_bytes(self.step.graph, optimizer) <= self.usable_bytes:
+            step_bytes = optimizer_step_bytes(self.step.graph, optimizer)
+            if step_bytes * self._fragments(optimizer) <= self.usable_bytes:
                 yield optimizer
 
     def _plan(self) -> Iterator[FitOption]:
@@ -256,7 +257,7 @@ class FitOptions:
 
     def _promising_batches(self, smaller: list[int], optimizer: OptimizerMemory) -> list[int]:
         """Return the batches that may fit, the largest first, if activations are proportional to
-        the batch; the smallest one if none may."""
+        the batch."""
         step, batch = self.step, self.batch or 1
         parameters = {p.storage for p in trained_parameters(step.trace)}
         gradient_bytes = sum(map(step.trace.allocated_bytes, parameters))
@@ -264,7 +265,7 @@ class FitOptions:
         memory = step.memory(optimizer)
         activation_bytes = max(0, memory.reserved_bytes - constant_bytes)
         room_bytes = self.usable_bytes - constant_bytes
-        return [b for b in smaller if activation_bytes * b <= room_bytes * batch] or smaller[-1:]
+        return [b for b in smaller if activation_bytes * b <= room_bytes * batch]
 
     def _sharding(self) -> Iterator[FitOption]:
         """Yield the smallest number of GPUs over which the step fits, without recomputation or with
