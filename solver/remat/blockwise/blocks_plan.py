@@ -119,8 +119,8 @@ class BlocksPlan:
         count = sum(call.offloaded_count for call in self.calls)
         offloaded_bytes = sum(call.offloaded_bytes for call in self.calls)
         return [
-            f"offload {count} tensors of {format_bytes(offloaded_bytes)} are offloaded to the host"
-            f", which has {format_bytes(self.host_bytes)} at most",
+            f"offload {count} tensors ({format_bytes(offloaded_bytes)}) are offloaded to the host; "
+            f"at most {format_bytes(self.host_bytes)} are there at once",
             f"        copies take {format_seconds(self.copies_s)}, for "
             f"{format_seconds(self.waiting_s)} of which the step waits "
             f"({self.waiting_s / (self.time_s or 1.0):.2%} of the blocks' time)",

@@ -230,6 +230,7 @@ def _solvers() -> Iterator[Check]:
 def _offloading() -> Iterator[Check]:
     try:
         from remat.frontend.runtime.host_file import (
+            DIRECT_VARIABLE,
             DIRECTORY_VARIABLE,
             new_host_file,
             offload_directory,
@@ -241,6 +242,8 @@ def _offloading() -> Iterator[Check]:
         new_host_file().close()
     except RematError as error:
         remedy = f"set {DIRECTORY_VARIABLE} to a directory on a local disk"
+        if os.environ.get(DIRECT_VARIABLE):
+            remedy += f", or unset {DIRECT_VARIABLE}"
         yield Check("offloading", "wrong", one_line(error), remedy)
         return
     free = format_bytes(shutil.disk_usage(directory).free)

@@ -22,7 +22,7 @@ Memory = Annotated[
     typer.Option(
         "--memory",
         metavar="BYTES",
-        help="What torch's allocator may reserve: 75GiB. Default: the device's, without a margin.",
+        help="What torch's allocator may reserve: 75GiB. Default: nearly all of the device's.",
         show_default=False,
     ),
 ]

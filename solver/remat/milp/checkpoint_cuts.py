@@ -37,6 +37,7 @@ from itertools import pairwise
 from remat.errors import SolverError
 from remat.graph import Graph
 from remat.milp.solvers.highs import HighsSolver
+from remat.milp.solvers.outcome import SolverOutcome
 from remat.milp.solvers.program_arrays import ArrayProgram, Column, ProgramArrays
 from remat.schedule import Schedule
 from remat.simulate import simulate
@@ -77,11 +78,21 @@ def solve_linear(
 
 
 def linear_bound_s(graph: Graph, budget_bytes: int, operation: int) -> float:
-    """Return the bound of the linear relaxation at one cut; infinity if nothing fits."""
+    """Return the bound of the linear relaxation at one cut; infinity if it is proved that nothing
+    fits, and the time without recomputation if the solver fails."""
     relaxation = _CutProgram(graph, budget_bytes, [operation])
     program = relaxation.program.arrays()
-    cut = _solve(graph, relaxation, program, gap=0.0, time_limit=60.0, presolves=False)
-    return math.inf if cut is None else cut.bound_s
+    solver = HighsSolver(gap=0.0, time_limit=60.0, threads=1, options=WITHOUT_PRESOLVE)
+    try:
+        answer = solver.solve(program)
+    except SolverError:
+        return graph.total_cost_s
+    if answer.outcome is SolverOutcome.INFEASIBLE:
+        return math.inf
+    if answer.bound is None:
+        return graph.total_cost_s
+    bound_s = (answer.bound - BOUND_TOLERANCE * COST_SCALE) * relaxation.cost_unit_s
+    return max(bound_s, graph.total_cost_s)
 
 
 def solve_integral(
@@ -130,7 +141,6 @@ def _solve(
     time_limit: float,
     start: dict[Column, float] | None = None,
     is_cancelled: Callable[[], bool] | None = None,
-    presolves: bool = True,
 ) -> CheckpointCuts | None:
     highs = HighsSolver(
         gap=gap,
@@ -138,7 +148,7 @@ def _solve(
         threads=1,
         start=start,
         is_cancelled=is_cancelled,
-        options=WITHOUT_PRESOLVE if gap or not presolves else None,
+        options=WITHOUT_PRESOLVE if gap else None,
     )
     try:
         answer = highs.solve(program)

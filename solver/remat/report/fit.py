@@ -68,23 +68,18 @@ class Fit:
             else f"no, {format_bytes(missing)} too much"
         )
         batch = "" if self.batch is None else f", batch {self.batch}"
-        place = "the optimizer's step" if memory.is_in_optimizer else "the backward or forward"
+        place = "the optimizer's step" if memory.is_in_optimizer else "forward and backward"
         total = max(1, memory.peak_bytes)
         lines = [
             _line("model", f"{self.model}{batch}, optimizer {self.optimizer}"),
             _line("device", f"{self.device}, {format_bytes(self.usable_bytes)} usable"),
             _line("fits", verdict),
-            _line(
-                "reserved",
-                f"{format_bytes(memory.reserved_bytes)} by torch's allocator, "
-                f"{format_bytes(memory.expandable_bytes)} with expandable segments",
-            ),
-            _line("peak", f"{format_bytes(memory.peak_bytes)} in {place}; of this"),
+            *self._reserved_line(),
+            _line("peak", f"{format_bytes(memory.peak_bytes)} during {place}; of this"),
             *(
                 _line("", f"{name:<20}{format_bytes(size):>10}  {size / total:>6.1%}")
                 for name, size in memory.parts.items()
             ),
-            *([_line("accuracy", _ACCURACY)] if self.device != "cpu" else ()),
             _line(
                 "time",
                 f"{format_seconds(self.step_s)} for forward and backward, by {self.cost_source}",
@@ -94,13 +89,23 @@ class Fit:
             lines += ["", *self._table(), "", *self._code_lines()]
         return "\n".join(lines)
 
+    def _reserved_line(self) -> list[str]:
+        """Return a line about torch's allocator, and one about the accuracy; none on a CPU."""
+        if self.device == "cpu":
+            return []
+        text = (
+            f"{format_bytes(self.memory.reserved_bytes)} by torch's allocator, "
+            f"{format_bytes(self.memory.expandable_bytes)} with expandable segments"
+        )
+        return [_line("reserved", text), _line("accuracy", _ACCURACY)]
+
     def _table(self) -> list[str]:
         rows = [("option", "fits", "peak", "reserved", "time")]
         for number, option in enumerate(self.options, 1):
             time = "" if option.step_s is None else _relative(option.step_s, self.step_s)
             rows.append(
                 (
-                    f"{number} {option.name}",
+                    f"{number}. {option.name}",
                     "yes" if option.fits else "no",
                     format_bytes(option.peak_bytes),
                     format_bytes(option.reserved_bytes),
@@ -112,9 +117,9 @@ class Fit:
     def _code_lines(self) -> list[str]:
         lines: list[str] = []
         for number, option in enumerate(self.options, 1):
-            lines.append(f"{number} {option.code}")
+            lines.append(f"{number}. {option.code}")
             if option.note:
-                lines.append(f"  {option.note}")
+                lines.append(f"   {option.note}")
         return lines
 
     def to_json(self) -> str:

@@ -11,10 +11,16 @@ Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel",
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import replace
 
 from remat.costs.optimizer_memory import OptimizerMemory
-from remat.documents.trace import Trace, accumulated_gradient_bytes
+from remat.documents.trace import (
+    Placeholder,
+    Trace,
+    accumulated_gradient_bytes,
+    trained_parameters,
+)
 from remat.graph import Graph
 from remat.report.eager_step import value_of_storage
 from remat.schedule import Schedule
@@ -23,8 +29,9 @@ from remat.simulate import peak_and_time
 _GATHERED_BLOCKS = 2
 """The block that runs and the next one, whose parameters are gathered meanwhile."""
 
-_REDUCED_BLOCKS = 2
-"""The gradients of a block, and the buffer from which they are reduced."""
+_REDUCED_BUFFERS = 2
+"""The gradients of a block, or of what is outside of blocks, and the buffer from which they are
+reduced."""
 
 
 def sharded_peak_bytes(
@@ -32,32 +39,32 @@ def sharded_peak_bytes(
 ) -> int:
     """Return the peak in bytes of each of `gpus` GPUs. `graph` is the trace's, or that of eager
     mode; `optimizer` is for one GPU."""
-    blocks, root_bytes = _parameter_bytes(trace)
-    block_bytes = max(blocks, default=0)
+    parameters = {p.storage: p for p in trace.placeholders if p.kind == "parameter"}
+    trained = {p.storage: p for p in trained_parameters(trace)}
+    blocks, root_bytes = _bytes_by_block(trace, parameters.values())
+    trained_blocks, trained_root_bytes = _bytes_by_block(trace, trained.values())
     parameter_bytes = sum(blocks) + root_bytes
-    gathered_bytes = root_bytes + (_GATHERED_BLOCKS + _REDUCED_BLOCKS) * block_bytes
-    shards_bytes = -(-(2 * parameter_bytes + optimizer.state_bytes) // gpus)
+    trained_bytes = sum(trained_blocks) + trained_root_bytes
+    gathered_bytes = root_bytes + _GATHERED_BLOCKS * max(blocks, default=0)
+    gathered_bytes += _REDUCED_BUFFERS * (trained_root_bytes + max(trained_blocks, default=0))
+    shards_bytes = -(-(parameter_bytes + trained_bytes + optimizer.state_bytes) // gpus)
     optimizer_bytes = -(-optimizer.temporary_bytes // gpus)
     activations_bytes = _activations_peak_bytes(trace, graph, schedule, parameter_bytes)
     return shards_bytes + max(activations_bytes + gathered_bytes, optimizer_bytes)
 
 
-def _parameter_bytes(trace: Trace) -> tuple[list[int], int]:
+def _bytes_by_block(trace: Trace, parameters: Iterable[Placeholder]) -> tuple[list[int], int]:
     """Return the bytes of the parameters of each block (a module with a number in its path), and of
-    those outside of blocks. Shared storages count once."""
+    those outside of blocks."""
     blocks: dict[str, int] = defaultdict(int)
     root_bytes = 0
-    storages: set[int] = set()
-    for placeholder in trace.placeholders:
-        if placeholder.kind != "parameter" or placeholder.storage in storages:
-            continue
-        storages.add(placeholder.storage)
-        parts = placeholder.target.split(".")
+    for parameter in parameters:
+        parts = parameter.target.split(".")
         number = next((i for i, part in enumerate(parts) if part.isdecimal()), None)
         if number is None:
-            root_bytes += trace.allocated_bytes(placeholder.storage)
+            root_bytes += trace.allocated_bytes(parameter.storage)
         else:
-            blocks[".".join(parts[: number + 1])] += trace.allocated_bytes(placeholder.storage)
+            blocks[".".join(parts[: number + 1])] += trace.allocated_bytes(parameter.storage)
     return list(blocks.values()), root_bytes
 
 

@@ -21,16 +21,15 @@ def separated_by_removal(graph: Graph) -> list[int]:
     for op in range(count):
         g.add_edges_from((graph.producer[v], op) for v in graph.operations[op].inputs)
     points: list[int] = []
-    for point in range(1, count - 1):
-        connected = nx.node_connected_component(g, count - 1)
+    for point in set(nx.articulation_points(g)).intersection(range(1, count - 1)):
         rest = g.copy()
         rest.remove_node(point)
-        separated = connected - nx.node_connected_component(rest, count - 1) - {point}
-        cost_s = sum(graph.operations[op].cost_s for op in separated if op < point)
+        connected = nx.node_connected_component(rest, count - 1)
+        cost_s = sum(graph.operations[op].cost_s for op in set(range(point)) - connected)
         before_s = sum(graph.operations[op].cost_s for op in range(point))
-        if separated and cost_s >= 0.5 * before_s:
+        if cost_s >= 0.5 * before_s:
             points.append(point)
-    return points
+    return sorted(points)
 
 
 @settings(

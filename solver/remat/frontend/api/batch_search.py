@@ -114,7 +114,7 @@ class BatchSearch:
         if batch > self.max_batch:
             raise _BatchTooLargeError
         try:
-            return _parse_model_fn_result(self.model_fn(batch))
+            return parse_model_fn_result(self.model_fn(batch))
         except (RuntimeError, MemoryError) as error:
             if not _is_out_of_memory(error):
                 raise
@@ -313,7 +313,7 @@ def _is_out_of_memory(error: RuntimeError | MemoryError) -> bool:
 _ModelAndInputs = tuple[nn.Module, Any, Mapping[str, Any] | None]
 
 
-def _parse_model_fn_result(returned: object) -> _ModelAndInputs:
+def parse_model_fn_result(returned: object) -> _ModelAndInputs:
     """Return the model, inputs and keyword inputs that `model_fn` returned. Raises `TraceError`
     for any other value."""
     if isinstance(returned, tuple) and len(returned) in (2, 3):

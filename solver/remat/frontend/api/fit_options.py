@@ -22,6 +22,7 @@ from remat.report.fit import FitOption
 from remat.report.sharded_memory import sharded_peak_bytes
 from remat.report.training_memory import TrainingMemory, optimizer_step_bytes
 from remat.schedule import Schedule
+from remat.simulate import baseline_of, peak_and_time
 from remat.solve import solve
 from remat.strategies import Strategy
 from remat.strategies.baselines.module_blocks import find_blocks
@@ -64,6 +65,15 @@ class EagerStep:
         return TrainingMemory.of(self.eager_trace, self.graph, schedule, optimizer)
 
 
+@dataclass(frozen=True, slots=True)
+class ScriptChanges:
+    """The code that a model's training script needs: `checkpoints` to checkpoint each block, or ""
+    if the model has no method for that, and `before_plan` what precedes a plan."""
+
+    checkpoints: str = ""
+    before_plan: str = ""
+
+
 @dataclass(frozen=True)
 class FitOptions:
     """The search for options of one step. `optimizer` is the name of the user's optimizer.
@@ -77,6 +87,7 @@ class FitOptions:
     usable_bytes: int
     roofline: Roofline
     strategy: Strategy
+    script: ScriptChanges = ScriptChanges()
     batch: int | None = None
     trace_of_batch: Callable[[int], Trace] | None = None
 
@@ -136,6 +147,8 @@ class FitOptions:
             step_bytes = optimizer_step_bytes(self.step.graph, optimizer)
             if step_bytes * self._fragments(optimizer) <= self.usable_bytes:
                 yield optimizer
+            if self.step.memory(optimizer).reserved_bytes <= self.usable_bytes:
+                return  # that optimizer is an option on its own
 
     def _plan(self) -> Iterator[FitOption]:
         """Yield the fastest plan that fits, with the largest optimizer that leaves room for one."""
@@ -145,11 +158,13 @@ class FitOptions:
             try:
                 chosen = self._solved(optimizer)
             except InfeasibleBudget as error:
-                if smallest is None and error.min_feasible_bytes is not None:
+                if error.min_feasible_bytes is not None:
                     peak_bytes = error.min_feasible_bytes + optimizer.state_bytes
+                    reserved_bytes = int(peak_bytes * self._fragments(optimizer))
                     code = self._plan_code(optimizer, peak_bytes)
-                    note = "the smallest peak that was reached"
-                    smallest = FitOption(name, peak_bytes, peak_bytes, False, None, code, note)
+                    note = "the smallest peak that was reached; reserved bytes are a guess"
+                    option = FitOption(name, peak_bytes, reserved_bytes, False, None, code, note)
+                    smallest = _smaller(smallest, option)
                 continue
             except SolverTimeout:
                 continue
@@ -159,7 +174,7 @@ class FitOptions:
             if option.fits:
                 yield option
                 return
-            smallest = smallest or option
+            smallest = _smaller(smallest, option)
         if smallest is not None:
             yield smallest
 
@@ -174,7 +189,10 @@ class FitOptions:
             if excess <= 0 or memory.is_in_optimizer:  # no plan reduces the optimizer's step
                 break
             budget_bytes = min(budget_bytes, chosen.plan.peak_bytes) - excess
-            chosen = self._solved_within(budget_bytes)
+            try:
+                chosen = self._solved_within(budget_bytes)
+            except InfeasibleBudget:
+                break
         return chosen
 
     def _fragments(self, optimizer: OptimizerMemory) -> float:
@@ -204,10 +222,13 @@ class FitOptions:
         return TrainingMemory.of(trace, trace.graph(), plan.schedule, optimizer)
 
     def _plan_code(self, optimizer: OptimizerMemory, budget_bytes: int) -> str:
-        budget = f"{math.floor(budget_bytes / 2**30 * 1000) / 1000:g}GiB"
+        before = self.script.before_plan
         if not optimizer.code:
-            return f'remat.enable(model, "{budget}")'
-        return f'optimizer = {optimizer.code}; remat.enable(model, "{budget}", reserve=optimizer)'
+            return f"{before}remat.enable(model, {budget_bytes:_})"
+        return (
+            f"{before}optimizer = {optimizer.code}; "
+            f"remat.enable(model, {budget_bytes:_}, reserve=optimizer)"
+        )
 
     def _with_optimizer(self, name: str, optimizer: OptimizerMemory) -> str:
         return name if optimizer.name == self.optimizer else f"{name}, {optimizer.name}"
@@ -221,21 +242,23 @@ class FitOptions:
         schedule = self._checkpoint_schedule()
         if schedule is None:
             return
+        graph = self.step.graph
+        if peak_and_time(graph, schedule)[0] >= baseline_of(graph).peak_bytes:
+            return  # blocks whose recomputation saves nothing
         step_s = sum(self.step.graph.operations[op].cost_s for op in schedule.runs)
         options = []
         for optimizer in self._optimizers_to_combine():
             memory = self.step.memory(optimizer, schedule)
-            code = "model.gradient_checkpointing_enable()"
+            code = self.script.checkpoints or "torch.utils.checkpoint.checkpoint around each block"
             if optimizer.name != self.optimizer:
                 code = f"optimizer = {optimizer.code}; {code}"
             name = self._with_optimizer("checkpoint each block", optimizer)
-            note = "or torch.utils.checkpoint.checkpoint around each block"
-            options.append(self._option(name, memory, step_s, code, note))
+            options.append(self._option(name, memory, step_s, code))
         fitting = [option for option in options if option.fits]
         yield from (fitting or options)[:1]
 
     def _accumulation(self) -> Iterator[FitOption]:
-        """Yield the largest smaller batch that fits, whose gradients are accumulated."""
+        """Yield the largest of some smaller batches that fits, whose gradients are accumulated."""
         if self.trace_of_batch is None or self.batch is None or self.batch < 2:
             return
         optimizer = self.step.optimizer(self.optimizer)
@@ -268,15 +291,21 @@ class FitOptions:
         return [b for b in smaller if activation_bytes * b <= room_bytes * batch]
 
     def _sharding(self) -> Iterator[FitOption]:
-        """Yield the smallest number of GPUs over which the step fits, without recomputation or with
-        a checkpoint for each block."""
+        """Yield the smallest power of two of GPUs over which the step fits, without recomputation
+        or with a checkpoint for each block."""
+        if not is_on_cuda(self.step.trace):
+            return
         optimizer = self.step.optimizer(self.optimizer)
         fragments = self._fragments(optimizer)
         keep_all = Schedule.keep_all(self.step.graph)
         schedules = [("", keep_all), (", checkpoint each block", self._checkpoint_schedule())]
         for suffix, schedule in schedules:
+            if schedule is None or self.step.memory(optimizer, schedule).reserved_bytes <= (
+                self.usable_bytes
+            ):
+                continue  # one GPU is enough
             gpus = 2
-            while schedule is not None and gpus <= _MAX_GPUS:
+            while gpus <= _MAX_GPUS:
                 peak_bytes = sharded_peak_bytes(
                     self.step.eager_trace, self.step.graph, schedule, optimizer, gpus
                 )
@@ -288,8 +317,13 @@ class FitOptions:
                         reserved_bytes,
                         True,
                         None,
-                        "for block in blocks: fully_shard(block); then fully_shard(model)",
+                        "torch.distributed.fsdp.fully_shard of each block, then of the model",
                         "by arithmetic; a batch on each GPU; communication takes time as well",
                     )
                     return
                 gpus *= 2
+
+
+def _smaller(option: FitOption | None, other: FitOption) -> FitOption:
+    """Return the one of two options with the smaller peak."""
+    return other if option is None or other.peak_bytes < option.peak_bytes else option

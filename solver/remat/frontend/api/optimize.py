@@ -9,7 +9,7 @@ from torch import nn
 
 from remat.costs.link import Link
 from remat.costs.roofline import Roofline
-from remat.errors import TraceError
+from remat.errors import TraceError, wrong_type
 from remat.frontend.api.model_with_loss import Criterion, ModelWithLoss
 from remat.frontend.api.nested_plans import check_no_planned_submodule
 from remat.frontend.capture.model.compiled_modules import unwrap_compiled
@@ -146,6 +146,8 @@ def optimize_options(
     pieces_to_try(split)  # likewise
     has_host_options = parse_host_budget(host_budget) is not None or others.get("link") is not None
     is_allowed = is_offload_allowed(offload)
+    if not isinstance(link := others.get("link"), Link | None):
+        raise wrong_type("link", "a remat.Link", link, "pass link=remat.Link(55e9, 55e9)")
     if has_host_options and not is_allowed:
         raise ValueError('host_budget and link are for offloaded tensors: pass offload="auto"')
     if is_allowed and others.get("cuda_graphs"):

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 from remat.blockwise.block_step import AS_IT_IS, CHECKPOINTED, PLANNED, BlockStep
@@ -117,8 +118,10 @@ def plan_blocks(
         plans = [p for p in plans if p.plan.peak_bytes <= NEAR_MINIMUM_FACTOR * smallest_bytes]
     extra_s = [p.plan.time_s - p.plan.baseline_time_s for p in plans]
     planned = plans[-1 if extra_s[-1] < _SIGNIFICANT_RATIO * extra_s[0] else 0]
-    device = next(p.device for p in model.parameters())
-    reserve_host(device, planned.offloaded_sizes_bytes, planned.plan.host_bytes)
+    traces = (o.trace for a in alternatives for options in a.planned_options for o in options)
+    if planned.offloaded_sizes_bytes:
+        device = torch.device(next(traces).device)
+        reserve_host(device, planned.offloaded_sizes_bytes, planned.plan.host_bytes)
     return planned
 
 

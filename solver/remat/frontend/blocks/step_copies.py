@@ -80,15 +80,15 @@ class StepCopies:
     def come_back(self, call: int, saved: list[torch.Tensor]) -> None:
         """Put tensors in place of a call's handles, and start to reload those of the call whose
         backward is next. What was reloaded for others is freed: their backward did not come."""
+        arriving = self._arriving.pop(call, {})
+        self._arriving.clear()
+        self._release(call)
         if call in self._overwritten:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an "
                 "inplace operation: an input of a block that was being copied to the host"
             )
-        arriving = self._arriving.pop(call, {})
-        self._arriving.clear()
         if not arriving:
-            self._release(call)
             arriving = {
                 position: reload(saved[position]) for position in self._handles.get(call, ())
             }

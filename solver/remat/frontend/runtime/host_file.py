@@ -94,6 +94,7 @@ class HostFile:
                 f"offloaded tensors cannot be copied to a file in {directory}: {error}. Unset "
                 f"{DIRECT_VARIABLE}, or set {DIRECTORY_VARIABLE} to a directory on a local disk"
             ) from None
+        self._direct_remedy = f", or unset {DIRECT_VARIABLE}" if is_direct else ""
         self._descriptor = descriptor
         self._directory = directory
         self._writer = ThreadPoolExecutor(1, "remat-offload")
@@ -202,7 +203,7 @@ class HostFile:
             raise RematError(
                 f"cannot move {size_bytes:,} bytes between memory and the file in "
                 f"{self._directory}: {error.strerror}. Set {DIRECTORY_VARIABLE} to a "
-                "directory with enough space"
+                f"directory with enough space{self._direct_remedy}"
             ) from None
         except EOFError:
             raise RematError(f"the file in {self._directory} has lost its end") from None

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal
 
-import numpy as np
-
 from remat.errors import RematError
 from remat.graph import Graph
 from remat.solution import Solution
@@ -66,16 +64,27 @@ def articulation_points(graph: Graph) -> list[int]:
         for v in graph.operations[op].inputs:
             neighbours[op].add(graph.producer[v])
             neighbours[graph.producer[v]].add(op)
-    tree = _SearchTree(neighbours, count - 1)
-    costs_s = np.array([graph.operations[op].cost_s for op in tree.order])
-    order = np.array(tree.order, dtype=np.int64)
-    before_s = [0.0, *accumulate(operation.cost_s for operation in graph.operations[:count])]
+    tree_of: dict[int, _SearchTree] = {}  # by operation, that of its component
+    for root in reversed(range(count)):
+        if root not in tree_of:
+            tree = _SearchTree(neighbours, root)
+            tree_of |= dict.fromkeys(tree.order, tree)
+    costs_s = [operation.cost_s for operation in graph.operations[:count]]
+    other_costs_s = [
+        0.0 if tree_of[op] is tree_of[count - 1] else cost_s for op, cost_s in enumerate(costs_s)
+    ]
+    before_s = [0.0, *accumulate(costs_s)]
+    others_before_s = [0.0, *accumulate(other_costs_s)]
 
     def separates(point: int) -> bool:
         """True if removing `point` disconnects most of what comes before it from the last
-        operation."""
-        parts = [slice(a, b) for a, b in tree.separated(point)]
-        separated_s = sum(float(costs_s[part][order[part] < point].sum()) for part in parts)
+        operation. What is not connected with that anyway counts as disconnected."""
+        tree = tree_of[point]
+        parts = tree.separated(point)
+        separated_s = others_before_s[point]
+        if tree is tree_of[count - 1]:
+            ops = (op for start, end in parts for op in tree.order[start:end])
+            separated_s += sum(costs_s[op] for op in ops if op < point)
         return bool(parts) and separated_s >= _MIN_SEPARATED_SHARE * before_s[point]
 
     return [op for op in range(1, count - 1) if separates(op)]
@@ -117,11 +126,13 @@ class _SearchTree:
         self.order.append(op)
 
     def separated(self, point: int) -> list[tuple[int, int]]:
-        """Return the stretches of the order that are connected with the root by `point` only."""
-        if point not in self._start:
+        """Return the stretches of the order that removing `point` disconnects from the root; all
+        if it is the root, and they are not connected without it."""
+        children = self._children[point]
+        if point == self.order[0] and len(children) < 2:
             return []
         return [
             (self._start[child], self._end[child])
-            for child in self._children[point]
+            for child in children
             if self._lowest[child] >= self._start[point]
         ]
