@@ -32,7 +32,7 @@ from remat.limits.offload import is_offload_allowed, parse_host_budget
 from remat.limits.units import format_bytes
 
 _COPY_BYTES = 64 << 20
-_COPIES = 5
+_COPIES = 11
 _FREE_SHARE = 0.5
 """The share of the free memory (or disk) that may be used by default."""
 
