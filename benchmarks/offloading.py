@@ -26,7 +26,7 @@ import remat
 from benchmarks.harness import machine, report
 from benchmarks.models.traced import TRACED_MODELS
 from benchmarks.splitting import Loss
-from remat.choice.offloaded_traces import OffloadLimits
+from remat.choice.offloaded_forms import OffloadLimits
 from remat.choice.step import solve_step
 from remat.costs.roofline import Roofline
 from remat.limits.budget import Budget

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from remat.choice.offloaded_traces import MIN_BYTES
+from remat.choice.offloaded_forms import MIN_BYTES
 from remat.costs.link import Link
 from remat.documents.trace import Trace
 from remat.passes.offload.candidates import offload_candidates

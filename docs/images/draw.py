@@ -18,7 +18,7 @@ from transformers.initialization import no_init_weights
 
 import remat
 from remat import view
-from remat.choice.offloaded_traces import OffloadLimits
+from remat.choice.offloaded_forms import OffloadLimits
 from remat.choice.step import solve_step
 from remat.limits.budget import Budget
 

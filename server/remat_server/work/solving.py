@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from remat.choice.offloaded_traces import OffloadLimits
+from remat.choice.offloaded_forms import OffloadLimits
 from remat.choice.step import solve_step
 from remat.costs.roofline import Roofline
 from remat.costs.trace_costs import with_roofline_costs

@@ -1,10 +1,11 @@
 """Choice of an option for each block call, and of the saved tensors that it offloads to the host.
 
 The MILP of `choose`, with a binary for each variant of each call. Offloaded bytes do not count in
-the events between their release and their reload. What a call copies takes link time that the one
-call which runs meanwhile hides, up to its own time: the rest is waiting, a variable for each call
-and direction. Its rows are linear, and exact for the simulator (`remat.blockwise.offloaded_step`),
-since a call's copy starts when that of the call before has ended.
+the events between their release and their reload. A copy runs while exactly one other call
+computes: the step waits for the part of the copy that takes longer than that call, a variable for
+each call and direction. Its rows are linear, and exact for the simulator
+(`remat.blockwise.offloaded_step`), since the copy of a call starts when that of the call before has
+ended.
 """
 
 from __future__ import annotations
@@ -203,8 +204,8 @@ class _VariantProgram:
         return {x: size(call, variant) for x, variant in pairs}
 
     def _bytes(self, call: int, batches: int, *, is_on_host: bool) -> dict[pulp.LpVariable, float]:
-        """Return the terms of what a call holds between forward and backward: all that it saves, or
-        without what it offloads, in `batches` other batches always the latter."""
+        """Return the terms of the bytes that a call retains between forward and backward. While its
+        tensors are on the host, and in the other `batches`, offloaded bytes do not count."""
 
         def size(c: int, variant: CallVariant) -> float:
             saved_bytes = self._offloaded.option(c, variant).saved_bytes

@@ -1,6 +1,6 @@
 """The choice of the tensors to offload, for a step and a budget.
 
-Of the steps with offloaded tensors (`offloaded_traces`), up to two of the most promising are
+Of the steps with offloaded tensors (`offloaded_forms`), up to two of the most promising are
 solved in full, and one without recomputation if that may be faster. The plan without offloading is
 returned where it is as fast.
 """
@@ -13,12 +13,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from remat.choice.offloadable_step import S, StepPlan, TraceStep
-from remat.choice.offloaded_traces import (
+from remat.choice.offloaded_forms import (
     LEAST_GAIN,
-    OffloadedStep,
+    OffloadedForm,
     OffloadLimits,
     least_time_s,
-    offloaded_steps,
+    offloaded_forms,
 )
 from remat.choice.trace_plan import TracePlan
 from remat.costs.link import Link
@@ -118,7 +118,7 @@ def choose_offloading(
         return _solve_smallest(limits, solve_in_full, solve_without, cancel, limit_s)
     deadline = time.monotonic() + limit_s
     solvable = [step for step in steps if len(step.graph()) <= MAX_OPERATIONS]
-    choices = offloaded_steps(solvable, budget_bytes, limits, cancel, limit_s)
+    choices = offloaded_forms(solvable, budget_bytes, limits, cancel, limit_s)
     offloaded = _best_plan(choices, budget, limits.link, solve_in_full, deadline)
     if (
         offloaded is not None
@@ -132,7 +132,7 @@ def choose_offloading(
         if offloaded is None:
             # Copies back that start in time for a slow link take memory for long: start them late.
             late = replace(limits, link=limits.link.scaled(_LATE_COPIES_FACTOR))
-            choices = offloaded_steps(solvable, budget_bytes, late, cancel, limit_s)
+            choices = offloaded_forms(solvable, budget_bytes, late, cancel, limit_s)
             deadline = time.monotonic() + limit_s
             offloaded = _best_plan(choices, budget, limits.link, solve_in_full, deadline)
         if offloaded is None:
@@ -163,7 +163,7 @@ def _solve_smallest(
     for share in (*shares, 1.0):
         size_bytes = least_bytes + int(share * (peak_bytes - least_bytes))
         deadline = time.monotonic() + limit_s
-        choices = offloaded_steps((without.step,), size_bytes, limits, cancel, limit_s)
+        choices = offloaded_forms((without.step,), size_bytes, limits, cancel, limit_s)
         budget = Budget.parse(size_bytes)
         offloaded = _best_plan(choices, budget, limits.link, solve_in_full, deadline)
         if offloaded is None:
@@ -174,7 +174,7 @@ def _solve_smallest(
 
 
 def _best_plan(
-    choices: Sequence[OffloadedStep[S]],
+    choices: Sequence[OffloadedForm[S]],
     budget: Budget,
     link: Link,
     solve_in_full: Callable[[S, Budget], Plan],
@@ -183,14 +183,14 @@ def _best_plan(
     """Return the fastest plan of the most promising choices that fit the budget, or that of a
     choice without recomputation if it is faster. After the deadline, the first plan is taken."""
 
-    def solve(choice: OffloadedStep[S]) -> StepPlan[S] | None:
+    def solve(choice: OffloadedForm[S]) -> StepPlan[S] | None:
         try:
             return _with_waiting(choice, solve_in_full(choice.step, budget), link)
         except (InfeasibleBudget, SolverTimeout, GraphError):
             return None  # GraphError: published strategies do not know `Operation.same_copy_as`
 
     plans: list[StepPlan[S]] = []
-    tried: list[OffloadedStep[S]] = []
+    tried: list[OffloadedForm[S]] = []
     best_s = math.inf
     for choice in choices[:_MAX_ATTEMPTS]:
         if len(plans) == _MAX_PLANS or choice.score_s > (1 - _WORTHWHILE_GAIN) * best_s:
@@ -209,7 +209,7 @@ def _best_plan(
     return min(plans, key=lambda plan: plan.plan.time_s, default=None)
 
 
-def _with_waiting(choice: OffloadedStep[S], plan: Plan, link: Link) -> StepPlan[S]:
+def _with_waiting(choice: OffloadedForm[S], plan: Plan, link: Link) -> StepPlan[S]:
     """Return the plan of a choice with the simulated waiting for copies as the cost of operations
     that wait, and the bound that holds whatever is offloaded."""
     times = copy_times(choice.step.graph(), plan.schedule.runs, link)

@@ -35,7 +35,7 @@ class OffloadableStep(Protocol):
 
     def with_waits(self, waits_s: Mapping[str, float]) -> Self:
         """Return the step in which operations that wait for copies cost these seconds, by their
-        names; the others of them cost nothing."""
+        names; those that are missing from `waits_s` cost nothing."""
         ...
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from remat.choice.offload import solve_with_offload
-from remat.choice.offloaded_traces import OffloadLimits
+from remat.choice.offloaded_forms import OffloadLimits
 from remat.choice.split import CHOICE_LIMIT_S, MAX_PIECE_NODES, solve_with_splits
 from remat.choice.trace_plan import TracePlan
 from remat.documents.trace import Trace

@@ -329,14 +329,14 @@ def test_blocks_in_eager_mode_hide_the_copies_of_others() -> None:
 def _count_reloads_in_backward(model: nn.Module, ids: torch.Tensor) -> int:
     """Return the number of tensors that had started to come back when their backward began."""
     counts: list[int] = []
-    come_back = StepCopies.come_back
+    restore = StepCopies.restore
 
     def counting(self: StepCopies, call: int, saved: list[torch.Tensor]) -> None:
         counts.append(len(self._arriving.get(call, ())))
-        come_back(self, call, saved)
+        restore(self, call, saved)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(StepCopies, "come_back", counting)
+        patch.setattr(StepCopies, "restore", counting)
         step(model, ids, 1)
     return sum(counts)
 
@@ -371,11 +371,11 @@ class Linked:
         self.tensors = [torch.randn(1000, 3), torch.randn(500)]
         self.saved = [[tensor.clone()] for tensor in self.tensors]
         for call in (0, 1):
-            self.copies.leave(call, self.saved[call])
+            self.copies.start_offload(call, self.saved[call])
             self.copies.end_forward(call)
 
-    def come_back(self, call: int) -> None:
-        self.copies.come_back(call, self.saved[call])
+    def restore(self, call: int) -> None:
+        self.copies.restore(call, self.saved[call])
         assert torch.equal(self.saved[call][0], self.tensors[call])
 
 
@@ -384,7 +384,7 @@ def test_copies_come_back_in_the_order_of_the_plan_and_in_another() -> None:
         linked = Linked()
         linked.copies.end_forward()
         for call in order:
-            linked.come_back(call)
+            linked.restore(call)
         del linked
         gc.collect()
         assert host_file().used_bytes == 0
@@ -392,8 +392,8 @@ def test_copies_come_back_in_the_order_of_the_plan_and_in_another() -> None:
 
 def test_tensors_come_back_before_they_have_left() -> None:
     linked = Linked()
-    linked.come_back(1)
-    linked.come_back(0)
+    linked.restore(1)
+    linked.restore(0)
 
 
 def test_views_and_missing_tensors_stay() -> None:
@@ -401,11 +401,11 @@ def test_views_and_missing_tensors_stay() -> None:
     saved: list[Any] = [whole[:50], None, torch.randn(4, 5).t()]
     before = list(saved)
     copies = StepCopies({0: PlannedCopies((0, 1, 2))})
-    copies.leave(0, saved)
+    copies.start_offload(0, saved)
     assert saved[:2] == before[:2]
     assert saved[2] is not before[2]
     copies.end_forward()
-    copies.come_back(0, saved)
+    copies.restore(0, saved)
     assert torch.equal(saved[2], before[2])
     assert saved[2].stride() == before[2].stride()
 
@@ -414,11 +414,11 @@ def test_a_tensor_that_is_written_over_while_it_leaves_is_an_error() -> None:
     tensor = torch.zeros(1000)
     saved = [tensor]
     copies = StepCopies({0: PlannedCopies((0,))})
-    copies.leave(0, saved)
+    copies.start_offload(0, saved)
     tensor.add_(1)
     copies.end_forward()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        copies.come_back(0, saved)
+        copies.restore(0, saved)
 
 
 def test_handles_that_hooks_copied_are_an_error_that_says_why(

@@ -180,6 +180,7 @@ def test_a_budget_below_the_smallest_without_is_met() -> None:
     assert host_file().used_bytes == 0
 
 
+@pytest.mark.slow
 def test_a_slow_link_makes_no_budget_infeasible() -> None:
     """Copies that start early, so as to end in time, take more memory than there is: then they
     start later, and the step waits for them."""

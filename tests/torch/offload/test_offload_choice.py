@@ -16,7 +16,7 @@ from tests.torch.offload.test_offload_tensors import (
 
 import remat
 from remat.choice.offloadable_step import TraceStep
-from remat.choice.offloaded_traces import OffloadLimits, offloaded_steps
+from remat.choice.offloaded_forms import OffloadLimits, offloaded_forms
 from remat.choice.step import solve_step
 from remat.choice.trace_plan import TracePlan
 from remat.costs.link import Link
@@ -133,7 +133,7 @@ def test_the_search_ends_with_a_trace_that_is_as_fast_as_the_bound(trace: Trace)
     graph = trace.graph()
     budget_bytes = round(0.85 * remat.simulate(graph, remat.Schedule.keep_all(graph)).peak_bytes)
     limits = OffloadLimits(Link(1e15, 1e15), None, SMALL_BYTES)
-    choices = offloaded_steps([TraceStep(trace)], budget_bytes, limits, None, 60.0)
+    choices = offloaded_forms([TraceStep(trace)], budget_bytes, limits, None, 60.0)
     assert len(choices) == 1
     (choice,) = choices
     assert choice.without_recompute_s <= choice.bound_s * 1.001
@@ -143,8 +143,8 @@ def test_the_search_ends_with_a_trace_that_is_as_fast_as_the_bound(trace: Trace)
 def test_nothing_is_tried_where_one_operation_does_not_fit(trace: Trace) -> None:
     limits = OffloadLimits(FAST, None, SMALL_BYTES)
     smallest = solve_in_full(trace, Budget.parse("min")).peak_bytes
-    assert offloaded_steps([TraceStep(trace)], smallest, limits, None, 60.0)
-    assert offloaded_steps([TraceStep(trace)], smallest // 3, limits, None, 60.0) == []
+    assert offloaded_forms([TraceStep(trace)], smallest, limits, None, 60.0)
+    assert offloaded_forms([TraceStep(trace)], smallest // 3, limits, None, 60.0) == []
 
 
 def test_the_chosen_plan_runs_with_eager_modes_numbers() -> None:

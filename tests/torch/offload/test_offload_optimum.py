@@ -10,7 +10,7 @@ from tests.helpers.offload_brute_force import cheapest_with_offload
 from torch import nn
 
 import remat
-from remat.choice.offloaded_traces import OffloadLimits
+from remat.choice.offloaded_forms import OffloadLimits
 from remat.choice.step import solve_step
 from remat.choice.trace_plan import TracePlan
 from remat.costs.link import Link

@@ -11,7 +11,7 @@ from typing import TypeVar
 import typer
 
 from remat.allocator.budget_fitting import solve_within_allocator_budget
-from remat.choice.offloaded_traces import OffloadLimits
+from remat.choice.offloaded_forms import OffloadLimits
 from remat.choice.step import solve_step
 from remat.choice.trace_plan import TracePlan
 from remat.commands.common.exits import describe_signal, print_message, signal_exit_code

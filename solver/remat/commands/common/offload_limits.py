@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from remat.choice.offloaded_traces import OffloadLimits
+from remat.choice.offloaded_forms import OffloadLimits
 from remat.commands.common.exits import UsageError
 from remat.costs.roofline import Roofline
 from remat.documents.trace import Trace

@@ -20,7 +20,7 @@ from remat.blockwise.choose_offloaded import (
     minimum_offloaded_peak_bytes,
 )
 from remat.blockwise.offloaded_step import CallVariant, OffloadedStep, StepOutcome, host_stays
-from remat.choice.offloaded_traces import MIN_BYTES, OffloadLimits
+from remat.choice.offloaded_forms import MIN_BYTES, OffloadLimits
 from remat.errors import InfeasibleBudget, TraceError
 from remat.frontend.blocks.block_options import BlockSolver, PlannedOption
 from remat.frontend.blocks.candidates import CallCandidates, available_bytes, with_saved_inputs

@@ -9,7 +9,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from remat.blockwise.block_step import BlockStep
 from remat.blockwise.offloaded_step import CallVariant, host_stays, useful_variants
-from remat.choice.offloaded_traces import MIN_BYTES
+from remat.choice.offloaded_forms import MIN_BYTES
 from remat.documents.trace import CUDA_ALIGNMENT_BYTES
 from remat.frontend.blocks.block_options import PlannedOption, SavedTensor
 from remat.frontend.blocks.candidates import CallCandidates

@@ -28,7 +28,7 @@ class PlannedCopies:
     reloads: int | None = None
 
 
-class _Leaving(NamedTuple):
+class _Offloading(NamedTuple):
     """A tensor that is copied to the host, its version when that started, and its handle."""
 
     tensor: torch.Tensor
@@ -45,7 +45,7 @@ class StepCopies:
 
     def __init__(self, planned: Mapping[int, PlannedCopies]) -> None:
         self._planned = planned
-        self._leaving: dict[int, list[_Leaving]] = {}
+        self._offloading: dict[int, list[_Offloading]] = {}
         self._handles: dict[int, dict[int, weakref.ref[torch.Tensor]]] = {}
         self._arriving: dict[int, dict[int, torch.Tensor]] = {}
         self._overwritten: set[int] = set()
@@ -54,7 +54,7 @@ class StepCopies:
         """Return the copies of a call; None if it neither offloads nor starts a reload."""
         return CallCopies(self, call) if call in self._planned else None
 
-    def leave(self, call: int, saved: list[torch.Tensor]) -> None:
+    def start_offload(self, call: int, saved: list[torch.Tensor]) -> None:
         """Start to copy what a call offloads, and put handles in place of the tensors."""
         for position in self._planned[call].positions:
             tensor = saved[position]
@@ -62,22 +62,22 @@ class StepCopies:
                 continue
             handle = offload(tensor.detach())
             saved[position] = handle
-            leaving = _Leaving(tensor.detach(), tensor._version, handle)
-            self._leaving.setdefault(call, []).append(leaving)
+            offloading = _Offloading(tensor.detach(), tensor._version, handle)
+            self._offloading.setdefault(call, []).append(offloading)
             self._handles.setdefault(call, {})[position] = weakref.ref(handle)
 
     def end_forward(self, call: int | None = None) -> None:
         """Wait until the tensors of all calls but `call` have left, and free them."""
-        for other in [number for number in self._leaving if number != call]:
+        for other in [number for number in self._offloading if number != call]:
             self._release(other)
 
     def _release(self, call: int) -> None:
-        for leaving in self._leaving.pop(call, ()):
-            release(leaving.handle, leaving.tensor)
-            if leaving.tensor._version != leaving.version:
+        for offloading in self._offloading.pop(call, ()):
+            release(offloading.handle, offloading.tensor)
+            if offloading.tensor._version != offloading.version:
                 self._overwritten.add(call)
 
-    def come_back(self, call: int, saved: list[torch.Tensor]) -> None:
+    def restore(self, call: int, saved: list[torch.Tensor]) -> None:
         """Put tensors in place of a call's handles, and start to reload those of the call whose
         backward is next. What was reloaded for others is freed: their backward did not come."""
         arriving = self._arriving.pop(call, {})
@@ -124,8 +124,8 @@ class StepCopies:
             self._arriving[call] = {p: reload(h) for p, h in handles.items() if h is not None}
 
     def abandon(self) -> None:
-        """Free the tensors that are leaving, after an error in the forward."""
-        self._leaving.clear()
+        """Free the tensors that are offloading, after an error in the forward."""
+        self._offloading.clear()
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,13 +135,13 @@ class CallCopies:
     step: StepCopies
     call: int
 
-    def leave(self, saved: list[torch.Tensor]) -> None:
+    def start_offload(self, saved: list[torch.Tensor]) -> None:
         """Start the call's copies to the host, and put handles in place of the tensors."""
-        self.step.leave(self.call, saved)
+        self.step.start_offload(self.call, saved)
 
-    def come_back(self, saved: list[torch.Tensor]) -> None:
+    def restore(self, saved: list[torch.Tensor]) -> None:
         """Put tensors in place of the call's handles."""
-        self.step.come_back(self.call, saved)
+        self.step.restore(self.call, saved)
 
 
 def _is_whole(tensor: torch.Tensor | None) -> bool:

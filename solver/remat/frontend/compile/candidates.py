@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
-from remat.choice.offloaded_traces import OffloadLimits
+from remat.choice.offloaded_forms import OffloadLimits
 from remat.errors import InfeasibleBudget, SolverTimeout
 from remat.frontend.compile.kernels.in_place import with_separate_buffers
 from remat.frontend.compile.kernels.to_solver import CompileProblem, limit_saved_bytes

@@ -10,7 +10,7 @@ from torch._inductor import config
 
 from remat.choice.offload import choose_offloading
 from remat.choice.offloadable_step import StepPlan
-from remat.choice.offloaded_traces import OffloadLimits
+from remat.choice.offloaded_forms import OffloadLimits
 from remat.choice.split import CHOICE_LIMIT_S
 from remat.frontend.common.torch_modes import isolated_modes
 from remat.frontend.compile.compile_options import OffloadOptions

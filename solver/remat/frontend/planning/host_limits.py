@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from remat.choice.offloaded_traces import MIN_BYTES, OffloadLimits
+from remat.choice.offloaded_forms import MIN_BYTES, OffloadLimits
 from remat.costs.link import Link
 from remat.costs.roofline import Roofline
 from remat.documents.targets import ARRIVE_TARGET, OFFLOAD_TARGET

@@ -26,11 +26,11 @@ class SavedTensorCopies(Protocol):
     """Moves saved tensors of a step to the host and back; plans of blocks do that outside of their
     programs. Both methods change the list, which has the saved tensors in their order."""
 
-    def leave(self, saved: list[torch.Tensor]) -> None:
+    def start_offload(self, saved: list[torch.Tensor]) -> None:
         """Start copies to the host, and put handles in place of the tensors."""
         ...
 
-    def come_back(self, saved: list[torch.Tensor]) -> None:
+    def restore(self, saved: list[torch.Tensor]) -> None:
         """Put tensors in place of their handles, before the backward reads them."""
         ...
 
@@ -93,7 +93,7 @@ class _StepFunction(torch.autograd.Function):
             for tensor in results[len(outputs) : first_state]
         ]
         if copies is not None:
-            copies.leave(saved)
+            copies.start_offload(saved)
         ctx.save_for_backward(*saved)
         ctx.mark_non_differentiable(
             *(t for t, o in zip(outputs, program.outputs, strict=True) if not o.differentiable)
@@ -120,7 +120,7 @@ class _StepFunction(torch.autograd.Function):
         boxed = [*ctx.saved_tensors]
         ctx.maybe_clear_saved_tensors()
         if ctx.copies is not None:
-            ctx.copies.come_back(boxed)
+            ctx.copies.restore(boxed)
         boxed += ctx.rng_states
         boxed += tangents
         tangents.clear()

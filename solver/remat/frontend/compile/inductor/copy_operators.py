@@ -44,9 +44,9 @@ def _reload(handle: torch.Tensor) -> torch.Tensor:
     tensor is freed with the handle unless it has arrived."""
     number = next(_numbers)
     _arriving[number] = runtime.reload(handle)
-    coming = torch.full((1,), number, device="cpu")
-    weakref.finalize(coming, _arriving.pop, number, None)
-    return coming
+    reloading = torch.full((1,), number, device="cpu")
+    weakref.finalize(reloading, _arriving.pop, number, None)
+    return reloading
 
 
 def _arrive(

@@ -33,7 +33,7 @@ from remat.frontend.compile.inductor.buffer_reuse import (
 )
 from remat.frontend.compile.inductor.extern_workspace import extern_workspace_bytes
 from remat.frontend.compile.inductor.fusion_control import plan_number_of, schedule_runs_in
-from remat.frontend.compile.inductor.scheduled_copies import check_order, coming_tensors
+from remat.frontend.compile.inductor.scheduled_copies import check_order, reloading_tensors
 from remat.frontend.compile.joint.fx_utils import node_bytes
 from remat.frontend.compile.joint.symbolic_sizes import growth_factor
 from remat.frontend.compile.registry import CompiledPlan, find_plan
@@ -208,8 +208,8 @@ def live_peak_bytes(
         timeline.add(0, last_read.get(name, 0) + 1, size_bytes)
     for storage, end in storage_ends.items():
         timeline.add(0, end, storage_sizes[storage])
-    for coming in coming_tensors(kernels):
-        timeline.add(coming.start, coming.end, coming.size_bytes)
+    for reloading in reloading_tensors(kernels):
+        timeline.add(reloading.start, reloading.end, reloading.size_bytes)
     pairs = zip(timeline.allocated_bytes(), kernels, strict=True)
     return max((allocated + _workspace_bytes(k) for allocated, k in pairs), default=0)
 

@@ -22,7 +22,7 @@ class CopiesOutOfOrder(Exception):
     """Raised when Inductor's scheduled kernels do not have the planned order."""
 
 
-class ComingTensor(NamedTuple):
+class ReloadingTensor(NamedTuple):
     """A tensor on its way back: allocated before the kernel `start`, and known to Inductor from the
     kernel `end` on."""
 
@@ -52,10 +52,10 @@ def check_order(kernels: Sequence[Any]) -> None:
             latest_copy = run
 
 
-def coming_tensors(kernels: Sequence[Any]) -> list[ComingTensor]:
+def reloading_tensors(kernels: Sequence[Any]) -> list[ReloadingTensor]:
     """Return the tensors that have memory before Inductor knows them: from `reload` to `arrive`."""
     started: dict[str, int] = {}  # by the names of handles
-    coming: list[ComingTensor] = []
+    reloading: list[ReloadingTensor] = []
     for step, kernel in enumerate(kernels):
         reads = [read.name for read in kernel.read_writes.reads]
         name = _copy_name(kernel)
@@ -64,7 +64,9 @@ def coming_tensors(kernels: Sequence[Any]) -> list[ComingTensor]:
         elif name == "arrive":
             (call,) = (n for n in kernel.node.origins if n.target is COPY_OPERATORS["arrive"])
             size_bytes = node_bytes(call)
-            coming += [ComingTensor(started[r], step, size_bytes) for r in reads if r in started]
+            reloading += [
+                ReloadingTensor(started[r], step, size_bytes) for r in reads if r in started
+            ]
         elif isinstance(kernel.node, MultiOutput):  # selects the result of an extern kernel
             starts = {
                 buffer.get_name(): started[r]
@@ -73,7 +75,7 @@ def coming_tensors(kernels: Sequence[Any]) -> list[ComingTensor]:
                 if r in started
             }
             started.update(starts)
-    return coming
+    return reloading
 
 
 def _copy_name(kernel: Any) -> str:

@@ -1,12 +1,13 @@
 """Forms of a step with offloaded tensors, for a budget, each with a guess of its plan's time.
 
-The relaxation (`remat.milp.offload_relaxation`) is solved at the moments that need the most memory.
+The relaxation (`remat.milp.offload_relaxation`) is solved at the checkpoint cuts that need the most
+memory.
 Its linear program is solved for the whole budget and bandwidth, which gives a bound; the integer
 programs for a budget that is lower by 3%, 8% and 15% of the memory that is not constant (not lower
 where that has no solution), and for 95% of the bandwidth. Each of their solutions is rewritten into
 a step, and judged by a bound and the waiting of its copies, which takes a fraction of a second.
 
-The search ends early: with a step that is as fast as the bound, and after a moment whose best
+The search ends early: with a step that is as fast as the bound, and after a cut whose best
 step does not wait for copies. Without that, ResNet-152 took 6 s instead of 1.
 """
 
@@ -38,8 +39,8 @@ LEAST_GAIN = 0.001
 """The share of the step's time that offloading must save, at least."""
 
 _CANDIDATE_CUTS = 12
-_MOMENTS = 3
-"""Moments at which the relaxation is solved."""
+_CUTS = 3
+"""Checkpoint cuts at which the relaxation is solved."""
 
 _JUDGED_CUTS = 4
 """Cuts whose bounds judge a rewritten step."""
@@ -48,7 +49,7 @@ _INTEGER_GAP = 0.01
 """Relative gap of the integer programs."""
 
 _REFINED_GAP = 0.002
-"""The same for the last one, at the best place."""
+"""Relative gap of the final solve, at the best cut and slack."""
 
 _RETAINING_GAP = 0.003
 """The same without recomputation, which has fewer variables."""
@@ -84,7 +85,7 @@ class OffloadLimits:
 
 
 @dataclass(frozen=True, slots=True)
-class OffloadedStep(Generic[S]):
+class OffloadedForm(Generic[S]):
     """A step with offloaded tensors.
 
     `score_s` is a guess of its plan's time: a bound, and `waiting_s` for its copies. No plan takes
@@ -99,13 +100,13 @@ class OffloadedStep(Generic[S]):
     without_recompute_s: float
 
 
-def offloaded_steps(
+def offloaded_forms(
     steps: Sequence[S],
     budget_bytes: int,
     limits: OffloadLimits,
     cancel: Cancel | None,
     limit_s: float,
-) -> list[OffloadedStep[S]]:
+) -> list[OffloadedForm[S]]:
     """Return forms of a step with offloaded tensors, the most promising first. Empty if the step
     fits without recomputation, or one operation does not fit. `cancel` ends the search, or the end
     of `limit_s`."""
@@ -130,11 +131,11 @@ def _smallest_need_bytes(graph: Graph) -> int:
     return peak_lower_bound_bytes(replace(graph, operations=tuple(operations)))
 
 
-class _Place(NamedTuple):
-    """Where an integer program is solved: at a moment, an operation, with a share of the memory
-    left free."""
+class _CutAndSlack(NamedTuple):
+    """An integer program: its checkpoint cut, an operation, and the share of the memory that it
+    leaves free."""
 
-    moment: int
+    cut: int
     slack: float
 
 
@@ -156,58 +157,57 @@ class _Search(Generic[S]):
         self.values = step.offloadable_values(limits.min_bytes)
         during_bytes = simulate(self.graph, Schedule.keep_all(self.graph)).during_bytes
         self.range_bytes = max(during_bytes, default=0) - self.graph.constant_bytes
-        moments = candidate_operations(during_bytes, budget_bytes, _CANDIDATE_CUTS)[:_MOMENTS]
-        self.host_limits = {m: _limits_at(self.graph, m, self.values, limits) for m in moments}
+        cuts = candidate_operations(during_bytes, budget_bytes, _CANDIDATE_CUTS)[:_CUTS]
+        self.host_limits = {op: _limits_at(self.graph, op, self.values, limits) for op in cuts}
         self.used_limits = {
-            moment: replace(at_moment, link=at_moment.link.scaled(_USED_BANDWIDTH))
-            for moment, at_moment in self.host_limits.items()
+            op: replace(at_cut, link=at_cut.link.scaled(_USED_BANDWIDTH))
+            for op, at_cut in self.host_limits.items()
         }
         self.bound_s = self._bound_s(recomputes=True)
         self.best_s = math.inf
-        self._best_place: _Place | None = None
+        self._best: _CutAndSlack | None = None
         self._seen: set[frozenset[int]] = {frozenset()}
 
-    def results(self) -> Iterator[OffloadedStep[S]]:
+    def results(self) -> Iterator[OffloadedForm[S]]:
         """Yield steps with recomputation; then, if the bound without recomputation is lower than
         the best of them, steps without. One without comes first if it may be as fast as any."""
         as_fast_s = self.bound_s * (1 + LEAST_GAIN)
         if self._bound_s(recomputes=False, until_s=as_fast_s) <= as_fast_s:
-            yield from islice(self._results_of_moments(recomputes=False), 1)
+            yield from islice(self._results_of_cuts(recomputes=False), 1)
             if self.best_s <= as_fast_s:
                 return
-        yield from self._results_of_moments(recomputes=True)
+        yield from self._results_of_cuts(recomputes=True)
         yield from self._refined()
         if self._bound_s(recomputes=False, until_s=self.best_s) < self.best_s:
-            yield from self._results_of_moments(recomputes=False)
+            yield from self._results_of_cuts(recomputes=False)
 
-    def _refined(self) -> Iterator[OffloadedStep[S]]:
-        """Yield the step of the best place once more, solved to a smaller gap, unless it is as fast
+    def _refined(self) -> Iterator[OffloadedForm[S]]:
+        """Yield the step of the best cut and slack, solved to a smaller gap, unless it is as fast
         as the bound."""
-        if self._best_place is None or self.best_s <= self.bound_s * (1 + LEAST_GAIN):
+        if self._best is None or self.best_s <= self.bound_s * (1 + LEAST_GAIN):
             return
-        cut = self._integral_cut(self._best_place, recomputes=True, gap=_REFINED_GAP)
+        cut = self._integral_cut(self._best, recomputes=True, gap=_REFINED_GAP)
         if cut is not None and self._is_new(cut):
             result = self._rewritten(cut)
             self.best_s = min(self.best_s, result.score_s)
             yield result
 
-    def _results_of_moments(self, *, recomputes: bool) -> Iterator[OffloadedStep[S]]:
-        """Yield steps for each moment, with more and more memory left free as long as that helps.
+    def _results_of_cuts(self, *, recomputes: bool) -> Iterator[OffloadedForm[S]]:
+        """Yield steps for each cut, with more and more memory left free as long as that helps.
         Solutions that are slower than the best step by `_PRUNING_MARGIN` are not rewritten.
 
-        Ends with a step that is as fast as the bound, and with a moment whose best step does not
-        wait for copies: its time is that of the recomputation that the memory at this moment, the
-        tightest so far, requires."""
+        Ends with a step that is as fast as the bound, and with a cut whose best step does not wait
+        for copies: then only recomputation costs time, and other cuts rarely avoid that."""
         best_s = best_waiting_s = math.inf
-        for moment in self.host_limits:
+        for cut_operation in self.host_limits:
             last_s, is_solved = math.inf, False
             for slack in _SLACK_SHARES:
                 if self.has_ended():
                     return
                 if slack == 0.0 and is_solved:
                     break
-                place = _Place(moment, slack)
-                cut = self._integral_cut(place, recomputes=recomputes)
+                program = _CutAndSlack(cut_operation, slack)
+                cut = self._integral_cut(program, recomputes=recomputes)
                 is_solved |= cut is not None
                 if cut is None or not self._is_new(cut):
                     continue
@@ -218,7 +218,7 @@ class _Search(Generic[S]):
                 if expected_s < best_s:
                     best_s, best_waiting_s = expected_s, result.waiting_s
                 if expected_s < self.best_s:
-                    self.best_s, self._best_place = expected_s, place if recomputes else None
+                    self.best_s, self._best = expected_s, program if recomputes else None
                 yield result
                 if expected_s <= self.bound_s * (1 + LEAST_GAIN):
                     return
@@ -238,11 +238,11 @@ class _Search(Generic[S]):
         """Return the time that every plan takes, whatever it offloads, or a bound above `until_s`;
         infinity if none fits."""
         bound_s = self.graph.total_cost_s
-        for moment, host_limits in self.host_limits.items():
+        for operation, host_limits in self.host_limits.items():
             if bound_s > until_s:
                 break
             cut = solve_offload_cut(
-                self.graph, self.budget_bytes, moment, host_limits, recomputes=recomputes
+                self.graph, self.budget_bytes, operation, host_limits, recomputes=recomputes
             )
             if cut is not None:
                 bound_s = max(bound_s, cut.bound_s)
@@ -251,14 +251,14 @@ class _Search(Generic[S]):
         return bound_s
 
     def _integral_cut(
-        self, place: _Place, *, recomputes: bool, gap: float | None = None
+        self, program: _CutAndSlack, *, recomputes: bool, gap: float | None = None
     ) -> OffloadCut | None:
-        """Return the solution of the integer program of a place."""
+        """Return the solution of an integer program."""
         return solve_offload_cut(
             self.graph,
-            self.budget_bytes - int(place.slack * self.range_bytes),
-            place.moment,
-            self.used_limits[place.moment],
+            self.budget_bytes - int(program.slack * self.range_bytes),
+            program.cut,
+            self.used_limits[program.cut],
             gap=gap or (_INTEGER_GAP if recomputes else _RETAINING_GAP),
             copy_cost=_COPY_COST,
             time_limit=_INTEGER_TIME_LIMIT_S,
@@ -266,7 +266,7 @@ class _Search(Generic[S]):
             is_cancelled=self.has_ended,
         )
 
-    def _rewritten(self, cut: OffloadCut) -> OffloadedStep[S]:
+    def _rewritten(self, cut: OffloadCut) -> OffloadedForm[S]:
         """Return the step with what a solution offloads."""
         link = self.limits.link
         planned = stays_of_cut(self.graph, cut, self.values, self.budget_bytes)
@@ -275,7 +275,7 @@ class _Search(Generic[S]):
         runs = range(len(graph))
         fits = simulate(graph, Schedule.keep_all(graph)).peak_bytes <= self.budget_bytes
         expected = copy_times(graph, runs, link, planned.recomputed_s)
-        return OffloadedStep(
+        return OffloadedForm(
             step,
             score_s=least_time_s(graph, self.budget_bytes) + expected.waiting_s,
             waiting_s=expected.waiting_s,
@@ -284,22 +284,20 @@ class _Search(Generic[S]):
         )
 
 
-def _limits_at(
-    graph: Graph, moment: int, values: Iterable[int], limits: OffloadLimits
-) -> HostLimits:
-    """Return the limits of copies at a moment: only values that no operation of the forward reads
+def _limits_at(graph: Graph, cut: int, values: Iterable[int], limits: OffloadLimits) -> HostLimits:
+    """Return the limits of copies at a cut: only values that no operation of the forward reads
     from then on can be on the host."""
     allowed = {
         v
         for v in values
-        if all(op < moment or graph.operations[op].backward for op in graph.consumers[v])
+        if all(op < cut or graph.operations[op].backward for op in graph.consumers[v])
     }
     return HostLimits(limits.link, limits.host_bytes, frozenset(allowed))
 
 
 def least_time_s(graph: Graph, budget_bytes: int, until_s: float = math.inf) -> float:
     """Return a lower bound on the time of every schedule of a graph within a budget, from a few
-    cuts, or from as many as show that it is `until_s`; infinity if one shows that none fits."""
+    cuts until the bound reaches `until_s`; infinity if one shows that none fits."""
     during_bytes = simulate(graph, Schedule.keep_all(graph)).during_bytes
     bound_s = graph.total_cost_s
     for op in candidate_operations(during_bytes, budget_bytes, _CANDIDATE_CUTS)[:_JUDGED_CUTS]:
