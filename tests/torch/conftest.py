@@ -32,3 +32,14 @@ def empty_compile_caches(kernels: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
         functorch_config.patch(enable_autograd_cache=False),
     ):
         yield
+
+
+@pytest.fixture
+def offload_file_in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Offload to a new file in the test's folder, which no other test has written to."""
+    from remat.frontend.runtime import host_file
+
+    monkeypatch.setenv(host_file.DIRECTORY_VARIABLE, str(tmp_path))
+    host_file._host_file.cache_clear()
+    yield
+    host_file._host_file.cache_clear()

@@ -6,8 +6,6 @@ import copy
 import gc
 import pickle
 import time
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,8 +27,9 @@ import remat
 from remat.blockwise.blocks_plan import BlocksPlan
 from remat.errors import InfeasibleBudget, RematError
 from remat.frontend.blocks.step_copies import PlannedCopies, StepCopies
-from remat.frontend.runtime import host_file as files
-from remat.frontend.runtime.host_file import DIRECTORY_VARIABLE, HostFile, host_file
+from remat.frontend.runtime.host_file import HostFile, host_file
+
+pytestmark = pytest.mark.usefixtures("offload_file_in_tmp_path")
 
 FAST = remat.Link(1e12, 1e12)
 WIDTH, TOKENS = 64, 4096
@@ -67,14 +66,6 @@ def enabled(model: nn.Module, budget: int | str, batch: torch.Tensor, **more: An
 
 def without_offload(model: nn.Module, budget: int | str, batch: torch.Tensor) -> BlocksPlan:
     return plan_of(enabled(copy.deepcopy(model), budget, batch, offload="off", link=None))
-
-
-@pytest.fixture(autouse=True)
-def _own_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv(DIRECTORY_VARIABLE, str(tmp_path))
-    files._host_file.cache_clear()
-    yield
-    files._host_file.cache_clear()
 
 
 @pytest.fixture(scope="module")

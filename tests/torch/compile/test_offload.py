@@ -29,22 +29,13 @@ from remat.frontend.compile.inductor import copy_operators
 from remat.frontend.compile.inductor.copy_operators import COPY_OPERATORS
 from remat.frontend.compile.registry import CompiledPlan
 from remat.frontend.memory.allocator_peak import allocated_peak
-from remat.frontend.runtime import host_file as files
-from remat.frontend.runtime.host_file import DIRECTORY_VARIABLE, host_file
+from remat.frontend.runtime.host_file import host_file
 from remat.passes.offload.copies import without_copies
 from remat.plan_data import HOST_BYTES_STAT, WAITING_S_STAT
 
-pytestmark = needs_compiler
+pytestmark = [needs_compiler, pytest.mark.usefixtures("offload_file_in_tmp_path")]
 
 FAST = remat.Link(1e12, 1e12)
-
-
-@pytest.fixture(autouse=True)
-def _own_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv(DIRECTORY_VARIABLE, str(tmp_path))
-    files._host_file.cache_clear()
-    yield
-    files._host_file.cache_clear()
 
 
 class Layers(nn.Module):

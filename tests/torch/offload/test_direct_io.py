@@ -18,7 +18,6 @@ from remat.frontend.runtime import host_file as files
 from remat.frontend.runtime.file_io import _BUFFER_BYTES, BLOCK_BYTES
 from remat.frontend.runtime.host_file import (
     DIRECT_VARIABLE,
-    DIRECTORY_VARIABLE,
     HostFile,
     host_file,
     new_host_file,
@@ -27,12 +26,8 @@ from remat.plan_data import HOST_BYTES_STAT
 
 
 @pytest.fixture(autouse=True)
-def _directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv(DIRECTORY_VARIABLE, str(tmp_path))
+def _direct(offload_file_in_tmp_path: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(DIRECT_VARIABLE, "1")
-    files._host_file.cache_clear()
-    yield
-    files._host_file.cache_clear()
 
 
 @pytest.fixture

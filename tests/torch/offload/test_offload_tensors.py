@@ -6,7 +6,6 @@ import copy
 import gc
 import itertools
 import os
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -38,17 +37,11 @@ from remat.passes.offload.copies import (
 from remat.passes.offload.places import HostStay
 from remat.passes.offload.rewriting import offload_tensors
 
+pytestmark = pytest.mark.usefixtures("offload_file_in_tmp_path")
+
 FAST, SLOW = Link(1e12, 1e12), Link(2e9, 1e9)
 QUICK = {"unet"}
 SMALL_BYTES = 256
-
-
-@pytest.fixture(autouse=True)
-def _own_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv(DIRECTORY_VARIABLE, str(tmp_path))
-    files._host_file.cache_clear()
-    yield
-    files._host_file.cache_clear()
 
 
 class Net(nn.Module):

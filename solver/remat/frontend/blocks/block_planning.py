@@ -35,7 +35,7 @@ from remat.frontend.planning.host_limits import host_limits, reserve_host
 from remat.frontend.planning.optimize_options import OptimizeOptions
 from remat.frontend.planning.schedule_reuse import BlockScheduleCache
 from remat.frontend.runtime.guards import ModelCall
-from remat.frontend.runtime.offload import HANDLE_BYTES
+from remat.passes.offload.places import HANDLE_BYTES
 
 logger = logging.getLogger("remat")
 

@@ -44,9 +44,6 @@ class _Host(Protocol):
     def drop_reference(self, number: int) -> None: ...
 
 
-HANDLE_BYTES = 8
-"""The bytes of a handle, in the memory of the CPU."""
-
 _reading: dict[int, _Copy] = {}
 """Copies from the host that `arrive` has not awaited, by the address of the tensor."""
 

@@ -10,10 +10,14 @@ from typing import NamedTuple
 from remat.costs.link import Link
 from remat.graph import Graph, Operation, Value
 from remat.passes.offload.candidates import Candidate
-from remat.passes.offload.places import CopyPlaces, HostStay, TimedOperation, copy_places
+from remat.passes.offload.places import (
+    HANDLE_BYTES,
+    CopyPlaces,
+    HostStay,
+    TimedOperation,
+    copy_places,
+)
 from remat.simulate import baseline_of
-
-_HANDLE_BYTES = 8
 
 
 class CopyOperation(NamedTuple):
@@ -134,7 +138,7 @@ class _Insertion:
         """Return an operation that starts or awaits a copy. It takes no time of the device."""
         kind, value = copy
         producer = self.old.operations[self.old.producer[value]]
-        handle = replace(self.old.values[value], size_bytes=_HANDLE_BYTES)
+        handle = replace(self.old.values[value], size_bytes=HANDLE_BYTES)
         boundary = self.old.boundary
         operation = Operation(
             name=self._new_name(f"{kind}_{self.old.values[value].name}"),

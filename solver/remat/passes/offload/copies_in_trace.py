@@ -24,11 +24,10 @@ from remat.documents.targets import (
     RELOAD_TARGET,
 )
 from remat.documents.trace import Trace
-from remat.passes.offload.places import CopyPlaces
+from remat.passes.offload.places import HANDLE_BYTES, CopyPlaces
 from remat.simulate import baseline_of
 
 _HANDLE = TensorMeta(dtype="int64", shape=(1,), stride=(1,), device="cpu")
-_HANDLE_BYTES = 8
 
 
 def forward_first(trace: Trace) -> Trace:
@@ -77,8 +76,8 @@ class _Insertion:
         result = producer.results[place.result]
         name, tensor = result.name, result.tensor
         size_bytes = self.old.storage_bytes[result.storage]
-        sent = self._result(f"{name}_sent", _HANDLE, _HANDLE_BYTES)
-        stored = self._result(f"{name}_stored", _HANDLE, _HANDLE_BYTES)
+        sent = self._result(f"{name}_sent", _HANDLE, HANDLE_BYTES)
+        stored = self._result(f"{name}_stored", _HANDLE, HANDLE_BYTES)
         buffer = self._result(f"{name}_buffer", tensor, size_bytes)
         arrived = result.model_copy(update={"position": -1})
         at_release = self.old.nodes[place.released].backward

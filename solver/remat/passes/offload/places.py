@@ -17,6 +17,9 @@ from remat.costs.link import Link
 from remat.errors import RematError
 from remat.passes.offload.candidates import Candidate
 
+HANDLE_BYTES = 8
+"""The bytes of a handle, the number of a slot on the host. It is in the memory of the CPU."""
+
 
 class CopyPlaces(NamedTuple):
     """Where a tensor's copies start and end: indices of operations, in which the forward comes
