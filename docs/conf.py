@@ -10,6 +10,7 @@ sys.path[:0] = [
     str(HERE / "extensions"),
     str(HERE.parent / "solver"),
     str(HERE.parent / "server"),
+    str(HERE.parent),
 ]
 
 import remat  # noqa: E402
@@ -22,6 +23,7 @@ extensions = [
     "myst_parser",
     "sphinx.ext.autodoc",
     "sphinx_copybutton",
+    "atlas",
     "mathml",
     "documents",
     "results",

@@ -31,16 +31,20 @@ def solve_step(
     measure: Callable[[Trace], Trace],
     cancel: Cancel | None = None,
     limit_s: float = CHOICE_LIMIT_S,
+    solve_without: Callable[[], TracePlan] | None = None,
 ) -> TracePlan:
     """Return the fastest plan of a measured trace within a budget.
 
     Operations may be split into one of these numbers of `pieces`, to which `measure` adds costs,
     and tensors offloaded within the limits of `offload`: () splits nothing, None offloads nothing.
-    `cancel` and `limit_s` end the choice of pieces, and that of tensors, early. Raises the errors
-    of `solve_in_full`.
+    `cancel` and `limit_s` end the choice of pieces, and that of tensors, early. `solve_without`
+    replaces the solve without offloading, for callers that have its plan or error. Raises the
+    errors of `solve_in_full`.
     """
 
     def solve_without_offload() -> TracePlan:
+        if solve_without is not None:
+            return solve_without()
         if not pieces:
             return TracePlan(trace, solve_in_full(trace, budget))
         return solve_with_splits(
@@ -55,22 +59,22 @@ def solve_step(
 
     if offload is None or offload.host_bytes == 0:
         return solve_without_offload()
-    traces, solve_without = (trace,), solve_without_offload
+    traces, chosen_without = (trace,), solve_without_offload
     if pieces:
         try:
             chosen = solve_without_offload()
         except (InfeasibleBudget, SolverTimeout) as error:
             traces = (trace, *_split_until_operations_fit(trace, budget, max(pieces), measure))
-            solve_without = _raising(error)
+            chosen_without = _raising(error)
         else:
             traces = (chosen.trace,) if chosen.trace is trace else (chosen.trace, trace)
-            solve_without = _returning(chosen)
+            chosen_without = _returning(chosen)
     return solve_with_offload(
         traces,
         budget,
         offload,
         solve_in_full=solve_in_full,
-        solve_without=solve_without,
+        solve_without=chosen_without,
         cancel=cancel,
         limit_s=limit_s,
     )

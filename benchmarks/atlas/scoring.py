@@ -1,0 +1,117 @@
+"""Scores of a program's schedules, and the leaderboard.
+
+A solver is a command. It gets the path of a graph's file, the GPU and the budget in bytes, and
+prints a JSON list of operations in the order in which they run; or it ends with another exit code
+than 0. Its schedules are simulated here: no figure comes from the solver itself.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import subprocess
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+
+import remat
+from benchmarks.atlas.graph_file import AtlasGraph, path_of
+from benchmarks.atlas.results import Cell, ResultFolder, Row, SolverResult
+from benchmarks.harness import machine
+from remat.graph import Graph
+from remat.limits.budget import Budget
+from remat.schedule import Schedule
+from remat.simulate import peak_and_time
+
+
+def solver_path(results: Path, name: str) -> Path:
+    """Return the path of a solver's result."""
+    return results / "solvers" / f"{name}.json.gz"
+
+
+def score(
+    name: str,
+    command: Sequence[str],
+    cells: Sequence[Cell],
+    results: ResultFolder,
+    *,
+    limit_s: float,
+    processes: int,
+) -> SolverResult:
+    """Run a solver on cells, write its rows, and return them. Stored rows of the same graphs and
+    the same command are used as they are."""
+    path = solver_path(results.folder, name)
+    facts = machine.describe(torch.device("cpu"))
+    result = SolverResult(solver=name, command=" ".join(command), date=_today(), machine=facts)
+    if path.exists():
+        stored = SolverResult.load(path)
+        if stored.command == result.command:
+            result = stored
+    digests = {model: AtlasGraph.load(path_of(model)).digest for model in {c.model for c in cells}}
+    rows = {
+        model: {row.key: row for row in stored_rows}
+        for model, stored_rows in result.rows.items()
+        if result.graphs[model] == digests.get(model, result.graphs[model])
+    }
+    missing = [c for c in cells if (c.gpu, c.budget, name) not in rows.get(c.model, {})]
+    with ThreadPoolExecutor(processes) as pool:
+        for cell, row in pool.map(lambda c: (c, _row(c, name, command, limit_s)), missing):
+            rows.setdefault(cell.model, {})[row.key] = row
+            print(f"{cell}: {row.note or f'{100 * (row.overhead or 0):+.1f}%'}", flush=True)
+    result = result.model_copy(
+        update={
+            "date": _today(),
+            "graphs": result.graphs | digests,
+            "rows": {model: tuple(by_key.values()) for model, by_key in rows.items()},
+        }
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    result.save(path)
+    return result
+
+
+def _row(cell: Cell, name: str, command: Sequence[str], limit_s: float) -> Row:
+    graph, baseline_bytes = _graph(cell.model, cell.gpu)
+    budget = Budget.parse(cell.budget)
+    budget_bytes = budget.in_bytes(baseline_bytes, graph.library_bytes)
+    row = Row(gpu=cell.gpu, budget=cell.budget, method=name)
+    began_s = time.perf_counter()
+    try:
+        ran = subprocess.run(
+            [*command, str(path_of(cell.model)), cell.gpu, str(budget_bytes)],
+            capture_output=True,
+            text=True,
+            timeout=limit_s,
+        )
+    except subprocess.TimeoutExpired:
+        return row.model_copy(update={"note": f"no schedule in {limit_s:.0f} s"})
+    wall_s = round(time.perf_counter() - began_s, 2)
+    if ran.returncode:
+        lines = ran.stderr.strip().splitlines() or [f"exit code {ran.returncode}"]
+        return row.model_copy(update={"wall_s": wall_s, "note": lines[-1][:300]})
+    try:
+        schedule = Schedule.of(json.loads(ran.stdout))
+        schedule.check(graph)
+    except (ValueError, TypeError, remat.RematError) as error:
+        note = f"not a schedule: {error}"[:300]
+        return row.model_copy(update={"wall_s": wall_s, "note": note})
+    peak_bytes, time_s = peak_and_time(graph, schedule)
+    if budget_bytes is not None and peak_bytes > budget_bytes:
+        note = f"the peak is {peak_bytes} bytes, the budget {budget_bytes}"
+        return row.model_copy(update={"wall_s": wall_s, "note": note})
+    overhead = round(time_s / graph.total_cost_s - 1, 5)
+    return row.model_copy(update={"wall_s": wall_s, "peak_bytes": peak_bytes, "overhead": overhead})
+
+
+@lru_cache(maxsize=4)
+def _graph(model: str, gpu: str) -> tuple[Graph, int]:
+    graph = AtlasGraph.load(path_of(model)).on(gpu)
+    return graph, peak_and_time(graph, Schedule.keep_all(graph))[0]
+
+
+def _today() -> str:
+    return datetime.date.today().isoformat()
