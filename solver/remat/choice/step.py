@@ -10,7 +10,7 @@ from remat.choice.split import CHOICE_LIMIT_S, MAX_PIECE_NODES, solve_with_split
 from remat.choice.trace_plan import TracePlan
 from remat.documents.trace import Trace
 from remat.errors import InfeasibleBudget, SolverTimeout
-from remat.heuristics.peak_bounds import peak_lower_bound_bytes
+from remat.heuristics.peak_bounds import end_bytes, peak_lower_bound_bytes
 from remat.limits.budget import Budget
 from remat.passes.split.largest_operations import split_largest_operations
 from remat.plan import Plan
@@ -57,6 +57,8 @@ def solve_step(
             limit_s=limit_s,
         )
 
+    if _exceeds_at_end(trace, budget):
+        return TracePlan(trace, solve_in_full(trace, budget))
     if offload is None or offload.host_bytes == 0:
         return solve_without_offload()
     traces, chosen_without = (trace,), solve_without_offload
@@ -78,6 +80,14 @@ def solve_step(
         cancel=cancel,
         limit_s=limit_s,
     )
+
+
+def _exceeds_at_end(trace: Trace, budget: Budget) -> bool:
+    """True if the gradients and the other results alone are more than the budget: no pieces and no
+    copies change that."""
+    graph = trace.graph()
+    budget_bytes = budget.in_bytes(baseline_of(graph).peak_bytes, graph.library_bytes)
+    return budget_bytes is not None and budget_bytes < end_bytes(graph)
 
 
 def _returning(chosen: TracePlan) -> Callable[[], TracePlan]:

@@ -60,5 +60,11 @@ def peak_lower_bound_any_order_bytes(graph: Graph) -> int:
         sum(size[v] for v in o.inputs) + produced
         for o, produced in zip(graph.operations, graph.min_produced_bytes, strict=True)
     )
-    at_end = sum(size[v] for v in graph.results)
-    return graph.constant_bytes + max(at_end, max(single_operations, default=0))
+    largest_bytes = graph.constant_bytes + max(single_operations, default=0)
+    return max(end_bytes(graph), largest_bytes)
+
+
+def end_bytes(graph: Graph) -> int:
+    """Return the bytes that are allocated at the end of every schedule, whatever it splits or
+    offloads: the results, and constant memory."""
+    return graph.constant_bytes + sum(graph.values[v].size_bytes for v in graph.results)

@@ -11,8 +11,10 @@ from tests.helpers.training.recorded_steps import assert_same, eager_step, relat
 
 import remat
 from remat.choice.split import solve_with_splits
+from remat.choice.step import solve_step
 from remat.choice.trace_plan import TracePlan
 from remat.documents.plan import PlanDocument
+from remat.heuristics.peak_bounds import end_bytes
 from remat.limits.budget import Budget
 from remat.limits.pieces import PIECES
 from remat.passes.split.recorded_splits import with_recorded_splits
@@ -73,6 +75,23 @@ def test_the_smallest_peak_is_smaller_with_more_pieces(trace: remat.Trace) -> No
 def test_a_number_of_pieces_is_used_as_it_is(trace: remat.Trace) -> None:
     (split,) = choose(trace, "100%", (5,)).trace.splits
     assert split.pieces == 5
+
+
+def test_nothing_is_split_for_a_budget_below_the_gradients(trace: remat.Trace) -> None:
+    def measure(_: remat.Trace) -> remat.Trace:
+        raise AssertionError("a split trace was measured")
+
+    least_bytes = end_bytes(trace.graph())
+    with pytest.raises(remat.InfeasibleBudget) as raised:
+        solve_step(
+            trace,
+            Budget.parse(least_bytes - 1),
+            pieces=PIECES,
+            offload=None,
+            solve_in_full=lambda trace, budget: remat.solve(trace, budget, STRATEGY),
+            measure=measure,
+        )
+    assert raised.value.is_proved
 
 
 def test_an_infeasible_budget_raises_the_error_of_the_smallest_pieces(trace: remat.Trace) -> None:
