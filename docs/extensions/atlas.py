@@ -7,23 +7,26 @@ Pages and pictures are written to docs/atlas/models before the build, from the r
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import cache
 from pathlib import Path
 
 from atlas_picture import picture
-from benchmarks.atlas.leaderboard import load_all, standings
+from atlas_tables import (
+    HEADER,
+    OPTIMA,
+    gpus_of,
+    leaderboard_rows,
+    medians,
+    model_lines,
+    results,
+)
 from benchmarks.atlas.results import (
     AT_BLOCKS,
     BUDGETS,
-    GPUS,
     METHODS,
-    OFFLOAD,
     RECOMPUTE,
     RESULTS,
-    SPLIT,
     ModelResult,
     Row,
-    SolverResult,
 )
 from docutils import nodes
 from sphinx.application import Sphinx
@@ -33,7 +36,6 @@ from tables import table
 from remat.limits.units import format_bytes, format_seconds
 
 _PAGES = Path(__file__).parents[1] / "atlas" / "models"
-_OPTIMA = (RECOMPUTE, SPLIT, OFFLOAD)
 
 _FILTER = """<p><label>Search: <input type="search" id="atlas-search"
 placeholder="llama h100"></label></p>
@@ -46,25 +48,6 @@ document.getElementById("atlas-search").addEventListener("input", event => {
   }
 });
 </script>"""
-
-
-@cache
-def results() -> tuple[list[ModelResult], list[SolverResult]]:
-    """Return the stored results."""
-    return load_all(RESULTS)
-
-
-def percent(row: Row | None) -> str:
-    """Return the additional time of a row as text."""
-    if row is None:
-        return ""
-    return "none" if row.overhead is None else f"{100 * row.overhead:+.1f}%"
-
-
-def gpus_of(result: ModelResult) -> list[str]:
-    """Return the GPUs of a result, in the order of the atlas."""
-    present = {row.gpu for row in result.rows}
-    return [gpu for gpu in GPUS if gpu in present]
 
 
 def write_pages(app: Sphinx) -> None:
@@ -127,9 +110,7 @@ def _page(result: ModelResult, solver_rows: list[Row]) -> Iterable[str]:
         yield ""
         yield (
             "Seconds of processor time for all budgets: "
-            + ", ".join(
-                f"{m} {_processor_s(rows.values(), m):.1f}" for m in _OPTIMA
-            )
+            + ", ".join(f"{m} {_processor_s(rows.values(), m):.1f}" for m in OPTIMA)
             + "."
         )
     yield ""
@@ -168,55 +149,38 @@ class Atlas(SphinxDirective):
         """Return the nodes of the table."""
         for path in sorted(RESULTS.rglob("*.json.gz")):
             self.env.note_dependency(str(path))
-        return {"models": _models, "leaderboard": _leaderboard}[self.arguments[0]]()
+        kinds = {
+            "models": _models,
+            "leaderboard": _leaderboard,
+            "summary": _summary,
+        }
+        return kinds[self.arguments[0]]()
 
 
 def _models() -> list[nodes.Node]:
-    header = (
-        "model", "GPU", "peak", "per block", "recompute", "+ split", "+ offload",
-        "at 50%", "at 30%", "at 20%",
-    )  # fmt: skip
     lines: list[list[str | list[nodes.Node]]] = []
-    for result in results()[0]:
-        rows = {row.key: row for row in result.rows}
-        for gpu in gpus_of(result):
-            blocks = rows.get((gpu, AT_BLOCKS, AT_BLOCKS))
-            at_blocks = [
-                percent(rows.get((gpu, AT_BLOCKS, m)))
-                for m in (AT_BLOCKS, *_OPTIMA)
-            ]
-            if blocks is None or blocks.peak_bytes is None:
-                at_blocks = ["", "", "", ""]
-            else:
-                share = blocks.peak_bytes / result.baseline_peak_bytes
-                at_blocks[0] += f" at {100 * share:.0f}%"
-            shares = [
-                percent(rows.get((gpu, budget, OFFLOAD)))
-                for budget in ("50%", "30%", "20%")
-            ]
-            link = nodes.reference(
-                "", result.title, refuri=f"models/{result.model}.html"
-            )
-            peak = format_bytes(result.baseline_peak_bytes)
-            lines.append([[link], gpu.upper(), peak, *at_blocks, *shares])
-    models = table(header, lines)
+    for line in model_lines():
+        link = nodes.reference("", line.title, refuri=f"models/{line.model}.html")
+        lines.append([[link], *line.cells])
+    models = table(HEADER, lines)
     models["classes"].append("atlas-models")
     return [nodes.raw("", _FILTER, format="html"), models]
 
 
+def _summary() -> list[nodes.Node]:
+    count, (blocks, *optima) = medians("h100")
+    text = (
+        f"At the peak of per-block checkpointing, over {count} models with repeated blocks on an "
+        f"H100, the median of the additional time is {100 * blocks:.1f}% for per-block "
+        f"checkpointing, {100 * optima[0]:.1f}% for recomputation as remat plans it, "
+        f"{100 * optima[1]:.1f}% with splitting, and {100 * optima[2]:.1f}% with offloading."
+    )
+    return [nodes.paragraph("", text)]
+
+
 def _leaderboard() -> list[nodes.Node]:
     header = ("method", "budgets met", "time / bound", "worst", "median seconds")
-    lines = [
-        [
-            line.method,
-            f"{line.feasible} of {line.cells}",
-            "" if line.ratio is None else f"{line.ratio:.3f}",
-            "" if line.worst is None else f"{line.worst:.2f}",
-            f"{line.median_s:.2f}",
-        ]
-        for line in standings(*results())
-    ]
-    return [table(header, lines)]
+    return [table(header, leaderboard_rows())]
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
