@@ -55,7 +55,7 @@ STRATEGIES: dict[str, Strategy] = dict(
 
 GAP = 0.005
 """Plans are solved until they are proved to be within this share of the optimum. Where one takes
-less additional time than that, nothing is split or offloaded instead."""
+less extra time than that, nothing is split or offloaded instead."""
 
 TIME_LIMIT_S = 10.0
 CHOICE_LIMIT_S = 15.0

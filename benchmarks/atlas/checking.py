@@ -11,7 +11,7 @@ from remat.schedule import Schedule
 from remat.simulate import simulate
 
 _ROUNDING = 1e-5
-"""Additional time is stored with five decimals."""
+"""Extra time is stored with five decimals."""
 
 
 def problems_of(name: str, results: Path) -> list[str]:

@@ -68,7 +68,7 @@ def run(
 
 
 def _summary(rows: list[Row]) -> str:
-    """Return a line with the additional time of the methods that have a plan."""
+    """Return a line with the extra time of the methods that have a plan."""
     figures = [
         f"{row.method} {100 * row.overhead:+.1f}%" for row in rows if row.overhead is not None
     ]

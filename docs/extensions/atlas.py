@@ -95,7 +95,7 @@ def _page(result: ModelResult, solver_rows: list[Row]) -> Iterable[str]:
         yield f"A step takes {format_seconds(result.step_s[gpu])} without recomputation."
         yield ""
         yield f"```{{image}} {result.model}-{gpu}.svg"
-        yield f":alt: Additional time against peak memory of {result.title} on {gpu.upper()}"
+        yield f":alt: Extra time against peak memory of {result.title} on {gpu.upper()}"
         yield "```"
         yield ""
         yield "| | " + " | ".join(map(_budget_text, BUDGETS)) + " |"
@@ -122,7 +122,7 @@ def _budget_text(budget: str) -> str:
 
 
 def _cell(row: Row | None, result: ModelResult) -> str:
-    """Return the additional time of a row, with its peak where the budget does not name it."""
+    """Return the extra time of a row, with its peak where the budget does not name it."""
     if row is None or row.overhead is None or row.peak_bytes is None:
         return ""
     text = f"{100 * row.overhead:+.1f}%"
@@ -171,7 +171,7 @@ def _summary() -> list[nodes.Node]:
     count, (blocks, *optima) = medians("h100")
     text = (
         f"At the peak of per-block checkpointing, over {count} models with repeated blocks on an "
-        f"H100, the median of the additional time is {100 * blocks:.1f}% for per-block "
+        f"H100, the median of the extra time is {100 * blocks:.1f}% for per-block "
         f"checkpointing, {100 * optima[0]:.1f}% for recomputation as remat plans it, "
         f"{100 * optima[1]:.1f}% with splitting, and {100 * optima[2]:.1f}% with offloading."
     )

@@ -1,4 +1,4 @@
-"""The picture of a model in the atlas: additional time against peak memory on one GPU."""
+"""The picture of a model in the atlas: extra time against peak memory on one GPU."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ OPTIMA = {RECOMPUTE: "#0072b2", SPLIT: "#d55e00", OFFLOAD: "#009e73"}
 """The lines of the picture, with their colours."""
 
 _CLIP = 1.3
-"""The vertical axis ends at this number times the largest additional time of a line."""
+"""The vertical axis ends at this number times the largest extra time of a line."""
 
 Point = tuple[float, float]
-"""Share of the peak, and additional time."""
+"""Share of the peak, and extra time."""
 
 
 def picture(result: ModelResult, gpu: str, solvers: Iterable[Row] = ()) -> str:
@@ -50,9 +50,9 @@ def picture(result: ModelResult, gpu: str, solvers: Iterable[Row] = ()) -> str:
     x_axis = Axis(0.0, 1.03, LEFT, right - LEFT)
     y_axis = Axis(0.0, top, bottom, -HEIGHT)
     title = f"{result.title} on {gpu.upper()}"
-    summary = "additional time against peak memory, as shares of the step without recomputation"
+    summary = "extra time against peak memory, as shares of the step without recomputation"
     body = svg.heading(title, summary)
-    body += left_axis(y_axis, PERCENT, "additional time (%)", LEFT, right)
+    body += left_axis(y_axis, PERCENT, "extra time (%)", LEFT, right)
     body += bottom_axis(
         x_axis, SHARE, [n / 10 for n in range(11)], bottom, "peak memory (%)"
     )

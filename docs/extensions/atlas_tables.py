@@ -86,7 +86,7 @@ def readme_rows() -> list[tuple[str, ...]]:
 
 
 def medians(gpu: str) -> tuple[int, list[float]]:
-    """Return the number of models with repeated blocks, and the median additional time at the peak
+    """Return the number of models with repeated blocks, and the median extra time at the peak
     of per-block checkpointing: of that, and of the optima."""
     times: list[list[float]] = []
     for result in results()[0]:
@@ -119,7 +119,7 @@ def leaderboard_rows() -> list[tuple[str, ...]]:
 
 
 def percent(row: Row | None) -> str:
-    """Return the additional time of a row as text."""
+    """Return the extra time of a row as text."""
     if row is None:
         return ""
     return "none" if row.overhead is None else f"{100 * row.overhead:+.1f}%"
@@ -127,7 +127,7 @@ def percent(row: Row | None) -> str:
 
 def _at_blocks(result: ModelResult, gpu: str) -> list[str]:
     """Return the cells at the peak of per-block checkpointing: its share of the peak without
-    recomputation, and the additional time of it and of the optima; "" without repeated blocks."""
+    recomputation, and the extra time of it and of the optima; "" without repeated blocks."""
     rows = {row.key: row for row in result.rows}
     blocks = rows.get((gpu, AT_BLOCKS, AT_BLOCKS))
     if blocks is None or blocks.peak_bytes is None:

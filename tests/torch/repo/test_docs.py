@@ -241,6 +241,10 @@ def test_the_readme_has_the_measured_figures(monkeypatch: pytest.MonkeyPatch) ->
     readme = (ROOT / "README.md").read_text()
     for row in results.markdown(results.TABLES["overhead"]()):
         assert row in readme.splitlines()
+    rows = importlib.import_module("atlas_tables").readme_rows()
+    assert rows
+    for row in rows:
+        assert "| " + " | ".join(row) + " |" in readme.splitlines()
 
 
 # -- the pictures -------------------------------------------------------------------------------
