@@ -2,18 +2,25 @@
 
     python -m benchmarks.offload_steps                       # to benchmarks/results
     python -m benchmarks.offload_steps --only gpt2 --budgets 50% least --rounds 3 --out DIR
+    python -m benchmarks.offload_steps --only gpt2 unet elementwise --budgets   # waiting only
 
 Each model is planned for a budget with recomputation, and with offloading. "least" is the smallest
-peak that recomputation alone reaches, "below" the smallest with offloading, if that is less. Eager
-mode, a plan that retains everything and both plans take turns step by step, each from the same
-state of the random generator.
-`is_exact` compares gradients with those of the plan that retains everything, bit for bit. `waits_s`
-is the measured time that the step waited for copies, `waiting_s` the predicted one. Plans rarely
-wait, so a further step, "everything", offloads every tensor that the backward reads, frees each
-after its last use in the forward, whatever the wait, and recomputes nothing; it compares predicted
-with measured waiting, also for elementwise operations. One thread computes, so that copies have a
-core of their own; the file is in REMAT_OFFLOAD_DIR, with REMAT_OFFLOAD_DIRECT=1 without the page
-cache. The link is measured by this process, which reuses the memory that it has freed.
+peak that recomputation alone reaches. "below" is the smallest with offloading, if that is less:
+there, recomputation has the budget "least", and its search within "below" is recorded
+(`failure`). Eager mode, a plan that retains everything and both plans take turns step by step, each
+from the same state of the random generator. `is_exact` compares gradients with those of the plan
+that retains everything, bit for bit. `waits_s` is the measured time that the step waited for
+copies, `waiting_s` the predicted one.
+
+Plans rarely wait, so a further step, "everything", offloads every tensor of the forward that the
+backward reads, frees each after its last use in the forward, whatever the wait, and recomputes
+nothing. The link is measured before and after each of its rounds, and the wait of the round is
+predicted with the mean of both, and with operations that take as long as in that round:
+`waits_ratio` is measured over predicted, the median of the rounds.
+
+One thread computes, so that copies have a core of their own; the file is in REMAT_OFFLOAD_DIR, with
+REMAT_OFFLOAD_DIRECT=1 without the page cache. The link is measured by this process, which reuses
+the memory that it has freed.
 """
 
 from __future__ import annotations
@@ -25,7 +32,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +48,7 @@ from remat.costs.link import Link
 from remat.frontend.memory.meter import measure_step
 from remat.frontend.planning.host_limits import measured_link
 from remat.frontend.runtime.host_file import FileCopy, is_io_direct, offload_directory
-from remat.passes.offload.copies import copy_times
+from remat.passes.offload.copies import CopyTimes, copy_times
 from remat.plan_data import COPIES_S_STAT, HOST_BYTES_STAT, WAITING_S_STAT
 
 Row = dict[str, Any]
@@ -49,7 +56,10 @@ Row = dict[str, Any]
 RESULTS = Path(__file__).parent / "results"
 CPU = torch.device("cpu")
 MODELS = {"gpt2": workloads.gpt2, "unet": workloads.unet2d}
-BUDGETS = ("50%", "30%", "least", "below")
+NAMES = (*MODELS, "elementwise")
+BUDGETS = ("50%", "35%", "least", "below")
+LIMIT_S, FULL_LIMIT_S = 20.0, 60.0
+"""Time limits of solves, and of the search for a plan within "below" by recomputation alone."""
 
 
 @dataclass
@@ -68,31 +78,45 @@ def rows_of(name: str, budgets: Sequence[str], rounds: int, link: Link) -> list[
     torch.manual_seed(0)
     workload = MODELS[name](CPU, False)
     rows: list[Row] = []
+    recomputed: int | str = "min"
+    if {"least", "below"} & set(budgets):
+        recomputed = plan_for(workload, "min", link, offload="off").plan.peak_bytes
     for requested in budgets:
-        budget: int | str = requested
-        if requested in ("least", "below"):
-            budget = plan_for(workload, "min", link, offload="off").plan.peak_bytes
+        budget = recomputed if requested in ("least", "below") else requested
+        failure = None
         if requested == "below":
-            offloaded_bytes = plan_for(workload, "min", link, offload="auto").plan.peak_bytes
-            if offloaded_bytes >= budget:
-                print(f"{name} below: offloading does not reduce the smallest peak", flush=True)
+            budget = plan_for(workload, "min", link, offload="auto").plan.peak_bytes
+            failure = failure_of_recomputation(workload, budget, link)
+            if failure is None:
+                print(f"{name} below: recomputation reaches the smallest peak, too", flush=True)
                 continue
-            budget = offloaded_bytes
+            print(f"{name} below, recompute: {failure}", flush=True)
         modules = {
             "eager": copy.deepcopy(workload.model),
             "retain": plan_for(workload, "100%", link, offload="off"),
-            "recompute": plan_for(workload, budget, link, offload="off"),
+            "recompute": plan_for(workload, recomputed if failure else budget, link, offload="off"),
             "offload": plan_for(workload, budget, link, offload="auto"),
         }
-        sides = [Side(n, module) for n, module in modules.items() if module is not None]
+        sides = [Side(n, module) for n, module in modules.items()]
         for turn in range(rounds + 1):
             for side in sides:
                 run_step(side, workload, turn)
         for side in sides:
             row = {"model": name, "budget": requested}
+            if failure and side.name == "recompute":
+                row |= {"budget": "least", "failure": failure}
             rows.append(row | figures(side, sides[0], sides[1], workload))
             print(_line(rows[-1]), flush=True)
     return rows
+
+
+def failure_of_recomputation(workload: Workload, budget_bytes: int, link: Link) -> str | None:
+    """Return the error of planning within a budget by recomputation alone; None if it fits."""
+    try:
+        plan_for(workload, budget_bytes, link, offload="off", limit_s=FULL_LIMIT_S)
+    except (remat.InfeasibleBudget, remat.SolverTimeout) as error:
+        return f"{type(error).__name__}: {error}"
+    return None
 
 
 class Elementwise(torch.nn.Module):
@@ -109,9 +133,9 @@ class Elementwise(torch.nn.Module):
         return h.sum()
 
 
-def waits_for_everything(name: str, rounds: int, link: Link) -> Row:
-    """Return the predicted and the measured time that a step waits for copies if all tensors that
-    the backward reads are offloaded, and freed after their last use in the forward."""
+def waits_for_everything(name: str, rounds: int) -> Row:
+    """Return the predicted and the measured time that a step waits for copies if all tensors of the
+    forward that the backward reads are offloaded, and freed after their last use there."""
     torch.manual_seed(0)
     if name == "elementwise":
         workload = Workload("", Elementwise(), {"x": torch.randn(16384, 1024)}, lambda model: [])
@@ -119,42 +143,78 @@ def waits_for_everything(name: str, rounds: int, link: Link) -> Row:
         workload = MODELS[name](CPU, False)
     model = workload.model
     trace = remat.measure(remat.trace(model, (), workload.batch))
-    trace = offload_everything(trace, link)
+    trace = offload_everything(trace, link_now())
     graph = trace.graph()
-    times = copy_times(graph, range(len(graph)), link)
     program = remat.rewrite(trace, remat.Schedule.keep_all(graph))
     side = Side("everything", remat.lower(program, model))
-    for turn in range(rounds + 1):
+    run_step(side, workload, 0)
+    links, predicted = [link_now()], list[CopyTimes]()
+    for turn in range(1, rounds + 1):
         run_step(side, workload, turn)
-    waits_s = statistics.median(side.waits_s)
-    return {
+        links.append(link_now())
+        slower = (side.seconds[-1] - side.waits_s[-1]) / graph.total_cost_s
+        operations = tuple(replace(o, cost_s=slower * o.cost_s) for o in graph.operations)
+        in_round = replace(graph, operations=operations)
+        link = mean_link(*links[-2:])
+        predicted.append(copy_times(in_round, range(len(graph)), link))
+    waiting_s = [times.waiting_s for times in predicted]
+    ratios = [a / b for a, b in zip(side.waits_s, waiting_s, strict=True)]
+    row: Row = {
         "model": name,
         "step_s": statistics.median(side.seconds),
-        "predicted_step_s": times.step_s,
-        "waits_s": waits_s,
-        "waiting_s": times.waiting_s,
-        "waits_ratio": round(waits_s / times.waiting_s, 3) if times.waiting_s else None,
-        "copies_s": times.copying_s,
-        "host_bytes": times.largest_host_bytes,
+        "predicted_step_s": statistics.median(times.step_s for times in predicted),
+        "waits_s": statistics.median(side.waits_s),
+        "waiting_s": statistics.median(waiting_s),
+        "waits_ratio": round(statistics.median(ratios), 3),
+        "ratios": [round(ratio, 3) for ratio in ratios],
+        "waits_s_of_rounds": side.waits_s,
+        "waiting_s_of_rounds": waiting_s,
+        "links": [[link.to_host_bytes_per_s, link.to_device_bytes_per_s] for link in links],
+        "copies_s": statistics.median(times.copying_s for times in predicted),
+        "host_bytes": predicted[0].largest_host_bytes,
     }
+    print(
+        f"{name} everything: waits {row['waits_s']:.3f} s of {row['waiting_s']:.3f} predicted, "
+        f"ratio {row['waits_ratio']} ({', '.join(map(str, row['ratios']))})",
+        flush=True,
+    )
+    return row
 
 
-def plan_for(workload: Workload, budget: int | str, link: Link, *, offload: str) -> Any:
-    """Return a copy of the model that is planned within a budget; None if that is infeasible."""
-    try:
-        return remat.optimize(
-            copy.deepcopy(workload.model),
-            budget,
-            (),
-            workload.batch,
-            outputs="dropped",
-            split="off",
-            offload=offload,
-            link=link if offload == "auto" else None,
-            strategy=remat.Auto(time_limit=20),
-        )
-    except remat.InfeasibleBudget:
-        return None
+def link_now() -> Link:
+    """Return the bandwidth of the file, measured now."""
+    with tempfile.TemporaryDirectory() as folder:
+        return measured_link(CPU, Path(folder) / "costs.sqlite")
+
+
+def mean_link(before: Link, after: Link) -> Link:
+    """Return the link whose copies take the mean of the seconds that those of two links take."""
+    return Link(
+        2 / (1 / before.to_host_bytes_per_s + 1 / after.to_host_bytes_per_s),
+        2 / (1 / before.to_device_bytes_per_s + 1 / after.to_device_bytes_per_s),
+    )
+
+
+def plan_for(
+    workload: Workload,
+    budget: int | str,
+    link: Link,
+    *,
+    offload: str,
+    limit_s: float = LIMIT_S,
+) -> Any:
+    """Return a copy of the model that is planned within a budget."""
+    return remat.optimize(
+        copy.deepcopy(workload.model),
+        budget,
+        (),
+        workload.batch,
+        outputs="dropped",
+        split="off",
+        offload=offload,
+        link=link if offload == "auto" else None,
+        strategy=remat.Auto(time_limit=limit_s),
+    )
 
 
 def run_step(side: Side, workload: Workload, turn: int) -> None:
@@ -243,32 +303,30 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--only", nargs="+", choices=MODELS, default=tuple(MODELS), metavar="MODEL")
-    add("--budgets", nargs="+", default=BUDGETS, help="percentages of the peak, or least")
+    add("--only", nargs="+", choices=NAMES, default=NAMES, metavar="MODEL", help=", ".join(NAMES))
+    add("--budgets", nargs="*", default=BUDGETS, help="percentages of the peak, least or below")
     add("--rounds", type=int, default=5, help="timed steps of each way")
     add("--out", type=Path, default=RESULTS, help="folder of the result file")
     options = parser.parse_args(argv)
     keep_freed_memory()
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as folder:
-        link = measured_link(CPU, Path(folder) / "costs.sqlite")
+    link = link_now()
     result = {
         "benchmark": "offload-steps",
         "machine": machine.describe(CPU),
         "link": [link.to_host_bytes_per_s, link.to_device_bytes_per_s],
         "directory": offload_directory(),
         "is_direct": is_io_direct(),
-        "everything": [
-            waits_for_everything(name, options.rounds, link)
-            for name in (*options.only, "elementwise")
-        ],
+        "everything": [waits_for_everything(name, options.rounds) for name in options.only],
         "rows": [
             row
             for name in options.only
+            if name in MODELS
             for row in rows_of(name, options.budgets, options.rounds, link)
         ],
     }
-    print("written:", report.write_result(options.out, "offload-steps-cpu", result))
+    name = "offload-steps-direct-cpu" if is_io_direct() else "offload-steps-cpu"
+    print("written:", report.write_result(options.out, name, result))
     return 0
 
 

@@ -1,4 +1,5 @@
-"""A step that offloads everything: every tensor that the backward reads leaves the device."""
+"""A step that offloads everything: every tensor of the forward that the backward reads leaves the
+device."""
 
 from __future__ import annotations
 
@@ -11,11 +12,13 @@ from remat.passes.offload.rewriting import offload_tensors
 
 
 def offload_everything(trace: Trace, link: Link) -> Trace:
-    """Return the trace with every large tensor that the backward reads offloaded, and freed after
-    its last use in the forward, however long the step waits for the copy."""
+    """Return the trace with every large tensor of the forward that the backward reads offloaded,
+    and freed after its last use there, however long the step waits for the copy."""
     stays = [
-        HostStay(c.tensor, gone_by=trace.nodes[c.last_forward_reader + 1].name)
+        HostStay(c.tensor, gone_by=trace.nodes[c.idle.last_use + 1].name)
         for c in offload_candidates(trace)
-        if c.size_bytes >= MIN_BYTES and c.first_backward_reader is not None
+        if c.size_bytes >= MIN_BYTES
+        and c.idle.next_reader is not None
+        and not trace.nodes[c.producer].backward
     ]
     return offload_tensors(trace, stays, link)

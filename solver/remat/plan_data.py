@@ -51,6 +51,9 @@ WAITING_S_STAT = "waiting_s"
 """Key of `PlanData.stats`: the seconds that the step waits for copies, a part of its time. All
 other copies are hidden."""
 
+NOT_OFFLOADED_STAT = "not_offloaded"
+"""Key of `PlanData.stats`, for a step whose tensors may be offloaded, and are not: why."""
+
 
 class Status(Enum):
     """OPTIMAL if a plan is proved to be within the requested gap, else FEASIBLE."""

@@ -12,19 +12,21 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from remat.choice.declined import reason_to_decline, with_reason
 from remat.choice.offloadable_step import S, StepPlan, TraceStep
 from remat.choice.offloaded_forms import (
     LEAST_GAIN,
     OffloadedForm,
     OffloadLimits,
+    form_with_everything_offloaded,
     least_time_s,
     offloaded_forms,
+    smallest_need_bytes,
 )
 from remat.choice.trace_plan import TracePlan
 from remat.costs.link import Link
 from remat.documents.trace import Trace
 from remat.errors import GraphError, InfeasibleBudget, SolverTimeout
-from remat.heuristics.peak_bounds import peak_lower_bound_bytes
 from remat.limits.budget import Budget
 from remat.passes.offload.copies import copy_times
 from remat.plan import Plan
@@ -43,6 +45,8 @@ from remat.simulate import baseline_of, simulate
 MAX_OPERATIONS = 10_000
 """The largest traces in which tensors are offloaded: a solve of larger ones takes minutes."""
 
+_TOO_LARGE = f"the step has more than {MAX_OPERATIONS:,} operations"
+
 _MAX_ATTEMPTS = 3
 """Rewritten traces that are solved in full, as long as none fits the budget."""
 
@@ -52,16 +56,9 @@ _MAX_PLANS = 2
 _WORTHWHILE_GAIN = 0.01
 """Another trace is solved only if its guessed time is at least this share below the best plan's."""
 
-_MIN_SHARES = (0.3, 0.7)
-"""For the budget "min": places between the largest operation's need and the smallest peak without
-offloading at which a plan is tried."""
-
 _LATE_COPIES_FACTOR = 1000.0
 """Where nothing else fits the budget, copies are placed for a link that is faster by this factor:
 they take less memory, and the step waits for them."""
-
-_LEAST_PEAK_GAIN = 0.05
-"""For the budget "min": the share of the peak that offloading may save, at least, to be tried."""
 
 
 def solve_with_offload(
@@ -108,8 +105,7 @@ def choose_offloading(
     `steps` are forms of one measured step, such as whole and with operations split. Waiting for
     copies is part of the plan's time, as costs of the operations that wait. `solve_without` solves
     without offloading; it is not called if no such plan of `steps` can be faster. `cancel` and
-    `limit_s` end the choice early: after that time, the first plan with offloading is taken; for
-    the budget "min" the time is that of each size that is tried. Raises the errors of
+    `limit_s` end the choice early: no solve starts after that time. Raises the errors of
     `solve_without` if no plan with offloading fits the budget either.
     """
     graph = steps[0].graph()
@@ -130,17 +126,54 @@ def choose_offloading(
         without = solve_without()
     except (InfeasibleBudget, SolverTimeout):
         if offloaded is None:
-            # Copies back that start in time for a slow link take memory for long: start them late.
-            late = replace(limits, link=limits.link.scaled(_LATE_COPIES_FACTOR))
-            choices = offloaded_forms(solvable, budget_bytes, late, cancel, limit_s)
-            deadline = time.monotonic() + limit_s
-            offloaded = _best_plan(choices, budget, limits.link, solve_in_full, deadline)
+            offloaded = _plan_with_late_copies(
+                solvable, budget, budget_bytes, limits, solve_in_full, cancel, deadline, math.inf
+            )
         if offloaded is None:
             raise
         return offloaded
+    if offloaded is None and time.monotonic() < deadline:
+        until_s = without.plan.time_s
+        offloaded = _plan_with_late_copies(
+            solvable, budget, budget_bytes, limits, solve_in_full, cancel, deadline, until_s
+        )
     if offloaded is None or _is_as_fast(without.plan, offloaded.plan):
-        return without
+        best = None if offloaded is None else offloaded.plan
+        reason = reason_to_decline(without, best, limits.min_bytes) if solvable else _TOO_LARGE
+        return with_reason(without, reason)
     return offloaded
+
+
+def _plan_with_late_copies(
+    steps: Sequence[S],
+    budget: Budget,
+    budget_bytes: int,
+    limits: OffloadLimits,
+    solve_in_full: Callable[[S, Budget], Plan],
+    cancel: Cancel | None,
+    deadline: float,
+    until_s: float,
+) -> StepPlan[S] | None:
+    """Return a plan for a budget that no plan with copies in time fits; None if there is none, or
+    if waiting alone makes it slower than `until_s`.
+
+    Copies back that start in time for a slow link take memory for long. These start late, and the
+    step waits for them.
+    """
+    everything = [
+        form
+        for step in steps
+        if smallest_need_bytes(step.graph()) <= budget_bytes
+        and (form := form_with_everything_offloaded(step, limits)).score_s < until_s
+    ]
+    plan = _best_plan(everything, budget, limits.link, solve_in_full, deadline)
+    if plan is not None and time.monotonic() < deadline:
+        late = replace(limits, link=limits.link.scaled(_LATE_COPIES_FACTOR))
+        limit_s = deadline - time.monotonic()
+        forms = offloaded_forms(steps, budget_bytes, late, cancel, limit_s)
+        faster = _best_plan(forms, budget, limits.link, solve_in_full, deadline)
+        plan = min(plan, faster or plan, key=lambda plan: plan.plan.time_s)
+    return plan
 
 
 def _is_as_fast(without: Plan, offloaded: Plan) -> bool:
@@ -158,19 +191,22 @@ def _solve_smallest(
     else the plan without. It is not proved that there is no smaller peak."""
     without = solve_without()
     peak_bytes = without.plan.peak_bytes
-    least_bytes = peak_lower_bound_bytes(without.step.graph())
-    shares = _MIN_SHARES if least_bytes < (1 - _LEAST_PEAK_GAIN) * peak_bytes else ()
-    for share in (*shares, 1.0):
-        size_bytes = least_bytes + int(share * (peak_bytes - least_bytes))
-        deadline = time.monotonic() + limit_s
-        choices = offloaded_forms((without.step,), size_bytes, limits, cancel, limit_s)
-        budget = Budget.parse(size_bytes)
-        offloaded = _best_plan(choices, budget, limits.link, solve_in_full, deadline)
-        if offloaded is None:
-            continue
-        if size_bytes < peak_bytes or not _is_as_fast(without.plan, offloaded.plan):
-            return offloaded._replace(plan=replace(offloaded.plan, status=Status.FEASIBLE))
-    return without
+    is_solvable = len(without.step.graph()) <= MAX_OPERATIONS
+    forms = [form_with_everything_offloaded(without.step, limits)] if is_solvable else []
+    deadline = time.monotonic() + limit_s
+    smallest = _best_plan(forms, Budget.parse("min"), limits.link, solve_in_full, deadline)
+    if smallest is not None and smallest.plan.peak_bytes >= peak_bytes:
+        smallest = None
+    size_bytes = peak_bytes if smallest is None else smallest.plan.peak_bytes
+    steps = (without.step,) if is_solvable else ()
+    forms = offloaded_forms(steps, size_bytes, limits, cancel, deadline - time.monotonic())
+    budget = Budget.parse(size_bytes)
+    plans = [smallest, _best_plan(forms, budget, limits.link, solve_in_full, deadline)]
+    offloaded = min((p for p in plans if p is not None), key=lambda p: p.plan.time_s, default=None)
+    if offloaded is None or (smallest is None and _is_as_fast(without.plan, offloaded.plan)):
+        reason = "no plan with a smaller peak was found" if is_solvable else _TOO_LARGE
+        return with_reason(without, reason)
+    return offloaded._replace(plan=replace(offloaded.plan, status=Status.FEASIBLE))
 
 
 def _best_plan(
@@ -181,7 +217,8 @@ def _best_plan(
     deadline: float,
 ) -> StepPlan[S] | None:
     """Return the fastest plan of the most promising choices that fit the budget, or that of a
-    choice without recomputation if it is faster. After the deadline, the first plan is taken."""
+    choice without recomputation if it is faster. No second choice is solved after the
+    deadline."""
 
     def solve(choice: OffloadedForm[S]) -> StepPlan[S] | None:
         try:
@@ -195,7 +232,7 @@ def _best_plan(
     for choice in choices[:_MAX_ATTEMPTS]:
         if len(plans) == _MAX_PLANS or choice.score_s > (1 - _WORTHWHILE_GAIN) * best_s:
             break
-        if plans and time.monotonic() > deadline:
+        if tried and time.monotonic() > deadline:
             break
         tried.append(choice)
         if (plan := solve(choice)) is not None:
@@ -203,7 +240,7 @@ def _best_plan(
             best_s = min(best_s, plan.plan.time_s)
     others = (c for c in choices if not any(c is choice for choice in tried))
     retaining = min(others, key=lambda choice: choice.without_recompute_s, default=None)
-    is_in_time = not plans or time.monotonic() <= deadline
+    is_in_time = not tried or time.monotonic() <= deadline
     if retaining is not None and is_in_time and retaining.without_recompute_s < best_s:
         plans += [plan for plan in [solve(retaining)] if plan is not None]
     return min(plans, key=lambda plan: plan.plan.time_s, default=None)

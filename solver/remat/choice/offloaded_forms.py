@@ -3,9 +3,11 @@
 The relaxation (`remat.milp.offload_relaxation`) is solved at the checkpoint cuts that need the most
 memory.
 Its linear program is solved for the whole budget and bandwidth, which gives a bound; the integer
-programs for a budget that is lower by 3%, 8% and 15% of the memory that is not constant (not lower
-where that has no solution), and for 95% of the bandwidth. Each of their solutions is rewritten into
-a step, and judged by a bound and the waiting of its copies, which takes a fraction of a second.
+programs, for tensors of the forward, have a budget that is lower by 3%, 8% and 15% of the memory
+that is not constant (not lower where that has no solution), and 95% of the bandwidth. Each of their
+solutions is rewritten into a step, and judged by a bound and the waiting of its copies, which takes
+a fraction of a second. Where nothing else fits, everything is offloaded, tensors of the backward
+too.
 
 The search ends early: with a step that is as fast as the bound, and after a cut whose best
 step does not wait for copies. Without that, ResNet-152 took 6 s instead of 1.
@@ -17,17 +19,19 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import accumulate, islice
 from typing import Generic, NamedTuple
 
-from remat.choice.offloadable_step import S
-from remat.choice.stays import stays_of_cut
+from remat.choice.offloadable_step import OffloadableStep, S
+from remat.choice.stays import PlannedStays, node_name, stays_of_cut
 from remat.costs.link import Link
 from remat.graph import Graph
 from remat.heuristics.peak_bounds import peak_lower_bound_bytes
 from remat.milp.checkpoint_cuts import candidate_operations, linear_bound_s
 from remat.milp.offload_relaxation import HostLimits, OffloadCut, solve_offload_cut
+from remat.passes.offload.candidates import idle_spans
 from remat.passes.offload.copies import copy_times
+from remat.passes.offload.places import HostStay
 from remat.progress import Cancel, is_cancelled
 from remat.schedule import Schedule
 from remat.simulate import simulate
@@ -68,6 +72,9 @@ points more time."""
 _USED_BANDWIDTH = 0.95
 """The share of the bandwidth that the relaxation chooses tensors for: copies start and are awaited
 between operations, so that their engines idle at times."""
+
+_INSTANT_COPIES_FACTOR = 1e6
+"""Copies are placed for a link that is faster by this factor where they must not overlap."""
 
 _SLACK_SHARES = (0.03, 0.08, 0.15, 0.0)
 """Shares of the memory above the constant that the relaxation leaves free, for copies on their way
@@ -118,16 +125,19 @@ def offloaded_forms(
     results = [
         result
         for step in steps
-        if _smallest_need_bytes(step.graph()) <= budget_bytes
+        if smallest_need_bytes(step.graph()) <= budget_bytes
         for result in _Search(step, budget_bytes, limits, has_ended).results()
     ]
     return sorted(results, key=lambda result: result.score_s)
 
 
-def _smallest_need_bytes(graph: Graph) -> int:
-    """Return a lower bound on the peak of every plan of the order, whatever it offloads: no output
-    of the forward has to stay on the device, recomputable or not, but for results."""
-    operations = (o if o.backward else replace(o, recomputable=True) for o in graph.operations)
+def smallest_need_bytes(graph: Graph) -> int:
+    """Return a lower bound on the peak of every plan of the order, whatever it offloads: only
+    results have to stay on the device, recomputable or not."""
+    operations = (
+        operation if op == graph.boundary else replace(operation, recomputable=True)
+        for op, operation in enumerate(graph.operations)
+    )
     return peak_lower_bound_bytes(replace(graph, operations=tuple(operations)))
 
 
@@ -154,15 +164,19 @@ class _Search(Generic[S]):
         self.budget_bytes = budget_bytes
         self.limits = limits
         self.has_ended = has_ended
-        self.values = step.offloadable_values(limits.min_bytes)
+        names = offloadable_names(step, limits)
+        self.values = {
+            v: name
+            for v, name in names.items()
+            if not self.graph.operations[self.graph.producer[v]].backward
+        }
         during_bytes = simulate(self.graph, Schedule.keep_all(self.graph)).during_bytes
         self.range_bytes = max(during_bytes, default=0) - self.graph.constant_bytes
         cuts = candidate_operations(during_bytes, budget_bytes, _CANDIDATE_CUTS)[:_CUTS]
-        self.host_limits = {op: _limits_at(self.graph, op, self.values, limits) for op in cuts}
-        self.used_limits = {
-            op: replace(at_cut, link=at_cut.link.scaled(_USED_BANDWIDTH))
-            for op, at_cut in self.host_limits.items()
-        }
+        self.host_limits = {op: _limits_at(self.graph, op, names, limits) for op in cuts}
+        """The limits that the bound is proved for."""
+        used = replace(limits, link=limits.link.scaled(_USED_BANDWIDTH))
+        self.used_limits = {op: _limits_at(self.graph, op, self.values, used) for op in cuts}
         self.bound_s = self._bound_s(recomputes=True)
         self.best_s = math.inf
         self._best: _CutAndSlack | None = None
@@ -285,14 +299,59 @@ class _Search(Generic[S]):
 
 
 def _limits_at(graph: Graph, cut: int, values: Iterable[int], limits: OffloadLimits) -> HostLimits:
-    """Return the limits of copies at a cut: only values that no operation of the forward reads
-    from then on can be on the host."""
+    """Return the limits of copies at a cut: values of the forward that it no longer reads, and
+    those of the backward that are idle there, can be on the host."""
     allowed = {
         v
-        for v in values
-        if all(op < cut or graph.operations[op].backward for op in graph.consumers[v])
+        for v, span in idle_spans(graph, values).items()
+        if span.last_use < cut
+        and (
+            not graph.operations[graph.producer[v]].backward
+            or (span.next_reader is not None and cut <= span.next_reader)
+        )
     }
     return HostLimits(limits.link, limits.host_bytes, frozenset(allowed))
+
+
+def offloadable_names(step: OffloadableStep, limits: OffloadLimits) -> dict[int, str]:
+    """Return the names of the tensors that may be offloaded, by their values: those of the forward,
+    and those of the backward that are idle for as long as their copies take."""
+    graph, link = step.graph(), limits.link
+    names = step.offloadable_values(limits.min_bytes)
+    end_s = [0.0, *accumulate(operation.cost_s for operation in graph.operations)]
+    spans = idle_spans(graph, names)
+
+    def is_idle_for_long(v: int) -> bool:
+        if (span := spans.get(v)) is None or span.next_reader is None:
+            return False
+        idle_s = end_s[span.next_reader] - end_s[span.last_use + 1]
+        return idle_s >= graph.values[v].size_bytes * (
+            1 / link.to_host_bytes_per_s + 1 / link.to_device_bytes_per_s
+        )
+
+    return {
+        v: name
+        for v, name in names.items()
+        if not graph.operations[graph.producer[v]].backward or is_idle_for_long(v)
+    }
+
+
+def form_with_everything_offloaded(step: S, limits: OffloadLimits) -> OffloadedForm[S]:
+    """Return the form in which every tensor leaves right after its last use before its idle span,
+    and comes back right before the next. It takes the least memory, and waits for most copies."""
+    graph = step.graph()
+    names = offloadable_names(step, limits)
+    spans = idle_spans(graph, names)
+    stays = [
+        HostStay(name, gone_by=node_name(graph, spans[v].last_use + 1))
+        for v, name in names.items()
+        if spans[v].next_reader is not None
+    ]
+    instant = limits.link.scaled(_INSTANT_COPIES_FACTOR)
+    everything = step.with_stays(PlannedStays(tuple(stays), {}), instant)
+    times = copy_times(everything.graph(), range(len(everything.graph())), limits.link)
+    bound_s = graph.total_cost_s
+    return OffloadedForm(everything, times.step_s, times.waiting_s, bound_s, times.step_s)
 
 
 def least_time_s(graph: Graph, budget_bytes: int, until_s: float = math.inf) -> float:

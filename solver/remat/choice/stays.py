@@ -39,19 +39,19 @@ def stays_of_cut(
     """
     needed_by = _needs(graph, cut)
     gone_by = _departures(graph, cut, budget_bytes)
-    until = _node_name(graph, cut.operation)
+    until = node_name(graph, cut.operation)
     stays: list[HostStay] = []
     for value in sorted(cut.offloaded):
         needed = _need_of_value(graph, cut, value, needed_by)
         if needed == math.inf:
             continue
-        name = _node_name(graph, int(needed))
-        gone = _node_name(graph, gone_by[value])
+        name = node_name(graph, int(needed))
+        gone = node_name(graph, gone_by[value])
         stays.append(HostStay(values[value], gone, until, name))
     recomputed_s: dict[str, float] = {}
     for op, needed in needed_by.items():
         if needed < math.inf:
-            name = _node_name(graph, int(needed))
+            name = node_name(graph, int(needed))
             recomputed_s[name] = recomputed_s.get(name, 0.0) + graph.operations[op].cost_s
     return PlannedStays(tuple(stays), recomputed_s)
 
@@ -111,7 +111,7 @@ def _need_of_value(graph: Graph, cut: OffloadCut, value: int, needed_by: dict[in
     return min(min(direct, default=math.inf), min(indirect, default=math.inf))
 
 
-def _node_name(graph: Graph, op: int) -> str:
+def node_name(graph: Graph, op: int) -> str:
     """Return the name of an operation, of the next one for the boundary: a trace has no node for
     it."""
     return graph.operations[op + (op == graph.boundary)].name

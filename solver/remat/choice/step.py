@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from remat.choice.offload import solve_with_offload
 from remat.choice.offloaded_forms import OffloadLimits
@@ -14,6 +15,7 @@ from remat.heuristics.peak_bounds import end_bytes, peak_lower_bound_bytes
 from remat.limits.budget import Budget
 from remat.passes.split.largest_operations import split_largest_operations
 from remat.plan import Plan
+from remat.plan_data import NOT_OFFLOADED_STAT
 from remat.progress import Cancel
 from remat.simulate import baseline_of
 
@@ -59,8 +61,12 @@ def solve_step(
 
     if _exceeds_at_end(trace, budget):
         return TracePlan(trace, solve_in_full(trace, budget))
-    if offload is None or offload.host_bytes == 0:
+    if offload is None:
         return solve_without_offload()
+    if offload.host_bytes == 0:
+        chosen = solve_without_offload()
+        stats = {**chosen.plan.stats, NOT_OFFLOADED_STAT: "the host budget is 0"}
+        return chosen._replace(plan=replace(chosen.plan, stats=stats))
     traces, chosen_without = (trace,), solve_without_offload
     if pieces:
         try:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from remat.limits.units import format_bytes, format_seconds
 from remat.passes.offload.copies import offloaded_values
-from remat.plan_data import COPIES_S_STAT, WAITING_S_STAT, PlanData
+from remat.plan_data import COPIES_S_STAT, NOT_OFFLOADED_STAT, WAITING_S_STAT, PlanData
 
 
 def offload_lines(plan: PlanData) -> list[str]:
-    """Return the lines about all offloaded tensors; none for a step without any."""
+    """Return the lines about all offloaded tensors, or why there are none; no line if they may not
+    be offloaded."""
     graph = plan.graph
     if not graph.renewal:
-        return []
+        reason = plan.stats.get(NOT_OFFLOADED_STAT)
+        return [] if reason is None else [f"nothing is offloaded: {reason}"]
     lines = [
         f"{len(graph.renewal)} tensors of "
         f"{format_bytes(sum(graph.values[v].size_bytes for v in graph.renewal))} are offloaded to "

@@ -51,7 +51,11 @@ def test_the_graph_with_copies_is_that_of_the_trace(link: Link) -> None:
     trace = measured(net_case())
     graph = trace.graph()
     values = values_of_candidates(graph, offload_candidates(trace), 256)
-    read = {c.tensor for c in offload_candidates(trace) if c.first_backward_reader is not None}
+    read = {
+        c.tensor
+        for c in offload_candidates(trace)
+        if c.idle.next_reader is not None and not trace.nodes[c.producer].backward
+    }
     stays = [HostStay(name) for name in values.values() if name in read]
     offloaded = offload_values(graph, values, stays, link, {})
     expected = offload_tensors(trace, stays, link).graph()

@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from tests.helpers.training.models import Case
 from tests.torch.offload.test_offload_tensors import (
     FAST,
     SMALL_BYTES,
@@ -13,6 +14,7 @@ from tests.torch.offload.test_offload_tensors import (
     net_case,
     run,
 )
+from torch import nn
 
 import remat
 from remat.choice.offloadable_step import TraceStep
@@ -85,6 +87,8 @@ def test_a_fast_link_is_cheaper_than_recomputation(trace: Trace, budget: str) ->
 def test_nothing_is_offloaded_where_it_does_not_pay(trace: Trace, budget: str) -> None:
     chosen = choose(trace, budget, SLOWEST if budget == "70%" else FAST)
     assert chosen.trace is trace
+    reasons = {"100%": "the step fits the budget without", "70%": "no plan with offloading is"}
+    assert f"offload   nothing is offloaded: {reasons[budget]}" in chosen.plan.describe()
     assert chosen.plan.time_s == pytest.approx(solve_in_full(trace, Budget.parse(budget)).time_s)
 
 
@@ -110,7 +114,9 @@ def test_the_host_has_a_budget(trace: Trace) -> None:
     half = choose(trace, "75%", FAST, half_bytes)
     assert 0 < int(half.plan.stats[HOST_BYTES_STAT]) <= half_bytes
     assert full.plan.time_s <= half.plan.time_s
-    assert choose(trace, "75%", FAST, 0).trace is trace
+    none = choose(trace, "75%", FAST, 0)
+    assert none.trace is trace
+    assert "offload   nothing is offloaded: the host budget is 0" in none.plan.describe()
 
 
 def test_the_smallest_peak_does_not_take_more_time(trace: Trace) -> None:
@@ -118,6 +124,42 @@ def test_the_smallest_peak_does_not_take_more_time(trace: Trace) -> None:
     chosen = choose(trace, "min", FAST)
     assert chosen.plan.peak_bytes <= smallest.peak_bytes
     assert chosen.plan.overhead <= smallest.overhead + 1e-9
+
+
+class Skip(nn.Module):
+    """A large tensor skips layers of small ones, and so does its gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(32, 32), nn.Linear(32, 32)
+        self.deep = nn.Sequential(nn.Linear(32, 512), nn.Tanh(), nn.Linear(512, 32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.first(x).sin()
+        deep = self.deep(h.view(8, -1, 32).mean(0))
+        return self.last(h + deep.repeat(8, 1)).square().mean()
+
+
+def test_the_gradient_of_a_skip_connection_is_offloaded_for_the_smallest_peak() -> None:
+    torch.manual_seed(0)
+    case = Case(Skip(), (torch.randn(1024, 32),), loss=lambda loss: loss)
+    trace = measured(case)
+    nodes = (n.model_copy(update={"recomputable": not n.backward}) for n in trace.nodes)
+    trace = trace.replace(nodes=tuple(nodes))  # it cannot be recomputed instead
+    smallest = solve_in_full(trace, Budget.parse("min"))
+    chosen = choose(trace, "min", FAST)
+    is_backward = {n.results[0].name: n.backward for n in trace.nodes if n.results}
+    assert any(is_backward[name] for name in offloaded_tensors(chosen.trace))
+    assert chosen.plan.peak_bytes < smallest.peak_bytes
+    between = (chosen.plan.peak_bytes + smallest.peak_bytes) // 2
+    with pytest.raises(remat.InfeasibleBudget):
+        solve_in_full(trace, Budget.parse(between))
+    assert choose(trace, between, FAST).plan.peak_bytes <= between
+    reference = copy.deepcopy(case.model)
+    module = remat.lower(remat.rewrite(chosen.trace, chosen.plan.schedule), case.model)
+    assert torch.equal(run(reference, case), run(module, case))
+    for p, q in zip(reference.parameters(), case.model.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad)
 
 
 def test_an_infeasible_budget_is_that_of_the_step_without_copies(trace: Trace) -> None:

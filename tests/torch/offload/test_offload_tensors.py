@@ -69,11 +69,13 @@ def measured(case: Case) -> Trace:
     return remat.measure(trace, remat.Roofline("cpu"))
 
 
-def offloaded(trace: Trace, link: Link) -> Trace:
+def offloaded(trace: Trace, link: Link, *, of_backward: bool = False) -> Trace:
     names = [
         c.tensor
         for c in offload_candidates(trace)
-        if c.size_bytes >= SMALL_BYTES and c.first_backward_reader is not None
+        if c.size_bytes >= SMALL_BYTES
+        and c.idle.next_reader is not None
+        and (of_backward or not trace.nodes[c.producer].backward)
     ]
     return offload_tensors(trace, map(HostStay, names), link)
 
@@ -96,8 +98,9 @@ def test_offloaded_steps_have_the_numbers_of_those_that_are_not(name: str, link:
     plain = measured(case)
     schedule = remat.Schedule.keep_all(plain.graph())
     reference = remat.lower(remat.rewrite(plain, schedule), copy.deepcopy(case.model))
-    trace = offloaded(plain, link)
-    assert any(node.target == OFFLOAD_TARGET for node in trace.nodes)
+    trace = offloaded(plain, link, of_backward=True)
+    sides = {node.backward for node in trace.nodes if node.target == OFFLOAD_TARGET}
+    assert sides == {False, True}
     schedule = remat.Schedule.keep_all(trace.graph())
     module = remat.lower(remat.rewrite(trace, schedule), case.model)
     for _ in range(2):
@@ -110,7 +113,7 @@ def test_offloaded_steps_have_the_numbers_of_those_that_are_not(name: str, link:
 @pytest.mark.parametrize("budget", ["100%", "min"])
 def test_the_measured_peak_is_the_predicted_one(budget: str) -> None:
     case = net_case()
-    trace = offloaded(measured(case), FAST)
+    trace = offloaded(measured(case), FAST, of_backward=True)
     plan = remat.solve(trace, budget, remat.Auto(time_limit=3))
     program = remat.rewrite(trace, plan.schedule)
     module = remat.lower(program, case.model)
@@ -232,7 +235,7 @@ def test_the_runtime_starts_copies_in_the_simulated_order(monkeypatch: pytest.Mo
 @pytest.mark.parametrize("link", [FAST, SLOW], ids=["fast", "slow"])
 def test_without_copies_the_graph_is_the_one_before(link: Link) -> None:
     plain = measured(net_case())
-    before, graph = plain.graph(), offloaded(plain, link).graph()
+    before, graph = plain.graph(), offloaded(plain, link, of_backward=True).graph()
     assert len(graph) > len(before) == count_without_copies(graph)
     assert replace(without_copies(graph), unsplit=None) == before
 
@@ -267,15 +270,15 @@ def test_what_only_recomputations_read_is_offloaded_for_them() -> None:
     only, read = next(
         (c, by_name[reader.results[0].name])
         for c in by_name.values()
-        if c.first_backward_reader is None and c.size_bytes >= SMALL_BYTES
-        for reader in plain.nodes[c.producer + 1 : c.last_forward_reader + 1]
+        if c.idle.next_reader is None and c.size_bytes >= SMALL_BYTES
+        for reader in plain.nodes[c.producer + 1 : c.idle.last_use + 1]
         if c.tensor in reader.operand_names and reader.results[0].name in by_name
-        if by_name[reader.results[0].name].first_backward_reader is not None
+        if by_name[reader.results[0].name].idle.next_reader is not None
     )
     with pytest.raises(RematError, match="no operation of the backward reads it"):
         offload_tensors(plain, [HostStay(only.tensor)], FAST)
-    assert read.first_backward_reader is not None
-    needed_by = plain.nodes[read.first_backward_reader].name
+    assert read.idle.next_reader is not None
+    needed_by = plain.nodes[read.idle.next_reader].name
     trace = offload_tensors(plain, [HostStay(only.tensor, needed_by=needed_by)], FAST)
     graph = trace.graph()
     index = {o.name: i for i, o in enumerate(graph.operations)}

@@ -37,9 +37,11 @@ from remat.frontend.compile.joint.symbolic_sizes import ScopedSymbol
 from remat.frontend.compile.kernels.variants import least_demanding_error
 from remat.frontend.compile.loss_only import drop_other_outputs, with_dropped_outputs
 from remat.frontend.compile.naming import current_compile_id, current_object_name
+from remat.frontend.compile.offload_choice import device_of, prepare_host
 from remat.frontend.compile.partitioner import Partitioner
 from remat.frontend.compile.registry import (
     NO_FEEDBACK,
+    CompiledPlan,
     PlannedSplit,
     ReplanFeedback,
     compiled_plans,
@@ -142,9 +144,10 @@ def _compile_graph(
             reporting.log_no_loss(graph_title(current_object_name(), current_compile_id()))
     step = current_step(options)
     request = _CompileRequest(gm, example_inputs, compile_options, config_patches, step)
-    if compile_options.inductor:
-        return with_dropped_outputs(_compile_with_inductor(request), dropped)
-    return with_dropped_outputs(_compile_within_budget(request)[0], dropped)
+    code, compiled = _compile_or_load(request)
+    if compiled is not None:
+        prepare_host(compiled.plan, device_of(example_inputs))
+    return with_dropped_outputs(code, dropped)
 
 
 def _with_mode(inductor_options: dict[str, Any], mode: str | None) -> dict[str, Any]:
@@ -168,10 +171,12 @@ class _CompileRequest:
     step: StepGraphs
 
 
-def _compile_with_inductor(request: _CompileRequest) -> Any:
-    """Compile a graph. If torch's cache has its code and ours its plan, load both; else plan it."""
-    if not disk_cache.is_torch_cache_enabled():
-        return _compile_within_budget(request)[0]
+def _compile_or_load(request: _CompileRequest) -> tuple[Any, CompiledPlan | None]:
+    """Return the code of a graph and its plan, None if it needs none. If torch's cache has the code
+    and ours the plan, load both; else plan the graph."""
+    if not request.options.inductor or not disk_cache.is_torch_cache_enabled():
+        code, partitioner = _compile_within_budget(request)
+        return code, partitioner.compiled
     uuid = Partitioner.of_backend(request.options, request.step).uuid()
     patches = sorted(request.config_patches.items())
     key = disk_cache.cache_key(request.gm, request.inputs, f"{uuid} {patches!r}")
@@ -182,19 +187,20 @@ def _compile_with_inductor(request: _CompileRequest) -> Any:
     code, partitioner = _compile_within_budget(request, feedback, split)
     if partitioner.compiled is None and disk_cache.torch_cache_hits() > hits_before:
         if cached is not None:
-            if cached.compiled is not None:
-                names = {"module": current_object_name(), "compile_id": current_compile_id()}
-                compiled = replace(cached.compiled, group=request.step, **names)
-                register_plan(compiled)
-                reporting.log_cache_hit(compiled)
-            return code
+            if cached.compiled is None:
+                return code, None
+            names = {"module": current_object_name(), "compile_id": current_compile_id()}
+            compiled = replace(cached.compiled, group=request.step, **names)
+            register_plan(compiled)
+            reporting.log_cache_hit(compiled)
+            return code, compiled
         with disk_cache.autograd_cache_disabled():  # torch has the code, but the plan is missing
             code, partitioner = _compile_within_budget(request)
     planned = disk_cache.CachedPlan(
         partitioner.compiled, partitioner.feedback, partitioner.planned_split()
     )
     disk_cache.store_plan(key, planned)
-    return code
+    return code, partitioner.compiled
 
 
 def _compile_within_budget(

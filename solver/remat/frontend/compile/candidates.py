@@ -108,8 +108,8 @@ class CandidateSelection:
                 problem, plan = choose_offloaded(
                     problems, budget, self.offload, self.solver, solve_without
                 )
-                if without is not None and plan is without.plan:
-                    return None
+                if without is not None and not plan.graph.renewal:
+                    return without._replace(plan=plan)
                 if is_min and self.plain_bytes is not None and plan.peak_bytes > self.plain_bytes:
                     return None
                 return Candidate(problem, plan)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -14,10 +14,10 @@ from remat.choice.offloaded_forms import OffloadLimits
 from remat.choice.split import CHOICE_LIMIT_S
 from remat.frontend.common.torch_modes import isolated_modes
 from remat.frontend.compile.compile_options import OffloadOptions
-from remat.frontend.compile.joint.fx_utils import node_bytes, output_tensors
+from remat.frontend.compile.joint.fx_utils import output_tensors
 from remat.frontend.compile.joint.joint_graph import CompiledJointGraph
 from remat.frontend.compile.kernels.offloading import OffloadableProblem
-from remat.frontend.compile.kernels.to_solver import CompileProblem, TensorCopy
+from remat.frontend.compile.kernels.to_solver import CompileProblem
 from remat.frontend.compile.solving import GraphSolver
 from remat.frontend.planning.host_limits import limits_here, reserve_host
 from remat.limits.budget import Budget
@@ -42,7 +42,7 @@ def offload_limits(
     """
     if not options.is_allowed or options.host_bytes == 0 or config.triton.cudagraphs:
         return None
-    device = _device(joint)
+    device = step_device(joint)
     if device.type not in ("cpu", "cuda"):
         return None
     with isolated_modes(device):
@@ -64,8 +64,8 @@ def choose_offloaded(
     `solve_without`. Raises the errors of `solve_without` if there is none."""
 
     def solve_in_full(step: OffloadableProblem, budget: Budget) -> Plan:
-        assert budget.size_bytes is not None
-        return solver.solve(step.graph(), budget.size_bytes)
+        size_bytes = budget.size_bytes
+        return solver.solve(step.graph(), "min" if size_bytes is None else size_bytes)
 
     def solve_step_without() -> StepPlan[OffloadableProblem]:
         problem, plan = solve_without()
@@ -82,19 +82,22 @@ def choose_offloaded(
     return PlannedProblem(chosen.step.problem, chosen.plan)
 
 
-def prepare_host(problem: CompileProblem, plan: Plan) -> None:
-    """Pin memory for the offloaded tensors of a plan before its first step."""
-    copies = [group for group in problem.groups if isinstance(group, TensorCopy)]
-    sizes_bytes = [node_bytes(copy.node) for copy in copies if copy.kind == "offload"]
+def prepare_host(plan: Plan, device: torch.device) -> None:
+    """Pin memory for the offloaded tensors of a final plan before its first step: plans of earlier
+    rounds do not run."""
+    sizes_bytes = [plan.graph.values[value].size_bytes for value in plan.graph.renewal]
     if sizes_bytes:
-        device = _device(problem.joint)
         with isolated_modes(device):
             reserve_host(device, sizes_bytes, int(plan.stats.get(HOST_BYTES_STAT, 0)))
 
 
-def _device(joint: CompiledJointGraph) -> torch.device:
+def step_device(joint: CompiledJointGraph) -> torch.device:
     """Return the device of a step: a GPU, if one of its tensors is there."""
     nodes = (*joint.placeholders, *joint.operations)
-    devices = [tensor.device for node in nodes for tensor in output_tensors(node)]
-    on_gpu = (device for device in devices if device.type != "cpu")
-    return next(on_gpu, torch.device("cpu"))
+    return device_of(tensor for node in nodes for tensor in output_tensors(node))
+
+
+def device_of(items: Iterable[object]) -> torch.device:
+    """Return the GPU of the first tensor that is on one; else the CPU."""
+    devices = (item.device for item in items if isinstance(item, torch.Tensor))
+    return next((d for d in devices if d.type != "cpu"), torch.device("cpu"))

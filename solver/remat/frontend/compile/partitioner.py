@@ -45,7 +45,7 @@ from remat.frontend.compile.kernels.to_solver import (
 )
 from remat.frontend.compile.kernels.variants import Variant, find_variants
 from remat.frontend.compile.naming import current_compile_id, current_object_name
-from remat.frontend.compile.offload_choice import offload_limits, prepare_host
+from remat.frontend.compile.offload_choice import offload_limits, prepare_host, step_device
 from remat.frontend.compile.registry import (
     NO_FEEDBACK,
     CompiledPlan,
@@ -329,7 +329,8 @@ class Partitioner(CustomPartitionerFn):
             plain_bytes,
             offload_limits(self.options.offload, joint, others.host_bytes),
         ).select()
-        prepare_host(problem, plan)
+        if self.group is None:  # the backend calls it once the kernels of a plan are verified
+            prepare_host(plan, step_device(joint))
         if self.split is not None and self.split.unsplit_min_bytes is not None:
             smallest = {UNSPLIT_MIN_BYTES_STAT: self.split.unsplit_min_bytes}
             plan = replace(plan, stats={**plan.stats, **smallest})

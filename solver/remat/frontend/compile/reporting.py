@@ -10,6 +10,7 @@ import logging
 
 from remat.frontend.compile.registry import CompiledPlan, ReplanFeedback
 from remat.limits.units import format_bytes, format_seconds
+from remat.report.offloads import offload_lines
 
 logger = logging.getLogger("remat")
 
@@ -49,7 +50,6 @@ def log_solved(compiled: CompiledPlan) -> None:
             format_bytes(compiled.baseline_bytes),
         )
         return
-    offloaded = len(plan.graph.renewal)
     logger.info(
         "%s: solved in %s: peak %s instead of %s, budget %s; time %+.2f%%, %d recomputations%s",
         compiled.title,
@@ -59,7 +59,7 @@ def log_solved(compiled: CompiledPlan) -> None:
         format_bytes(plan.budget_bytes),
         100 * plan.overhead,
         sum(plan.schedule.recomputed(plan.graph).values()),
-        f", {offloaded} tensors offloaded" if offloaded else "",
+        "".join(f"; {line}" for line in offload_lines(plan)),
     )
 
 

@@ -22,6 +22,7 @@ from remat.errors import GuardError, InfeasibleBudget, SolverTimeout
 from remat.frontend.common.operators import check_operations_allowed
 from remat.frontend.memory.auto_budget import auto_limits
 from remat.frontend.memory.reserve import reserve_size
+from remat.frontend.planning.host_limits import prepare_host
 from remat.frontend.planning.optimize_options import MEASURED_BY_SERVICE, OptimizeOptions
 from remat.frontend.planning.plan_cache import PlanEntry, PlannerState
 from remat.frontend.planning.schedule_reuse import ScheduleReuse, superseded_keys
@@ -143,6 +144,7 @@ class Planner:
         captured = traced
         traced, plan, program, is_reused = self._plan_trace(traced, accumulates_gradients)
         plan = self._with_option_stats(plan)
+        prepare_host(traced)
         if program is None:
             with self._timed("rewrite"):
                 program = rewrite(traced, plan.schedule)

@@ -16,7 +16,7 @@ from remat.documents.program import Program
 from remat.documents.trace import Trace
 from remat.errors import InfeasibleBudget
 from remat.frontend.costs.measure import measure, measure_pieces
-from remat.frontend.planning.host_limits import host_limits, prepare_host
+from remat.frontend.planning.host_limits import host_limits
 from remat.frontend.planning.optimize_options import MEASURED_BY_SERVICE, OptimizeOptions
 from remat.limits.budget import Budget
 from remat.limits.pieces import PIECES, pieces_to_try
@@ -83,7 +83,6 @@ def solve_trace(
         raise error.with_hint(
             'split="auto" may reach it: it computes the operations that need most in pieces'
         ) from None
-    prepare_host(trace)
     return PlanningResult(trace, plan, programs.get((_node_names(trace), plan.schedule)))
 
 

@@ -1,38 +1,53 @@
-"""Tensors of the forward that can be offloaded after their last use in the forward."""
+"""Tensors that can be offloaded, each for one span of the step in which nothing reads it.
+
+For a tensor of the forward that is from its last use in the forward to its first in the backward;
+for one of the backward, such as the gradient of a skip connection, the longest span between two
+uses.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
+from typing import NamedTuple
 
 from remat.costs.roofline import item_bytes
 from remat.documents.records import TensorMeta
 from remat.documents.targets import OFFLOAD_TARGETS
 from remat.documents.trace import Trace
+from remat.graph import Graph
+
+
+class IdleSpan(NamedTuple):
+    """The operations between which a tensor can be on the host: the last that uses it before, and
+    the first that reads it after, None if there is none: then only recomputations read what comes
+    back."""
+
+    last_use: int
+    next_reader: int | None
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A tensor that can be offloaded, with indices of `Trace.nodes`: its producer, its last reader
-    in the forward (or the producer), and its first reader in the backward, None if there is none:
-    then only recomputations read what comes back. `result` is its index among the producer's
-    results."""
+    """A tensor that can be offloaded, with indices of `Trace.nodes`: its producer, and the
+    operations before and after the span in which it can be on the host. `result` is its index among
+    the producer's results."""
 
     tensor: str
     size_bytes: int
     producer: int
     result: int
-    last_forward_reader: int
-    first_backward_reader: int | None
+    idle: IdleSpan
 
 
 def offload_candidates(trace: Trace) -> tuple[Candidate, ...]:
     """Return the tensors that can be offloaded, in the order of their producers.
 
-    They are results of the forward that fill their storage. Inputs of the graph, outputs,
-    gradients, and storages that an operation writes over are left out.
+    They are results of operations that fill their storage. Inputs of the graph, outputs, gradients
+    of parameters and inputs, and storages that an operation writes over are left out.
     """
     readers: dict[int, list[int]] = defaultdict(list)
     excluded = {p.storage for p in trace.placeholders}
@@ -51,17 +66,46 @@ def offload_candidates(trace: Trace) -> tuple[Candidate, ...]:
 def _candidates(
     trace: Trace, readers: dict[int, list[int]], excluded: set[int]
 ) -> Iterator[Candidate]:
+    position, is_backward = [0], [node.backward for node in trace.nodes]
+    for node in trace.nodes:  # views take no time
+        position.append(position[-1] + (not node.view))
     for index, node in enumerate(trace.nodes):
-        if node.view or node.backward or node.target in OFFLOAD_TARGETS:
+        if node.view or node.target in OFFLOAD_TARGETS:
             continue
         for number, result in enumerate(node.results):
             size = trace.storage_bytes[result.storage]
             if result.storage in excluded or not fills_storage(result.tensor, size):
                 continue
-            forward = [i for i in readers[result.storage] if not trace.nodes[i].backward]
-            backward = [i for i in readers[result.storage] if trace.nodes[i].backward]
-            last, first = max(forward, default=index), min(backward, default=None)
-            yield Candidate(result.name, size, index, number, last, first)
+            idle = _idle_span(index, readers[result.storage], is_backward, position)
+            if idle is not None:
+                yield Candidate(result.name, size, index, number, idle)
+
+
+def idle_spans(graph: Graph, values: Iterable[int]) -> dict[int, IdleSpan]:
+    """Return the spans in which values of a graph can be on the host, as indices of operations.
+    Values of the backward that are read at once have none."""
+    is_backward = [operation.backward for operation in graph.operations]
+    position = range(len(is_backward))
+    spans = {
+        v: _idle_span(graph.producer[v], graph.consumers[v], is_backward, position) for v in values
+    }
+    return {v: span for v, span in spans.items() if span is not None}
+
+
+def _idle_span(
+    producer: int, readers: Sequence[int], is_backward: Sequence[bool], position: Sequence[int]
+) -> IdleSpan | None:
+    """Return the idle span of a value. `position` has the number of operations before each. A span
+    of the backward has at least one operation within."""
+    if is_backward[producer]:
+        uses = sorted({producer, *readers})
+        spans = [*pairwise(uses)]
+        lengths = [position[reader] - position[use] for use, reader in spans]
+        longest = max(lengths, default=0)
+        return IdleSpan(*spans[lengths.index(longest)]) if longest > 1 else None
+    forward = [i for i in readers if not is_backward[i]]
+    backward = [i for i in readers if is_backward[i]]
+    return IdleSpan(max(forward, default=producer), min(backward, default=None))
 
 
 def fills_storage(tensor: TensorMeta, size_bytes: int) -> bool:

@@ -117,12 +117,13 @@ def count_without_copies(graph: Graph) -> int:
 
 def without_copies(graph: Graph) -> Graph:
     """Return the graph of the step in which offloaded values stay on the device. Operations write
-    over what came back from the host, but not over the values of such a step."""
+    over what came back from the host, but not over what the forward of such a step saves."""
     offloaded = offloaded_values(graph)
     removed = {op for o in offloaded for op in o.operations}
     operations = [o for op, o in enumerate(graph.operations) if op not in removed]
     produced = {v for o in operations for v in o.outputs}
-    overwritable = produced - {o.value for o in offloaded}
+    saved = {o.value for o in offloaded if not graph.operations[graph.producer[o.value]].backward}
+    overwritable = produced - saved
     new_index = dict(zip(sorted(produced), range(len(produced)), strict=True))
     index = {op: i for i, op in enumerate(op for op in range(len(graph)) if op not in removed)}
     return replace(

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from remat.costs.link import Link
 from remat.graph import Graph, Operation, Value
-from remat.passes.offload.candidates import Candidate
+from remat.passes.offload.candidates import Candidate, idle_spans
 from remat.passes.offload.places import (
     HANDLE_BYTES,
     CopyPlaces,
@@ -47,13 +47,13 @@ def offload_values(
     """Return the graph in which values are offloaded; the costs of its operations decide where
     copies start and end.
 
-    `values` are those that can be offloaded: outputs of the forward that are no results. For the
+    `values` are those that can be offloaded, none of them results. For the
     rest see `copy_places`. The graph has a boundary.
     """
     boundary = graph.boundary
     assert boundary is not None
     operations = [TimedOperation(o.name, o.cost_s) for o in graph.operations]
-    candidates = [_candidate(graph, value) for value in sorted(values)]
+    candidates = _candidates(graph, values)
     places = [
         # what is gone before the backward starts is not saved for it
         place._replace(released=boundary - 1) if place.released == boundary else place
@@ -62,18 +62,11 @@ def offload_values(
     return _insert(graph, places)
 
 
-def _candidate(graph: Graph, value: int) -> Candidate:
-    producer = graph.producer[value]
-    forward = [op for op in graph.consumers[value] if not graph.operations[op].backward]
-    backward = [op for op in graph.consumers[value] if graph.operations[op].backward]
-    return Candidate(
-        graph.values[value].name,
-        graph.values[value].size_bytes,
-        producer,
-        graph.operations[producer].outputs.index(value),
-        max(forward, default=producer),
-        min(backward, default=None),
-    )
+def _candidates(graph: Graph, values: Collection[int]) -> Iterator[Candidate]:
+    for v, idle in idle_spans(graph, sorted(values)).items():
+        producer = graph.producer[v]
+        result = graph.operations[producer].outputs.index(v)
+        yield Candidate(graph.values[v].name, graph.values[v].size_bytes, producer, result, idle)
 
 
 def _insert(graph: Graph, places: list[CopyPlaces]) -> OffloadedGraph:

@@ -82,7 +82,7 @@ class _Insertion:
         arrived = result.model_copy(update={"position": -1})
         at_release = self.old.nodes[place.released].backward
         self.after[place.producer].append(
-            self._operation(OFFLOAD_TARGET, name, [name], sent, producer)
+            self._operation(OFFLOAD_TARGET, name, [name], sent, producer, producer.backward)
         )
         self.after[place.released].append(
             self._operation(RELEASE_TARGET, name, [sent.name, name], stored, producer, at_release)

@@ -49,9 +49,9 @@ class HostStay:
 
     It has left the device before the operation `gone_by` runs, and starts to come back at the
     operation `away_until` or later; "" leaves this to the times of the copies. It is back before
-    the operation `needed_by` of the backward, or before its first reader there if that is earlier
-    or `needed_by` is "": recomputations may read it before. A tensor that the backward
-    does not read requires it.
+    the operation `needed_by` of the backward, or before the reader that ends its idle span if that
+    is earlier or `needed_by` is "": recomputations may read it before. A tensor of the forward that
+    the backward does not read requires it.
     """
 
     tensor: str
@@ -92,8 +92,8 @@ def _absence(
         )
     candidate = by_name[stay.tensor]
     needs = [index[stay.needed_by]] if stay.needed_by else []
-    if candidate.first_backward_reader is not None:
-        needs.append(candidate.first_backward_reader)
+    if candidate.idle.next_reader is not None:
+        needs.append(candidate.idle.next_reader)
     if not needs:
         raise RematError(
             f"{stay.tensor} cannot be offloaded: no operation of the backward reads it, and "
@@ -127,7 +127,7 @@ def _places(
         index = bisect_left(end_s, copied_s)
         if gone is not None:
             index = min(index, gone - 1)
-        index = max(index, candidate.last_forward_reader)
+        index = max(index, candidate.idle.last_use)
         if index < needed - 1:
             released[candidate.tensor] = index
             free_s = copied_s
