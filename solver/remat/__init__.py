@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from remat.frontend.api.fit import fit
     from remat.frontend.api.max_batch import max_batch
     from remat.frontend.api.optimize import optimize
+    from remat.frontend.api.solve_step import solve_step
     from remat.frontend.capture.trace import trace
     from remat.frontend.compile.backend import compile
     from remat.frontend.compile.partitioner import Partitioner
@@ -71,6 +72,7 @@ _TORCH_MODULES = {
     "enable": "api.enable",
     "fit": "api.fit",
     "optimize": "api.optimize",
+    "solve_step": "api.solve_step",
     "plans": "api.enable",
     "trace": "capture.trace",
 }
@@ -120,6 +122,7 @@ __all__ = [
     "rewrite",
     "simulate",
     "solve",
+    "solve_step",
     "sweep",
     "trace",
 ]

@@ -43,6 +43,13 @@ class OperationCost:
     launch_s: float | None = None
 
 
+def roofline_of(trace: Trace) -> Roofline | None:
+    """Return the data sheet that the costs of a trace come from; None if they were measured."""
+    source = next((node.cost_source for node in trace.nodes if node.cost_source), "")
+    method, _, device = source.partition(" ")
+    return Roofline(device) if method == "roofline" else None
+
+
 def with_roofline_costs(trace: Trace, roofline: Roofline) -> Trace:
     """Return the trace with costs estimated by a device's data sheet; needs neither the device nor
     torch. Warns if torch would run other operations on that device.

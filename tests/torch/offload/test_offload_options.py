@@ -115,6 +115,24 @@ def test_a_full_disk_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
     assert limits.host_bytes == 500
 
 
+@pytest.mark.parametrize("offload", ["off", "auto"])
+def test_a_step_is_solved_with_the_trace_that_its_plan_is_for(offload: str) -> None:
+    case = large_case()
+    trace = measured(case)
+    link = FAST if offload == "auto" else None
+    step = remat.solve_step(trace, "70%", split=2, offload=offload, link=link)
+    assert bool(step.plan.graph.renewal) == (offload == "auto")
+    assert bool(step.trace.splits) == (offload == "off")
+    assert step.plan.graph == step.trace.graph()
+    reference = copy.deepcopy(case.model)
+    module = remat.lower(remat.rewrite(step.trace, step.plan.schedule), case.model)
+    assert torch.allclose(run(reference, case), run(module, case))
+    with pytest.raises(ValueError, match='pass offload="auto"'):
+        remat.solve_step(trace, "70%", host_budget="1GiB")
+    with pytest.raises(TypeError, match=r"a Graph: pass .*remat.solve takes a Graph"):
+        remat.solve_step(trace.graph(), "70%")  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("link", [5e9, (1e9, 1e9), "fast"])
 def test_a_link_is_a_link(link: object) -> None:
     with pytest.raises(TypeError, match=r"pass link=remat.Link\(55e9, 55e9\)"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from remat.choice.offloaded_forms import OffloadLimits
 from remat.commands.common.exits import UsageError
-from remat.costs.roofline import Roofline
+from remat.costs.trace_costs import roofline_of
 from remat.documents.trace import Trace
 from remat.limits.offload import is_offload_allowed, parse_host_budget
 
@@ -28,9 +28,7 @@ def offload_limits(
     step runs on this machine."""
     if not is_offload_allowed(offload):
         return None
-    source = next((node.cost_source for node in trace.nodes if node.cost_source), "")
-    method, _, device = source.partition(" ")
-    costs = Roofline(device) if method == "roofline" else None
     from remat.frontend.planning.host_limits import host_limits
 
+    costs = roofline_of(trace)
     return host_limits(offload, host_budget, None, trace, costs, None, is_here=is_here)
