@@ -6,6 +6,8 @@ import gc
 import itertools
 import json
 import logging
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -885,3 +887,14 @@ def test_garbage_that_is_freed_during_a_call_is_not_its_workspace() -> None:
         gc.set_threshold(*threshold)
     assert sizes == (1 << 20,)
     assert workspace_bytes == 0
+
+
+def test_a_process_that_only_measures_knows_the_operations_that_add_pieces() -> None:
+    """As the service's: it lowers no program."""
+    code = (
+        "from remat.documents.targets import ADD_PRODUCT_TARGET;"
+        "import remat.frontend.costs.measure;"
+        "from remat.frontend.common.operators import resolve;"
+        "resolve(ADD_PRODUCT_TARGET)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 import torch
 
+import remat.frontend.runtime.pieces  # noqa: F401  # registers the operations that add pieces
 from remat.costs.roofline import Roofline
 from remat.costs.trace_costs import with_costs, with_roofline_costs
 from remat.documents.records import Node
