@@ -48,6 +48,15 @@ def _extra(row: dict[str, Any] | None) -> str:
 
 def offload_steps() -> Table:
     """Return the peaks and times of real steps on a CPU, with activations in a file."""
+    return _steps("offload-steps-cpu")
+
+
+def offload_below() -> Table:
+    """Return the same at the smallest peaks with and without offloading."""
+    return _steps("offload-below-cpu")
+
+
+def _steps(name: str) -> Table:
     rows = tuple(
         (
             row["model"],
@@ -61,10 +70,10 @@ def offload_steps() -> Table:
             else f"{100 * row['predicted_overhead']:+.1f}%",
             "yes" if row["is_exact"] else "no",
         )
-        for row in load("offload-steps-cpu")["rows"]
+        for row in load(name)["rows"]
     )
     header = (
         "model", "budget", "method", "peak in bytes", "step", "over eager", "predicted",
         "bit for bit",
     )  # fmt: skip
-    return Table(("offload-steps-cpu",), header, rows)
+    return Table((name,), header, rows)

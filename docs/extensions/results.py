@@ -14,7 +14,7 @@ from docutils import nodes
 from gpu_results import gpu_missed, gpu_steps, gpu_times
 from length_results import lengths
 from measured import Table, load, newest
-from offload_results import offload_steps, offloading
+from offload_results import offload_below, offload_steps, offloading
 from run_results import (
     at_peaks,
     compile_time,
@@ -74,6 +74,7 @@ TABLES: dict[str, Callable[[], Table]] = {
         split_coverage,
         offloading,
         offload_steps,
+        offload_below,
     )
 }
 
