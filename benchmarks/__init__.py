@@ -6,6 +6,7 @@ Each runs as `python -m benchmarks.NAME`:
 * `compiled`: the ways of torch.compile to save memory; `compile_time`: how long compiling takes;
 * `training`: fifty steps of the Trainer of Transformers; `lengths`: batches of many lengths;
 * `dispatch`: a step that consists of kernel launches only;
+* `sources`: published figures about checkpointing, and those of remat for the same step;
 * `splitting`: the heads of language models in pieces; `software_gpu`: CUDA without a GPU;
 * `solver`: quality and time of schedules; `building`: time to build the MILP;
 * `coverage`: the architectures of Transformers; `service`: load, kills, overhead of HTTP;

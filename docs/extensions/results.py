@@ -32,6 +32,7 @@ from software_gpu_results import (
     software_gpu_missed,
 )
 from solver_results import baselines, published, random, search, table2, traced
+from source_results import source_assumptions, source_sizes, sources
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 from split_results import split_coverage, split_models, split_peers, split_steps
@@ -75,6 +76,9 @@ TABLES: dict[str, Callable[[], Table]] = {
         offloading,
         offload_steps,
         offload_below,
+        sources,
+        source_sizes,
+        source_assumptions,
     )
 }
 
