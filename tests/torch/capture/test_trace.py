@@ -12,6 +12,8 @@ from torch import nn
 
 import remat
 from remat.documents.targets import COPY_TARGET
+from remat.errors import TraceError
+from remat.frontend.capture.model import call_limit
 
 
 @pytest.mark.parametrize("name", PLAIN)
@@ -339,3 +341,22 @@ def test_the_error_of_a_failed_capture_is_that_of_eager_code() -> None:
 
     with pytest.raises(remat.TraceError, match="ValueError: eager"):
         remat.trace(Broken(), torch.zeros(4, 8))
+
+
+class _TokenLoop(nn.Module):
+    def __init__(self, steps: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+        self.steps = steps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(self.steps):
+            x = x * self.weight
+        return x.sum()
+
+
+def test_a_loop_over_too_many_steps_ends_with_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(call_limit, "MAX_CALLS", 50)
+    assert remat.trace(_TokenLoop(49), torch.randn(2)).nodes  # and one sum
+    with pytest.raises(TraceError, match=r"more than 50 operations .*test_trace\.py:\d+ \(in forw"):
+        remat.trace(_TokenLoop(50), torch.randn(2))

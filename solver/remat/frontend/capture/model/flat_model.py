@@ -25,6 +25,7 @@ from torch import nn
 from remat.documents.structure import Structure
 from remat.errors import TraceError, no_loss_returned
 from remat.frontend.capture.eager_kernels.autocast_cache import AutocastCache
+from remat.frontend.capture.model.call_limit import CallLimit
 from remat.frontend.capture.model.preserved_state import registered_buffers
 from remat.frontend.common.pytree import flatten, unflatten
 from remat.limits.outputs import SCALARS
@@ -74,7 +75,7 @@ class FlatModel(nn.Module):
         buffers = registered_buffers(self.model)
         cached_inputs = ([leaf] for leaf in compress(leaves, self.are_leaves))
         self.autocast_cache.start_forward([*self._tied_parameters(), *cached_inputs])
-        with module_paths_annotated(self.model):
+        with module_paths_annotated(self.model), CallLimit(self.model):
             returned = self.model(*args, **kwargs)
         _write_replaced_buffers(self.model, buffers)
         tensors, structure = flatten(returned, "the model's output ")
