@@ -22,6 +22,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+import numpy as np
+from numpy.typing import NDArray
+
 from remat.errors import GraphError, wrong_type
 
 if TYPE_CHECKING:
@@ -94,6 +97,32 @@ class Split:
     split_bytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class ValueLists:
+    """A list of values for each operation, in one array: those of operation i are the `counts[i]`
+    values from `starts[i]` on."""
+
+    values: NDArray[np.int64]
+    starts: NDArray[np.int64]
+    counts: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, lists: Iterable[tuple[int, ...]]) -> ValueLists:
+        """Put the lists into arrays."""
+        lists = list(lists)
+        counts = np.array([len(values) for values in lists], dtype=np.int64)
+        values = np.array([v for values in lists for v in values], dtype=np.int64)
+        return cls(values, np.cumsum(counts) - counts, counts)
+
+    def of_runs(self, runs: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return the values of a sequence of operations, one list after the other, and the run
+        that each is from."""
+        counts = self.counts[runs]
+        shifts = self.starts[runs] - (np.cumsum(counts) - counts)
+        positions = np.arange(int(counts.sum()), dtype=np.int64) + np.repeat(shifts, counts)
+        return self.values[positions], np.repeat(np.arange(len(runs), dtype=np.int64), counts)
+
+
 @dataclass(frozen=True)
 class Graph:
     """Operations in execution order with their values; validated on construction.
@@ -158,6 +187,11 @@ class Graph:
         )
 
     @cached_property
+    def last_consumers(self) -> tuple[int, ...]:
+        """The last operation that consumes each value; -1 if none does."""
+        return tuple(users[-1] if users else -1 for users in self.consumers)
+
+    @cached_property
     def consumers(self) -> tuple[tuple[int, ...], ...]:
         """The operations that consume each value, in order."""
         consumers: list[list[int]] = [[] for _ in self.values]
@@ -165,6 +199,43 @@ class Graph:
             for value in operation.inputs:
                 consumers[value].append(index)
         return tuple(tuple(users) for users in consumers)
+
+    @cached_property
+    def input_lists(self) -> ValueLists:
+        """The values that each operation consumes, as arrays."""
+        return ValueLists.of(operation.inputs for operation in self.operations)
+
+    @cached_property
+    def output_lists(self) -> ValueLists:
+        """The values that each operation produces, as arrays."""
+        return ValueLists.of(operation.outputs for operation in self.operations)
+
+    @cached_property
+    def overwrite_lists(self) -> ValueLists:
+        """The values that the first run of each operation may overwrite, as arrays."""
+        return ValueLists.of(operation.overwrites for operation in self.operations)
+
+    @cached_property
+    def size_array_bytes(self) -> NDArray[np.int64]:
+        """The sizes of all values."""
+        return np.array([value.size_bytes for value in self.values], dtype=np.int64)
+
+    @cached_property
+    def is_result(self) -> NDArray[np.bool_]:
+        """True for each value that is a result."""
+        is_result = np.zeros(len(self.values), dtype=np.bool_)
+        is_result[list(self.results)] = True
+        return is_result
+
+    @cached_property
+    def produced_array_bytes(self) -> NDArray[np.int64]:
+        """`produced_bytes` as an array."""
+        return np.array(self.produced_bytes, dtype=np.int64)
+
+    @cached_property
+    def costs_s(self) -> NDArray[np.float64]:
+        """The costs of all operations."""
+        return np.array([operation.cost_s for operation in self.operations], dtype=np.float64)
 
     @cached_property
     def produced_bytes(self) -> tuple[int, ...]:

@@ -19,8 +19,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from remat.errors import wrong_type
 from remat.graph import Baseline, Graph
@@ -74,16 +76,18 @@ def simulate(graph: Graph, schedule: Schedule) -> Timeline:
     if not isinstance(schedule, Schedule):
         raise wrong_type("simulate", "a Schedule", schedule, "pass plan.schedule")
     schedule.check(graph)
-    spans = _copy_spans(graph, schedule)
-    live = _live_bytes(graph, spans, len(schedule))
-    during = _during_bytes(graph, schedule, live, spans)
+    runs = np.array(schedule.runs, dtype=np.int64)
+    spans = _copy_spans(graph, runs)
+    live = _live_bytes(graph, spans, len(runs))
+    during = _during_bytes(graph, runs, live, spans).tolist()
+    live_bytes = live.tolist()
     return Timeline(
         peak_bytes=max(during, default=graph.constant_bytes),
-        time_s=_total_time_s(graph, schedule),
-        before_bytes=tuple(live[:-1]),
+        time_s=_total_time_s(graph, runs),
+        before_bytes=tuple(live_bytes[:-1]),
         during_bytes=tuple(during),
-        after_bytes=tuple(live[1:]),
-        copies=tuple(map(Copy, *spans)),
+        after_bytes=tuple(live_bytes[1:]),
+        copies=tuple(map(Copy, *(column.tolist() for column in spans))),
     )
 
 
@@ -101,10 +105,11 @@ def overwritten_copies(graph: Graph, schedule: Schedule, copies: Sequence[Copy])
 def peak_and_time(graph: Graph, schedule: Schedule) -> tuple[int, float]:
     """Return (peak in bytes, time in seconds) as `simulate` does, without the rest and without the
     check."""
-    spans = _copy_spans(graph, schedule)
-    live = _live_bytes(graph, spans, len(schedule))
-    during = _during_bytes(graph, schedule, live, spans)
-    return max(during, default=graph.constant_bytes), _total_time_s(graph, schedule)
+    runs = np.array(schedule.runs, dtype=np.int64)
+    spans = _copy_spans(graph, runs)
+    during = _during_bytes(graph, runs, _live_bytes(graph, spans, len(runs)), spans)
+    peak_bytes = int(during.max()) if len(during) else graph.constant_bytes
+    return peak_bytes, _total_time_s(graph, runs)
 
 
 def baseline_of(graph: Graph) -> Baseline:
@@ -115,62 +120,57 @@ def baseline_of(graph: Graph) -> Baseline:
     return Baseline(*peak_and_time(graph, Schedule.keep_all(graph)))
 
 
-_CopySpans = tuple[list[int], list[int], list[int]]
-"""Value, first run and last run of every copy."""
+_Integers = NDArray[np.int64]
+
+_CopySpans = tuple[_Integers, _Integers, _Integers]
+"""Value, first run and last run of every copy, in the order of the first runs."""
 
 
-def _copy_spans(graph: Graph, schedule: Schedule) -> _CopySpans:
-    after_last_run = len(schedule)
-    operations = graph.operations
-    results = graph.results
-    values: list[int] = []
-    starts: list[int] = []
-    ends: list[int] = []
-    latest = [-1] * len(graph.values)
-    for run, op in enumerate(schedule.runs):
-        operation = operations[op]
-        for v in operation.inputs:
-            if ends[latest[v]] < run:
-                ends[latest[v]] = run
-        for v in operation.outputs:
-            end = run
-            if v not in results:
-                latest[v] = len(values)
-            elif latest[v] < 0:
-                latest[v] = len(values)
-                end = after_last_run
-            values.append(v)
-            starts.append(run)
-            ends.append(end)
+def _copy_spans(graph: Graph, runs: _Integers) -> _CopySpans:
+    after_last_run = len(runs)
+    values, starts = graph.output_lists.of_runs(runs)
+    ends = starts.copy()
+    by_value = np.argsort(values, kind="stable")
+    sorted_values = values[by_value]
+    is_first = np.diff(sorted_values, prepend=-1) > 0
+    # A read is of the last copy that started before it. Of results, the first copy is read.
+    copy_keys = sorted_values * (after_last_run + 1) + starts[by_value]
+    read_values, reads = graph.input_lists.of_runs(runs)
+    is_read = ~graph.is_result[read_values]
+    read_values, reads = read_values[is_read], reads[is_read]
+    read_keys = read_values * (after_last_run + 1) + reads
+    ends[by_value[np.searchsorted(copy_keys, read_keys) - 1]] = reads  # the last read remains
+    ends[by_value[is_first & graph.is_result[sorted_values]]] = after_last_run
     return values, starts, ends
 
 
-def _live_bytes(graph: Graph, spans: _CopySpans, runs: int) -> list[int]:
+def _live_bytes(graph: Graph, spans: _CopySpans, run_count: int) -> _Integers:
     """Return the live bytes between runs: before the first, after the first, ..., after the
     last."""
-    change = [0] * (runs + 2)
-    for value, start, end in zip(*spans, strict=True):
-        size = graph.values[value].size_bytes
-        change[start + 1] += size
-        change[end + 1] -= size
-    change[0] = graph.constant_bytes
-    return list(accumulate(change[: runs + 1]))
+    values, starts, ends = spans
+    sizes_bytes = graph.size_array_bytes[values]
+    change_bytes = np.zeros(run_count + 2, dtype=np.int64)
+    np.add.at(change_bytes, starts + 1, sizes_bytes)
+    np.subtract.at(change_bytes, ends + 1, sizes_bytes)
+    change_bytes[0] = graph.constant_bytes
+    return np.cumsum(change_bytes[: run_count + 1])
 
 
 def _during_bytes(
-    graph: Graph, schedule: Schedule, live: list[int], spans: _CopySpans
-) -> list[int]:
-    produced_bytes = [
-        sum(graph.values[v].size_bytes for v in operation.outputs) + operation.workspace_bytes
-        for operation in graph.operations
-    ]
-    during = [live[run] + produced_bytes[op] for run, op in enumerate(schedule.runs)]
-    if any(operation.overwrites for operation in graph.operations):
-        overwrites = overwritten_in_run(graph, schedule)
-        for value, start, end in zip(*spans, strict=True):
-            if start < end < len(during) and value in overwrites[end]:
-                during[end] -= graph.values[value].size_bytes
-    return during
+    graph: Graph, runs: _Integers, live_bytes: _Integers, spans: _CopySpans
+) -> _Integers:
+    during_bytes = live_bytes[:-1] + graph.produced_array_bytes[runs]
+    if not len(graph.overwrite_lists.values):
+        return during_bytes
+    first_runs = np.sort(np.unique(runs, return_index=True)[1])
+    overwritten, overwriting = graph.overwrite_lists.of_runs(runs[first_runs])
+    keys = overwritten * len(runs) + first_runs[overwriting]
+    values, starts, ends = spans
+    is_overwritten = (starts < ends) & (ends < len(runs)) & np.isin(values * len(runs) + ends, keys)
+    np.subtract.at(
+        during_bytes, ends[is_overwritten], graph.size_array_bytes[values[is_overwritten]]
+    )
+    return during_bytes
 
 
 def overwritten_in_run(graph: Graph, schedule: Schedule) -> list[tuple[int, ...]]:
@@ -183,5 +183,5 @@ def overwritten_in_run(graph: Graph, schedule: Schedule) -> list[tuple[int, ...]
     return overwrites
 
 
-def _total_time_s(graph: Graph, schedule: Schedule) -> float:
-    return math.fsum(graph.operations[op].cost_s for op in schedule.runs)
+def _total_time_s(graph: Graph, runs: _Integers) -> float:
+    return math.fsum(graph.costs_s[runs].tolist())

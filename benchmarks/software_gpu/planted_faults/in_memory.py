@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+import numpy as np
+
 from benchmarks.software_gpu.planted_faults.fault import Fault, patched
 from benchmarks.software_gpu.planted_faults.session import AttentionNet
 from remat.documents import trace as trace_module
@@ -53,13 +55,11 @@ _live_bytes = simulator._live_bytes
 def _live_bytes_until(shift: int) -> Any:
     """Return a simulation in which copies end some runs later than they do."""
 
-    def live_bytes(graph: Graph, spans: Any, runs: int) -> list[int]:
+    def live_bytes(graph: Graph, spans: Any, run_count: int) -> Any:
         values, starts, ends = spans
-        shifted = [
-            end if end >= runs else max(start, min(runs - 1, end + shift))
-            for start, end in zip(starts, ends, strict=True)
-        ]
-        return _live_bytes(graph, (values, starts, shifted), runs)
+        shifted = np.maximum(starts, np.minimum(run_count - 1, ends + shift))
+        shifted = np.where(ends >= run_count, ends, shifted)
+        return _live_bytes(graph, (values, starts, shifted), run_count)
 
     return live_bytes
 
