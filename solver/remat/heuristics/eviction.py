@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
-from typing import NamedTuple
 
 from remat.graph import Graph
 from remat.heuristics.next_uses import NextUses
@@ -89,15 +88,9 @@ def evict(
     return Schedule.of(attempt.runs) if attempt.run_to_end(max_time_s, stop) else None
 
 
-class _Rank(NamedTuple):
-    """The place of a value among those to evict, the smallest first: `is_exact` if it is that of
-    its cost, and not of a lower bound."""
-
-    rank: float
-    value: int
-    benefit: float
-    next_use: float
-    is_exact: bool
+_Rank = tuple[float, int, float, float, bool]
+"""The place of a value among those to evict, the smallest first, the value, the benefit of evicting
+it, its next use, and True if the place is that of its cost, and not of a lower bound."""
 
 
 class _EvictionAttempt:
@@ -140,7 +133,8 @@ class _EvictionAttempt:
         """Values in memory that are no results and have a size."""
         self.pending_reads = [0] * len(self.size)
         self.next_uses = NextUses(graph, self.resident)
-        self.costs = RecomputeCosts(graph, self.resident)
+        self.costs = RecomputeCosts(graph, self.resident, self.min_cost_s, rule.cost_exponent)
+        self.idle_benefit = [idle**rule.idle_exponent for idle in range(1, len(graph) + 2)]
         self.runs: list[int] = []
 
     def run_to_end(self, max_time_s: float, stop: Callable[[], bool]) -> bool:
@@ -149,6 +143,7 @@ class _EvictionAttempt:
         remaining_s = max_time_s - self.graph.total_cost_s
         limit = (MAX_RUN_FACTOR if count <= LARGE_GRAPH else MAX_RUN_FACTOR_LARGE) * count + 100
         for stage in range(count):
+            self.next_uses.start_stage(stage)
             if stage > self.advice_end:
                 self._apply_next_advice()
             has_run = has_restarted = False
@@ -268,21 +263,7 @@ class _EvictionAttempt:
 
     def _make_room(self, excess: int, stage: int) -> bool:
         """Free or evict values of at least `excess` bytes; False if that is impossible."""
-        unused: list[int] = []
-        ranked: list[_Rank] = []
-        idle_exponent = self.rule.idle_exponent
-        for v in self.evictable:
-            if self.pending_reads[v]:
-                continue
-            next_use = self.next_uses.of(v, stage)
-            if next_use == _INFINITE:
-                unused.append(v)
-                continue
-            bound_s = self.costs.bound_s(v, stage, next_use)
-            if bound_s == _INFINITE or not self.score_factor[v]:
-                continue
-            benefit = (next_use - stage + 1) ** idle_exponent * self.score_factor[v]
-            ranked.append(_Rank(self._rank(benefit, bound_s), v, benefit, next_use, False))
+        unused, ranked = self._rank_evictable(stage)
         excess -= sum(self.size[v] for v in unused)
         heapify(ranked)
         best = self._take_best(ranked, excess, stage)  # by costs before anything is freed
@@ -308,8 +289,51 @@ class _EvictionAttempt:
                 self.next_uses.indirect[v] = indirect_use
         return True
 
-    def _rank(self, benefit: float, cost_s: float) -> float:
-        return -benefit / (cost_s + self.min_cost_s) ** self.rule.cost_exponent
+    def _rank_evictable(self, stage: int) -> tuple[list[int], list[_Rank]]:
+        """Return the values in memory that nothing uses any more, and the ranks of the others that
+        may be evicted."""
+        if not self.costs.holds_for_all_uses:
+            return self._rank_by_uses(stage)
+        # Much of the time of a plan is spent in this loop, so it calls little.
+        unused: list[int] = []
+        ranked: list[_Rank] = []
+        pending_reads, score_factor, idle_benefit = (
+            self.pending_reads, self.score_factor, self.idle_benefit,
+        )  # fmt: skip
+        read_at, indirect = self.next_uses.read_at, self.next_uses.indirect
+        divisors = self.costs.divisors
+        for v in self.evictable:
+            if pending_reads[v]:
+                continue
+            next_use = indirect[v]
+            if next_use < stage:
+                self.next_uses.find_indirect(v, stage)
+                next_use = indirect[v]
+            if read_at[v] < next_use:
+                next_use = read_at[v]
+            if next_use == _INFINITE:
+                unused.append(v)
+            elif divisors[v] != _INFINITE and score_factor[v]:
+                benefit = idle_benefit[int(next_use) - stage] * score_factor[v]
+                ranked.append((-benefit / divisors[v], v, benefit, next_use, False))
+        return unused, ranked
+
+    def _rank_by_uses(self, stage: int) -> tuple[list[int], list[_Rank]]:
+        """`_rank_evictable` of a graph in which costs depend on the next use of a value."""
+        unused: list[int] = []
+        ranked: list[_Rank] = []
+        for v in self.evictable:
+            if self.pending_reads[v]:
+                continue
+            next_use = self.next_uses.of(v, stage)
+            if next_use == _INFINITE:
+                unused.append(v)
+                continue
+            divisor = self.costs.divisor(self.costs.bound_s(v, stage, next_use))
+            if divisor != _INFINITE and self.score_factor[v]:
+                benefit = self.idle_benefit[int(next_use) - stage] * self.score_factor[v]
+                ranked.append((-benefit / divisor, v, benefit, next_use, False))
+        return unused, ranked
 
     def _take_best(self, ranked: list[_Rank], excess: int, stage: int) -> list[int]:
         """Take the best values of at least `excess` bytes from a heap, or all. Costs of the first
@@ -323,8 +347,8 @@ class _EvictionAttempt:
                 continue
             cost_s = self.costs.cost_s(v, stage, next_use)
             if cost_s < _INFINITE:
-                rank = self._rank(benefit, cost_s)
-                heappush(ranked, _Rank(rank, v, benefit, next_use, True))
+                rank = -benefit / self.costs.divisor(cost_s)
+                heappush(ranked, (rank, v, benefit, next_use, True))
         return best
 
     def _evict(self, v: int, stage: int) -> None:

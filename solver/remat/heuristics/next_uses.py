@@ -12,14 +12,24 @@ _INFINITE = float("inf")
 
 class NextUses:
     """The next uses of values, directly or to recompute values that were evicted. `resident` says
-    which values are in memory; its owner changes it."""
+    which values are in memory; its owner changes it, and calls `start_stage` for each operation in
+    order."""
 
     def __init__(self, graph: Graph, resident: Sequence[bool]) -> None:
         self.graph = graph
         self.resident = resident
         self.indirect: list[float] = [_INFINITE] * len(graph.values)
         """The stage at which a value is next needed to recompute one that was evicted."""
+        self.read_at: list[float] = [users[0] if users else _INFINITE for users in graph.consumers]
+        """The next operation that reads a value at its first run, if it is not renewed before."""
         self._renewal = graph.renewal
+
+    def start_stage(self, stage: int) -> None:
+        """Go on to the next operation: it no longer counts as a use of its inputs."""
+        for v in self.graph.operations[stage].inputs:
+            users = self.graph.consumers[v]
+            position = bisect_right(users, stage)
+            self.read_at[v] = users[position] if position < len(users) else _INFINITE
 
     def of(self, v: int, stage: int) -> float:
         """Return the stage at which `v` is next read, directly or to recompute another value."""
@@ -30,11 +40,8 @@ class NextUses:
     def direct(self, v: int, stage: int) -> float:
         """Return the next operation that reads this copy of `v` at its first run; infinity if there
         is none, or `v` is renewed before."""
-        users = self.graph.consumers[v]
-        position = bisect_right(users, stage)
-        if position == len(users) or self._is_renewed(v, stage, users[position]):
-            return _INFINITE
-        return users[position]
+        next_use = self.read_at[v]
+        return _INFINITE if self._is_renewed(v, stage, next_use) else next_use
 
     def find_indirect(self, v: int, stage: int) -> None:
         """Find the next use of `v` for another value, if any is recomputed from it."""

@@ -28,9 +28,16 @@ class _CachedCost(NamedTuple):
 
 class RecomputeCosts:
     """The costs of recomputing values. `resident` says which values are in memory; its owner
-    changes it, and calls `note_allocation` and `note_release`."""
+    changes it, and calls `note_allocation` and `note_release`.
 
-    def __init__(self, graph: Graph, resident: Sequence[bool]) -> None:
+    `divisors` are what the scores of values are divided by, from their costs or lower bounds on
+    them: (cost + `min_cost_s`) ** `exponent`, infinity for values that cannot be recomputed. They
+    hold for every next use and stage, so they are valid only if `holds_for_all_uses`.
+    """
+
+    def __init__(
+        self, graph: Graph, resident: Sequence[bool], min_cost_s: float, exponent: float
+    ) -> None:
         self.graph = graph
         self.resident = resident
         self._renewal = graph.renewal
@@ -40,18 +47,30 @@ class RecomputeCosts:
         """The values whose cached costs or bounds depend on whether a value is in memory."""
         self._least_s = [_least_cost_s(graph, v) for v in range(len(graph.values))]
         self._bounds_s = list(self._least_s)
+        self._min_cost_s, self._exponent = min_cost_s, exponent
+        self._least_divisors = [self.divisor(cost_s) for cost_s in self._least_s]
+        self.divisors = list(self._least_divisors)
+        self.holds_for_all_uses = not self._renewal and not self._no_recompute_spans
+
+    def divisor(self, cost_s: float) -> float:
+        """Return what the score of a value with this cost is divided by."""
+        if cost_s == _INFINITE:
+            return _INFINITE
+        return (cost_s + self._min_cost_s) ** self._exponent
 
     def note_allocation(self, v: int) -> None:
         """Forget the costs and bounds of values that are recomputed from `v`."""
         for dependent in self._dependents[v]:
             self._cached.pop(dependent, None)
             self._bounds_s[dependent] = self._least_s[dependent]
+            self.divisors[dependent] = self._least_divisors[dependent]
         self._dependents[v].clear()
 
     def note_release(self, v: int) -> None:
         """Forget the costs of values that are recomputed from `v`; they are bounds now."""
         for dependent in self._dependents[v]:
-            self._cached.pop(dependent, None)
+            if self._cached.pop(dependent, None) is not None:
+                self.divisors[dependent] = self.divisor(self._bounds_s[dependent])
 
     def bound_s(self, v: int, stage: int, next_use: float) -> float:
         """Return the cost, or a lower bound if the cost is not cached."""
@@ -95,6 +114,7 @@ class RecomputeCosts:
         self._cached[v] = _CachedCost(cost_s, next_use if depends_on_use else None, end)
         if not depends_on_use:
             self._bounds_s[v] = cost_s * _ROUNDED_DOWN
+            self.divisors[v] = self.divisor(cost_s)
         return cost_s
 
 

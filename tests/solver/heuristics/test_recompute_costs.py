@@ -11,6 +11,7 @@ from remat.graph import Graph
 from remat.heuristics.recompute_costs import RecomputeCosts
 
 NEXT_USE = float("inf")
+MIN_COST_S = 1e-12
 
 
 @settings(
@@ -23,7 +24,7 @@ NEXT_USE = float("inf")
 def test_costs_follow_what_is_in_memory(graph: Graph, data: st.DataObject) -> None:
     count = len(graph.values)
     resident = [False] * count
-    costs = RecomputeCosts(graph, resident)
+    costs = RecomputeCosts(graph, resident, MIN_COST_S, 2.0)
     stage = len(graph) - 1
     for _ in range(20):
         v = data.draw(st.integers(0, count - 1))
@@ -33,15 +34,19 @@ def test_costs_follow_what_is_in_memory(graph: Graph, data: st.DataObject) -> No
         else:
             costs.note_release(v)
         for u in data.draw(st.sets(st.integers(0, count - 1), max_size=4)):
-            expected_s = RecomputeCosts(graph, list(resident)).cost_s(u, stage, NEXT_USE)
+            computed = RecomputeCosts(graph, list(resident), MIN_COST_S, 2.0)
+            expected_s = computed.cost_s(u, stage, NEXT_USE)
             assert costs.bound_s(u, stage, NEXT_USE) <= expected_s
+            if costs.holds_for_all_uses:
+                divisor = costs.divisor(costs.bound_s(u, stage, NEXT_USE))
+                assert costs.divisors[u] == divisor
             assert costs.cost_s(u, stage, NEXT_USE) == expected_s
 
 
 def test_a_released_value_raises_the_cost_and_leaves_the_bound() -> None:
     graph = chain(3)
     resident = [True] * len(graph.values)
-    costs = RecomputeCosts(graph, resident)
+    costs = RecomputeCosts(graph, resident, MIN_COST_S, 2.0)
     last = graph.operations[2].outputs[0]
     cost_s = costs.cost_s(last, 2, NEXT_USE)
     between = graph.operations[1].outputs[0]

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 
+import numpy as np
+
 from remat.errors import RematError
 from remat.graph import Graph
 from remat.limits.units import format_bytes
@@ -66,14 +68,16 @@ class ScheduleBuilder:
         self.graph = graph
         self.runs: list[int] = []
         count = segmented_count(graph)
-        self.is_droppable = [
-            graph.operations[op].recomputable
-            and op not in graph.no_recompute_spans
-            and op < count
-            and v not in graph.results
-            and value.size_bytes > 0
-            for v, (op, value) in enumerate(zip(graph.producer, graph.values, strict=True))
+        spans = graph.no_recompute_spans
+        may_drop_outputs = [
+            operation.recomputable and op < count and op not in spans
+            for op, operation in enumerate(graph.operations)
         ]
+        self.is_droppable: list[bool] = (
+            np.array(may_drop_outputs, dtype=np.bool_)[list(graph.producer)]
+            & ~graph.is_result
+            & (graph.size_array_bytes > 0)
+        ).tolist()
         self._retained = [False] * len(graph.values)
 
     def run(self, op: int) -> None:
@@ -88,9 +92,9 @@ class ScheduleBuilder:
             if self.is_droppable[v]:
                 self._retained[v] = False
 
-    def is_retained(self, value: int) -> bool:
-        """True if a reader of this value needs no recomputation."""
-        return self._retained[value]
+    def missing_values(self, values: Iterable[int]) -> list[int]:
+        """Return those of the values that are not retained: a reader needs a recomputation."""
+        return [v for v in values if not self._retained[v]]
 
     def missing_operations(self, values: Iterable[int]) -> list[int]:
         """Return the operations that have to be recomputed before all of `values` are retained."""
@@ -163,18 +167,16 @@ def _checkpoint_forward(
     """Run the forward pass, drop the segments' values, and recompute each segment in the backward
     pass."""
     graph = builder.graph
+    producer, last_consumers = graph.producer, graph.last_consumers
     segment_of = {op: segment for segment, ops in enumerate(segments) for op in ops}
     for op in range(count):
         builder.run(op)
     for values in dropped:
         builder.drop(values)
     for op in range(count, len(graph)):
-        inputs = graph.operations[op].inputs
-        read = {segment_of[graph.producer[v]] for v in inputs if not builder.is_retained(v)}
-        for segment in sorted(read):
-            builder.recompute(
-                [v for v in dropped[segment] if graph.consumers[v] and graph.consumers[v][-1] >= op]
-            )
+        if missing := builder.missing_values(graph.operations[op].inputs):
+            for segment in sorted({segment_of[producer[v]] for v in missing}):
+                builder.recompute([v for v in dropped[segment] if last_consumers[v] >= op])
         builder.run(op)
 
 
