@@ -42,7 +42,9 @@ class Auto(MilpOptions):
 
     1. `relaxation`: the relaxation at the worst checkpoint cuts, a bound for every schedule of the
        order.
-    2. `identical_blocks`, in networks of many of them: a program in which they share decisions.
+    2. In networks of many identical blocks, `advised_eviction` and, if that leaves the gap open,
+       `identical_blocks`: schedules that follow the advice of the relaxation, and a program in
+       which blocks share decisions.
     3. `eviction`, `baselines` and, in graphs that are no training step, `annealing`: schedules
        without a solver. Eviction follows the advice of the relaxation.
     4. `feasibility`, if nothing fits by then: the smallest peak, by eviction and then by a program.
@@ -108,7 +110,7 @@ class Auto(MilpOptions):
 
     def steps(self, graph: Graph) -> Pipeline:
         """Return the steps that solve this graph."""
-        return pipeline.auto_pipeline(graph)
+        return pipeline.auto_pipeline(graph, has_complete_slots=self._is_complete(graph))
 
     def _is_complete(self, graph: Graph) -> bool:
         return slots.complete_slot_count(graph) <= self.complete_slots

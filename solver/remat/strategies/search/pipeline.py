@@ -18,7 +18,11 @@ from remat.strategies.search.step import SearchStep
 from remat.strategies.search.steps.annealing import anneal
 from remat.strategies.search.steps.baselines import run_quick_baselines
 from remat.strategies.search.steps.checkpoint_cuts import add_checkpoint_cuts, relax
-from remat.strategies.search.steps.eviction import evict_for_cost, evict_for_peak
+from remat.strategies.search.steps.eviction import (
+    evict_by_advice,
+    evict_for_cost,
+    evict_for_peak,
+)
 from remat.strategies.search.steps.feasibility import find_feasible_schedule, has_no_incumbent
 from remat.strategies.search.steps.identical_blocks import (
     find_repeated_blocks,
@@ -78,22 +82,27 @@ def exact_pipeline() -> Pipeline:
     )
 
 
-def auto_pipeline(graph: Graph) -> Pipeline:
-    """Return the steps of `Auto` for a graph of any size.
+def auto_pipeline(graph: Graph, *, has_complete_slots: bool = True) -> Pipeline:
+    """Return the steps of `Auto` for a graph of any size. Without complete slots, no program can
+    prove a bound on the peak, so the search for the smallest one ends before it.
 
     They close the gap that eviction and the bound leave open from both sides. In graphs that are no
     training step, annealing places a few dozen recomputations among a thousand operations better
     than anything else, and eviction has less time. It also has less after the step for identical
-    blocks, of which a large network has many.
+    blocks, of which a large network has many; but it follows the advice of the relaxation before,
+    which often reaches the gap at once.
     """
     blocks = find_repeated_blocks(graph)
     is_annealed = may_reorder(graph)
     evict_share = 0.08 if blocks else 0.1 if is_annealed else 0.2
-    peak, quick_peak = PEAK, PEAK[:-1]
+    quick_peak = PEAK[:-1]
     cost: list[SearchStep] = [RELAXATION]
     if blocks:
         solve_blocks = partial(solve_identical_blocks, blocks)
-        cost.append(SearchStep("identical_blocks", solve_blocks, time_share=0.5))
+        cost += [
+            SearchStep("advised_eviction", evict_by_advice, time_share=0.15),
+            SearchStep("identical_blocks", solve_blocks, time_share=0.5),
+        ]
     cost += [
         SearchStep(
             "eviction", evict_for_cost, time_share=evict_share, time_share_within_gap=evict_share
@@ -105,7 +114,7 @@ def auto_pipeline(graph: Graph) -> Pipeline:
     cost += [
         SearchStep(
             "feasibility",
-            partial(find_feasible_schedule, peak, quick_peak),
+            partial(find_feasible_schedule, PEAK, quick_peak),
             is_needed=has_no_incumbent,
             must_succeed=True,
         ),
@@ -115,4 +124,4 @@ def auto_pipeline(graph: Graph) -> Pipeline:
         SearchStep("milp", minimize_cost_over_slots, time_share=0.6),
         SearchStep("windows", improve_windows, is_needed=is_gap_open),
     ]
-    return Pipeline(tuple(cost), peak, quick_peak)
+    return Pipeline(tuple(cost), PEAK if has_complete_slots else quick_peak, quick_peak)

@@ -20,6 +20,17 @@ _MIN_RUNS, _RUNS_PER_OPERATION = 20_000, 30
 more. The steps that follow find further improvements sooner."""
 
 
+def evict_by_advice(state: SearchState, clock: Clock) -> None:
+    """Add schedules that follow the checkpoint cuts' advice.
+
+    If one of them is within the gap, no memory is reserved for small values afterwards: it may need
+    the budget to the last byte.
+    """
+    state.add_schedules(_evicted_schedules(state, state.graph, state.budget_bytes, clock))
+    if state.is_within_gap:
+        state.small_values_share = 0.0
+
+
 def evict_for_cost(state: SearchState, clock: Clock) -> None:
     """Add schedules that follow the checkpoint cuts' advice, and others around the best of them.
 
