@@ -7,10 +7,12 @@ answer False leads to a branch on data, or to an operation that torch cannot cap
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,9 +22,19 @@ from remat.errors import RematError, TraceError, one_line
 from remat.frontend.capture.model.flat_model import FlatModel
 from remat.frontend.capture.model.preserved_state import model_state_preserved
 from remat.frontend.capture.reading.constant_folding import ConstantFolding, ConstantQuery
+from remat.frontend.capture.tracing_speed import fast_tracing
 from remat.frontend.common.code_origin import is_framework_code
 
 log = logging.getLogger("remat")
+
+_EXPORT_OPTIONS = inspect.signature(aot_export_joint_with_descriptors).parameters
+_WITHOUT_FUNCTION_NAMES: dict[str, Any] = (
+    {"_disable_torch_fn_metadata_mode": True}
+    if "_disable_torch_fn_metadata_mode" in _EXPORT_OPTIONS
+    else {}
+)
+"""The option that leaves out the Python function of each node, which nothing reads. It came with
+torch 2.12 or later."""
 
 
 def export_joint_graph(
@@ -99,7 +111,11 @@ def _is_raised_by_framework(error: BaseException) -> bool:
 def _export(
     stack: contextlib.ExitStack, flat_model: FlatModel, leaves: Sequence[torch.Tensor]
 ) -> torch.fx.GraphModule:
-    return aot_export_joint_with_descriptors(stack, flat_model, tuple(leaves)).graph_module
+    with fast_tracing():
+        exported = aot_export_joint_with_descriptors(
+            stack, flat_model, tuple(leaves), **_WITHOUT_FUNCTION_NAMES
+        )
+    return exported.graph_module
 
 
 @contextlib.contextmanager

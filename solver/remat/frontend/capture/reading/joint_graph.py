@@ -19,6 +19,7 @@ from remat.frontend.capture.model.flat_model import FlatModel
 from remat.frontend.capture.reading.constant_folding import ConstantQuery
 from remat.frontend.capture.reading.reader import JointGraphReader
 from remat.frontend.capture.symbol_values import SymbolValues
+from remat.frontend.capture.tracing_speed import cycles_not_collected
 from remat.frontend.common.target_gpu import CUDA_DEVICE, TargetGpu, local_gpu_name
 from remat.frontend.memory.device_memory import library_bytes
 from remat.passes.device_placement import results_on_cpu, trace_on_device
@@ -57,7 +58,11 @@ class CapturedJointGraph:
 
     def trace(self, values: SymbolValues | None = None) -> Trace:
         """Return the step as a trace, with these values for the symbols of the graph."""
-        reader = JointGraphReader(self._module, self._flat_model, values or SymbolValues())
+        with cycles_not_collected():
+            return self._trace(values or SymbolValues())
+
+    def _trace(self, values: SymbolValues) -> Trace:
+        reader = JointGraphReader(self._module, self._flat_model, values)
         reader.read()
         builder, target = reader.builder, self._target
         model, result = self._flat_model.model, self._flat_model.output_info.structure

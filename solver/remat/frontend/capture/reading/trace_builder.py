@@ -31,6 +31,8 @@ class TraceBuilder:
     existing_storages: set[int] = field(default_factory=set)
     symbol_values: SymbolValues = field(default_factory=SymbolValues)
     _index_by_storage: dict[int, int] = field(default_factory=dict)
+    _meta_by_key: dict[tuple[object, ...], TensorMeta] = field(default_factory=dict)
+    """The metadata so far, to be shared: a network has few different ones."""
 
     def storage_index(self, tensor: torch.Tensor) -> int:
         """Return the index of a fake tensor's storage; a new index at the first call for it."""
@@ -50,13 +52,17 @@ class TraceBuilder:
         if tensor.layout is not torch.strided or tensor.is_quantized:
             raise TraceError(f"only strided dense tensors are supported, not {tensor.layout}")
         size = self.symbol_values.size
-        return TensorMeta(
-            dtype=str(tensor.dtype).removeprefix("torch."),
-            shape=tuple(map(size, tensor.shape)),
-            stride=tuple(map(size, tensor.stride())),
-            offset=size(tensor.storage_offset()),
-            device=str(tensor.device),
-        )
+        shape, stride = tuple(map(size, tensor.shape)), tuple(map(size, tensor.stride()))
+        key = (tensor.dtype, shape, stride, size(tensor.storage_offset()), tensor.device)
+        if key not in self._meta_by_key:
+            self._meta_by_key[key] = TensorMeta(
+                dtype=str(tensor.dtype).removeprefix("torch."),
+                shape=shape,
+                stride=stride,
+                offset=key[3],
+                device=str(tensor.device),
+            )
+        return self._meta_by_key[key]
 
     def new_result(self, name: str, tensor: torch.Tensor, position: int = -1) -> Result:
         """Register a fake tensor that an operation of the joint graph returns. `position` is its
