@@ -33,8 +33,8 @@ _WITHOUT_FUNCTION_NAMES: dict[str, Any] = (
     if "_disable_torch_fn_metadata_mode" in _EXPORT_OPTIONS
     else {}
 )
-"""The option that leaves out the Python function of each node, which nothing reads. It came with
-torch 2.12 or later."""
+"""The option that leaves out the Python function of each node, which nothing reads; older versions
+of torch lack it."""
 
 
 def export_joint_graph(

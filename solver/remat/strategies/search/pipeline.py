@@ -100,7 +100,7 @@ def auto_pipeline(graph: Graph, *, has_complete_slots: bool = True) -> Pipeline:
     if blocks:
         solve_blocks = partial(solve_identical_blocks, blocks)
         cost += [
-            SearchStep("advised_eviction", evict_by_advice, time_share=0.15),
+            SearchStep("advised_eviction", evict_by_advice, time_share=0.3),
             SearchStep("identical_blocks", solve_blocks, time_share=0.5),
         ]
     cost += [

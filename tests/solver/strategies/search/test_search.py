@@ -38,6 +38,7 @@ from remat.strategies.search.search import search
 from remat.strategies.search.state import SearchState, SlotProgramResult
 from remat.strategies.search.step import run_steps
 from remat.strategies.search.steps import eviction
+from remat.strategies.search.steps.checkpoint_cuts import relax
 from remat.strategies.search.steps.feasibility import find_feasible_schedule
 
 
@@ -449,3 +450,22 @@ def test_a_step_ends_after_its_share_of_the_remaining_time(clock: SimpleNamespac
     assert not whole_clock.is_over()
     cancel.set()
     assert ends(301.0, 0.25)
+
+
+@pytest.mark.parametrize(("budget_bytes", "share"), [(5, 0.0), (4, 0.1)])
+def test_small_values_are_reserved_unless_advice_reached_the_gap(
+    budget_bytes: int, share: float
+) -> None:
+    state = search_state_of(CHAIN, SlotSource(), budget_bytes, replace(EXACT, gap=0.01))
+    state.small_values_share = 0.1
+    relax(state, state.clock)
+    eviction.evict_by_advice(state, state.clock.limited_to(0.5))
+    assert simulate(CHAIN, state.best).peak_bytes <= budget_bytes
+    assert state.is_within_gap == (share == 0.0)
+    assert state.small_values_share == share
+
+
+def test_a_program_for_the_smallest_peak_needs_complete_slots() -> None:
+    steps = pipeline.auto_pipeline(CHAIN).peak
+    assert steps[-1].name == "peak_milp"
+    assert pipeline.auto_pipeline(CHAIN, has_complete_slots=False).peak == steps[:-1]

@@ -19,14 +19,18 @@ _MIN_RUNS, _RUNS_PER_OPERATION = 20_000, 30
 """Limit of the operations that eviction runs, absolute or in multiples of the graph's, whichever is
 more. The steps that follow find further improvements sooner."""
 
+_ADVISED_RUNS_PER_OPERATION = 10
+"""The same limit for following the first advice only: half a dozen attempts."""
+
 
 def evict_by_advice(state: SearchState, clock: Clock) -> None:
-    """Add schedules that follow the checkpoint cuts' advice.
+    """Add schedules that follow the checkpoint cuts' first advice.
 
     If one of them is within the gap, no memory is reserved for small values afterwards: it may need
     the budget to the last byte.
     """
-    state.add_schedules(_evicted_schedules(state, state.graph, state.budget_bytes, clock))
+    max_runs = _ADVISED_RUNS_PER_OPERATION * len(state.graph)
+    state.add_schedules(_evicted_schedules(state, state.graph, state.budget_bytes, clock, max_runs))
     if state.is_within_gap:
         state.small_values_share = 0.0
 
@@ -53,7 +57,11 @@ def evict_for_cost(state: SearchState, clock: Clock) -> None:
 
 
 def _evicted_schedules(
-    state: SearchState, graph: Graph, budget_bytes: int, clock: Clock
+    state: SearchState,
+    graph: Graph,
+    budget_bytes: int,
+    clock: Clock,
+    max_runs: int | None = None,
 ) -> list[Schedule]:
     advisor = state.advisor
 
@@ -67,7 +75,7 @@ def _evicted_schedules(
         incumbents=state.schedules,
         advice=() if advisor is None else advisor.advice(),
         is_good_enough=is_good_enough,
-        max_runs=max(_MIN_RUNS, _RUNS_PER_OPERATION * len(graph)),
+        max_runs=max_runs or max(_MIN_RUNS, _RUNS_PER_OPERATION * len(graph)),
         stop=clock.is_over,
     )
     return [candidate.schedule for candidate in candidates]
