@@ -19,6 +19,10 @@ _MIN_RUNS, _RUNS_PER_OPERATION = 20_000, 30
 """Limit of the operations that eviction runs, absolute or in multiples of the graph's, whichever is
 more. The steps that follow find further improvements sooner."""
 
+_LARGE_GRAPH, _PEAK_GAP_SHARE = 5_000, 0.5
+"""In graphs of so many operations, where an attempt takes a second, the search for the smallest
+peak ends within this share of the requested gap above the bound."""
+
 _ADVISED_RUNS_PER_OPERATION = 10
 """The same limit for following the first advice only: half a dozen attempts."""
 
@@ -86,6 +90,8 @@ def evict_for_peak(state: SearchState, clock: Clock) -> None:
     target_bytes = state.target_bytes
     if target_bytes is None:
         target_bytes = state.peak_lower_bound_bytes
+        if len(state.graph) >= _LARGE_GRAPH:
+            target_bytes = int(target_bytes * (1 + _PEAK_GAP_SHARE * state.options.peak_gap))
     start = state.best if state.incumbents else None
     smallest = smallest_peak_schedule(
         state.graph, target_bytes=target_bytes, start=start, stop=clock.is_over
