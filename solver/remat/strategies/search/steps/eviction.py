@@ -19,7 +19,7 @@ _MIN_RUNS, _RUNS_PER_OPERATION = 20_000, 30
 """Limit of the operations that eviction runs, absolute or in multiples of the graph's, whichever is
 more. The steps that follow find further improvements sooner."""
 
-_LARGE_GRAPH, _PEAK_GAP_SHARE = 5_000, 0.5
+_LARGE_GRAPH, _PEAK_GAP_SHARE = 5_000, 0.4
 """In graphs of so many operations, where an attempt takes a second, the search for the smallest
 peak ends within this share of the requested gap above the bound."""
 
