@@ -22,7 +22,7 @@ class FitOption:
     `peak_bytes` and `reserved_bytes` are those of `TrainingMemory`; by the latter the option `fits`
     or not. `step_s` is the time of forward and backward for the whole batch by the data
     sheet, None where it is not predicted. `code` is what to change in the training script, and
-    `note` what else the option needs or changes.
+    `note` what else the option needs or changes. `gpus` is the number of GPUs.
     """
 
     name: str
@@ -32,6 +32,19 @@ class FitOption:
     step_s: float | None
     code: str
     note: str = ""
+    gpus: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class LongestFit:
+    """The longest sequences that fit with an option, in eager mode if `option` is "".
+
+    `length` is None if no length fits. `share` is the share of batches that are not longer.
+    """
+
+    option: str
+    length: int | None
+    share: float
 
 
 @dataclass(frozen=True)
@@ -40,7 +53,9 @@ class Fit:
 
     `usable_bytes` are the bytes that torch's allocator may reserve on the `device`. `memory` is
     that of eager mode, and `step_s` the time of its forward and backward. `options` are empty if
-    the loop fits; the first one is the fastest that does.
+    the loop fits; the first one is the fastest that does. With batches of several lengths, all of
+    this is that of the longest ones, and `lengths` are the lengths that fit in eager mode and with
+    the best option. `notes` are what else to know about the answer.
     """
 
     model: str
@@ -52,6 +67,8 @@ class Fit:
     step_s: float
     options: tuple[FitOption, ...]
     cost_source: str
+    lengths: tuple[LongestFit, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @property
     def fits(self) -> bool:
@@ -74,6 +91,7 @@ class Fit:
             _line("model", f"{self.model}{batch}, optimizer {self.optimizer}"),
             _line("device", f"{self.device}, {format_bytes(self.usable_bytes)} usable"),
             _line("fits", verdict),
+            *self._length_lines(),
             *self._reserved_line(),
             _line("peak", f"{format_bytes(memory.peak_bytes)} during {place}; of this"),
             *(
@@ -85,9 +103,23 @@ class Fit:
                 f"{format_seconds(self.step_s)} for forward and backward, by {self.cost_source}",
             ),
         ]
+        lines += [_line("note", note) for note in self.notes]
         if self.options:
             lines += ["", *self._table(), "", *self._code_lines()]
         return "\n".join(lines)
+
+    def _length_lines(self) -> list[str]:
+        """Return a line for eager mode, and one for the best option."""
+        lines: list[str] = []
+        for fit in self.lengths:
+            how = f"with {fit.option}" if fit.option else "as it is"
+            text = (
+                f"no length fits {how}"
+                if fit.length is None
+                else f"{fit.length:,} tokens fit {how}: {fit.share:.1%} of batches"
+            )
+            lines.append(_line("" if lines else "lengths", text))
+        return lines
 
     def _reserved_line(self) -> list[str]:
         """Return a line about torch's allocator, and one about the accuracy; none on a CPU."""

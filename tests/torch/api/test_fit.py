@@ -174,6 +174,58 @@ def test_shards_of_more_gpus_are_smaller() -> None:
     assert all(o.fits for o in sizes)
 
 
+def narrow_and_wide(length: int) -> Call:
+    """Return blocks that are wide inside, and sequences of a length."""
+    with torch.device("meta"):
+        blocks = [nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 16)) for _ in range(3)]
+        return nn.Sequential(*blocks), (torch.empty(2, length, 16),), {}
+
+
+def answer_of_lengths(memory: int | str, lengths: dict[int, float], traced: list[int]) -> Fit:
+    """Return the answer for the longest length, without an optimizer; note the others."""
+
+    def with_length(length: int) -> Call:
+        traced.append(length)
+        return narrow_and_wide(length)
+
+    model, args, _ = narrow_and_wide(max(lengths))
+    return remat.fit(
+        model, args, device="cpu", optimizer="none", memory=memory, lengths=lengths,
+        with_length=with_length, strategy=remat.Auto(time_limit=0.3),
+    )  # fmt: skip
+
+
+def test_the_longest_sequences_fit_and_longer_ones_do_not() -> None:
+    """Each length has the answer that it has alone, though few of them are traced."""
+    lengths = {1000 * n: 20.0 for n in range(1, 6)}
+    standalone = {n: answer_of_lengths("1TiB", {n: 1}, []).memory.reserved_bytes for n in lengths}
+    assert list(standalone.values()) == sorted(standalone.values())
+    traced: list[int] = []
+    (everything,) = answer_of_lengths(standalone[5000], lengths, traced).lengths
+    assert (everything.length, everything.share, everything.option) == (5000, 1.0, "")
+    assert not traced
+    answer = answer_of_lengths(standalone[3000], lengths, traced)
+    eager, best = answer.lengths
+    assert (eager.length, eager.share, eager.option) == (3000, pytest.approx(0.6), "")
+    assert (best.length, best.option) == (5000, answer.options[0].name)
+    assert "3,000 tokens fit as it is: 60.0% of batches" in str(answer)
+    assert len(set(traced)) < 4
+
+
+@pytest.mark.slow
+def test_the_best_option_may_fit_some_lengths_only() -> None:
+    lengths = {1000 * n: 20.0 for n in range(1, 6)}
+    eager_bytes = answer_of_lengths("1TiB", {5000: 1}, []).memory.reserved_bytes
+    memory = int(0.2 * eager_bytes)  # pieces of the operations of 4,000 tokens fit
+    answer = answer_of_lengths(memory, lengths, [])
+    assert not any(o.fits for o in answer.options)
+    eager, best = answer.lengths
+    assert (eager.length, eager.share) == (None, 0.0)
+    assert "no length fits as it is" in str(answer)
+    assert (best.length, best.share) == (4000, pytest.approx(0.8))
+    assert best.option == answer_of_lengths(memory, {4000: 1}, []).options[0].name
+
+
 def test_the_memory_of_an_absent_gpu_is_that_of_its_data_sheet() -> None:
     with torch.device("meta"):
         model, x = nn.Linear(64, 64), torch.empty(8, 64)
@@ -188,6 +240,24 @@ def test_wrong_arguments_are_refused() -> None:
         remat.fit(model, (x,), memory="60%")
     with pytest.raises(remat.RematError, match="optimizer 'lion' is not known; use one of adamw"):
         remat.fit(model, (x,), optimizer="lion")
+    for memory in (3.5, True, 0, "0", [1]):
+        with pytest.raises(remat.BudgetError, match="pass what torch's allocator may reserve"):
+            remat.fit(model, (x,), memory=memory)  # type: ignore[arg-type]
+    for batch in (0, -1, 2.0, True):
+        with pytest.raises(remat.RematError, match="pass the batch size of the example inputs"):
+            remat.fit(model, (x,), batch=batch)  # type: ignore[arg-type]
+    with pytest.raises(remat.RematError, match="lengths need with_length"):
+        remat.fit(model, (x,), device="cpu", lengths=[2])
+    with pytest.raises(remat.RematError, match=r"no example input .* of that size .*\[2, 8\]"):
+        remat.fit(model, (x,), device="cpu", lengths=[4, 16], with_length=lambda n: (model, (x,)))
+
+
+def test_cuda_without_a_gpu_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    model, x = nn.Linear(8, 8), torch.randn(2, 8)
+    answer = remat.fit(model, (x,), device="cuda")
+    assert "'cuda' is taken as h200; name another GPU" in str(answer)
+    assert not remat.fit(model, (x,), device="h200").notes
 
 
 def test_the_memory_of_an_absent_gpu_does_not_depend_on_this_machine(

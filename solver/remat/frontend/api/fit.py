@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from remat.costs.roofline import Roofline
+from remat.costs.optimizer_memory import check_optimizer
 from remat.costs.trace_costs import with_roofline_costs
 from remat.documents.trace import Trace
-from remat.errors import BudgetError
+from remat.errors import BudgetError, RematError
+from remat.fitting.answer import answer_question
+from remat.fitting.lengths import LengthDistribution, longest_fits
+from remat.fitting.question import DEFAULT_STRATEGY, EagerStep, FitQuestion, ScriptChanges
 from remat.frontend.api.batch_search import ModelFnResult, parse_model_fn_result
 from remat.frontend.api.estimate import roofline_for_trace
-from remat.frontend.api.fit_options import EagerStep, FitOptions, ScriptChanges
 from remat.frontend.capture.trace import trace as capture
-from remat.frontend.common.target_gpu import find_target_gpu
+from remat.frontend.common.target_gpu import DEFAULT_GPU, find_target_gpu, is_default_gpu
 from remat.frontend.memory.auto_budget import SEGMENTS_MARGIN
 from remat.frontend.memory.device_memory import free_bytes
 from remat.frontend.memory.meter import unique_bytes
@@ -24,12 +27,10 @@ from remat.limits.outputs import OUTPUTS_HELD
 from remat.limits.reserve import parse_bytes
 from remat.passes.gradient_accumulation import with_gradient_accumulation
 from remat.report.fit import Fit
-from remat.strategies import Auto, Strategy
+from remat.strategies import Strategy
 
 CONTEXT_BYTES = 512 << 20
 """Memory of a CUDA context: 400 to 600 MiB, depending on the kernels that are loaded."""
-
-_QUICK = Auto(gap=0.01, time_limit=3.0)
 
 
 def fit(
@@ -42,6 +43,8 @@ def fit(
     memory: int | str | None = None,
     batch: int | None = None,
     with_batch: Callable[[int], ModelFnResult] | None = None,
+    lengths: Sequence[int] | Mapping[int, float] | None = None,
+    with_length: Callable[[int], ModelFnResult] | None = None,
     differentiate: str | Sequence[str] = "auto",
     outputs: str = OUTPUTS_HELD,
     strategy: Strategy | None = None,
@@ -60,11 +63,18 @@ def fit(
     call for another one, as the function of `remat.max_batch` does: with both, a smaller batch with
     accumulated gradients is an option, too.
 
+    `lengths` are the lengths of the batches' sequences, after padding: a list, or a mapping from
+    lengths to shares or counts. The example inputs are of the longest one, and `with_length(n)`
+    returns the model and its call for another one. `Fit.lengths` then has the longest length that
+    fits in eager mode, and with the best option, with the share of batches that fit.
+
     Raises `TraceError` where the model cannot be captured, `BudgetError` for a memory that is not a
-    number of bytes, and `RematError` for another optimizer.
+    number of bytes, and `RematError` for another optimizer, batch or lengths.
     """
-    if memory is not None:
-        parse_bytes(memory, "memory", "75GiB")
+    check_optimizer(optimizer)
+    memory_bytes = None if memory is None else _parse_memory(memory)
+    _check_batch(batch)
+    distribution = None if lengths is None else LengthDistribution.of(lengths)
 
     def traced(call: ModelFnResult, *, accumulates: bool = False) -> Trace:
         called_model, args, kwargs = parse_model_fn_result(call)
@@ -80,54 +90,84 @@ def fit(
         return with_roofline_costs(trace, roofline_for_trace(trace))
 
     trace = traced((model, example_inputs, example_kwargs or {}))
-    roofline = roofline_for_trace(trace)
-    step = EagerStep.of(trace)
-    optimizer_memory = step.optimizer(optimizer)
-    is_here = find_target_gpu(device) is None
-    allocated_bytes = _allocated_bytes(model, trace.device)
-    usable_bytes = _usable_bytes(memory, trace, roofline, allocated_bytes, is_here=is_here)
-    training = step.memory(optimizer_memory)
-    search = FitOptions(
-        step,
+    if distribution is not None:
+        with_length = _checked_with_length(distribution, with_length, trace)
+    question = FitQuestion(
+        EagerStep.of(trace),
         optimizer,
-        usable_bytes,
-        roofline,
-        strategy or _QUICK,
+        _usable_bytes(trace, model, device) if memory_bytes is None else memory_bytes,
+        roofline_for_trace(trace),
+        strategy or DEFAULT_STRATEGY,
         _script_changes(model),
         batch,
         None if with_batch is None else lambda size: traced(with_batch(size), accumulates=True),
     )
-    return Fit(
-        model=type(model).__name__,
-        device=trace.gpu or trace.device,
-        optimizer=optimizer,
-        batch=batch,
-        usable_bytes=usable_bytes,
-        memory=training,
-        step_s=step.time_s,
-        options=() if training.reserved_bytes <= usable_bytes else search.all(),
-        cost_source=trace.cost_source,
-    )
+    answer = answer_question(question, _notes(device))
+    if distribution is None or with_length is None:
+        return answer
+
+    def question_of_length(length: int) -> FitQuestion:
+        step = EagerStep.of(traced(with_length(length)))
+        return replace(question, step=step, batch=None, trace_of_batch=None)
+
+    return replace(answer, lengths=longest_fits(distribution, answer, question_of_length))
 
 
-def _usable_bytes(
-    memory: int | str | None,
+def _parse_memory(memory: int | str) -> int:
+    if isinstance(memory, bool) or not isinstance(memory, (int, str)) or memory in (0, "0"):
+        raise BudgetError(
+            f"the memory is {str(memory)[:80]!r}; pass what torch's allocator may reserve, bytes "
+            'above 0 or "75GiB"'
+        )
+    return parse_bytes(memory, "memory", "75GiB")
+
+
+def _check_batch(batch: int | None) -> None:
+    if batch is not None and (isinstance(batch, bool) or not isinstance(batch, int) or batch < 1):
+        raise RematError(
+            f"the batch is {str(batch)[:80]!r}; pass the batch size of the example inputs, an "
+            "integer from 1 on"
+        )
+
+
+def _checked_with_length(
+    distribution: LengthDistribution,
+    with_length: Callable[[int], ModelFnResult] | None,
     trace: Trace,
-    roofline: Roofline,
-    allocated_bytes: int,
-    *,
-    is_here: bool,
-) -> int:
-    """Return the bytes that torch's allocator may reserve. `is_here` says that the device is that
-    of this machine, where the step has `allocated_bytes` already."""
-    if memory is not None:
-        return parse_bytes(memory, "memory", "75GiB")
-    if is_here:
+) -> Callable[[int], ModelFnResult]:
+    """Return the function. Raises `RematError` without one, or if no dimension of the example
+    inputs has the longest length."""
+    if with_length is None:
+        raise RematError(
+            "lengths need with_length, a function from a length to the model and its call"
+        )
+    inputs = [p.tensor.shape for p in trace.placeholders if p.kind == "input"]
+    longest = distribution.longest
+    if not any(longest in shape for shape in inputs):
+        raise RematError(
+            f"the longest length is {longest:,}, and no example input has a dimension of that size "
+            f"(shapes: {', '.join(str(list(shape)) for shape in inputs[:4]) or 'none'}): pass "
+            "example inputs of the longest length"
+        )
+    return with_length
+
+
+def _notes(device: str | torch.device | None) -> list[str]:
+    if not is_default_gpu(device):
+        return []
+    return [f"this machine has no GPU: {str(device)!r} is taken as {DEFAULT_GPU}; name another GPU"]
+
+
+def _usable_bytes(trace: Trace, model: nn.Module, device: str | torch.device | None) -> int:
+    """Return the bytes that torch's allocator may reserve: for a device of this machine, what is
+    free, and what the model takes there already."""
+    if find_target_gpu(device) is None:
         free = free_bytes(trace.device)
         if free is None:
             raise BudgetError(f'{trace.device} does not report its memory: pass memory="75GiB"')
-        return int(free * (1 - SEGMENTS_MARGIN)) + allocated_bytes
-    return int(roofline.device.memory_bytes * (1 - SEGMENTS_MARGIN)) - CONTEXT_BYTES
+        return int(free * (1 - SEGMENTS_MARGIN)) + _allocated_bytes(model, trace.device)
+    memory_bytes = roofline_for_trace(trace).device.memory_bytes
+    return int(memory_bytes * (1 - SEGMENTS_MARGIN)) - CONTEXT_BYTES
 
 
 def _allocated_bytes(model: nn.Module, device: str) -> int:

@@ -48,6 +48,13 @@ def find_target_gpu(device: str | torch.device | None) -> TargetGpu | None:
     return _target_gpu(name)
 
 
+def is_default_gpu(device: str | torch.device | None) -> bool:
+    """True if `device` is "cuda" on a machine without a GPU, so that it stands for
+    `DEFAULT_GPU`."""
+    is_cuda = device is not None and _is_cuda(str(device).strip().lower())
+    return is_cuda and find_target_gpu(device) is not None
+
+
 def local_device(name: str | torch.device) -> torch.device:
     """Return the device of this machine with this name. Raises `TraceError` if there is none."""
     try:

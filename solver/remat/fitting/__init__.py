@@ -1,0 +1,7 @@
+"""Will a training loop fit a device, and what makes it fit? On a trace, without torch.
+
+- `question`: the step in eager mode, the optimizer, and the memory that is usable.
+- `settings`, `plans`, `checkpoints`, `smaller_batches`, `shards`: one kind of option each.
+- `answer`: searches all of them.
+- `lengths`: the longest sequences that fit.
+"""

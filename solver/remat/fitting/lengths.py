@@ -1,0 +1,130 @@
+"""The longest sequences that fit, where batches have several lengths.
+
+The memory of a step grows with the length of its sequences, so a binary search over the lengths
+traces few of them: nothing is interpolated.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+from remat.errors import RematError
+from remat.fitting.answer import find_options
+from remat.fitting.checkpoints import checkpoint_options
+from remat.fitting.plans import plan_options
+from remat.fitting.question import FitQuestion
+from remat.fitting.settings import optimizer_options, segment_options
+from remat.report.fit import Fit, FitOption, LongestFit
+
+_EXAMPLES = "[512, 1024, 2048] or {512: 0.7, 2048: 0.3}"
+
+
+@dataclass(frozen=True, slots=True)
+class LengthDistribution:
+    """Lengths of batches in ascending order, and the share of batches of each length."""
+
+    lengths: tuple[int, ...]
+    shares: tuple[float, ...]
+
+    @classmethod
+    def of(cls, lengths: Sequence[int] | Mapping[int, float]) -> LengthDistribution:
+        """Return the distribution of a list, in which a length may occur several times, or of a
+        mapping from lengths to shares or counts. Raises `RematError`."""
+        if isinstance(lengths, str) or not isinstance(lengths, (Sequence, Mapping)) or not lengths:
+            raise RematError(
+                f"the lengths are {str(lengths)[:80]!r}; pass a list or a mapping to shares or "
+                f"counts, such as {_EXAMPLES}"
+            )
+        weights = lengths if isinstance(lengths, Mapping) else Counter(lengths)
+        for length, weight in weights.items():
+            _check(length, weight)
+        total = math.fsum(weights.values())
+        if total <= 0:
+            raise RematError("all lengths have a share of 0; pass shares or counts above 0")
+        ascending = sorted(length for length, weight in weights.items() if weight)
+        return cls(tuple(ascending), tuple(weights[length] / total for length in ascending))
+
+    @property
+    def longest(self) -> int:
+        """The longest length."""
+        return self.lengths[-1]
+
+    @property
+    def weights(self) -> dict[int, float]:
+        """The share of each length."""
+        return dict(zip(self.lengths, self.shares, strict=True))
+
+    def fit(self, option: str, count: int) -> LongestFit:
+        """Return that the first `count` lengths fit with an option."""
+        share = math.fsum(self.shares[:count])
+        return LongestFit(option, self.lengths[count - 1] if count else None, min(1.0, share))
+
+
+def _check(length: object, weight: object) -> None:
+    if isinstance(length, bool) or not isinstance(length, int) or length < 1:
+        raise RematError(
+            f"the length {length!r} is not a number of tokens: pass integers from 1 on, such as "
+            f"{_EXAMPLES}"
+        )
+    if (
+        isinstance(weight, bool)
+        or not isinstance(weight, (int, float))
+        or not 0 <= weight < math.inf
+    ):
+        raise RematError(
+            f"the share of the length {length} is {weight!r}; pass a share or a count, 0 or more"
+        )
+
+
+def longest_fits(
+    distribution: LengthDistribution,
+    answer: Fit,
+    question_of_length: Callable[[int], FitQuestion],
+) -> tuple[LongestFit, ...]:
+    """Return the longest length that fits in eager mode and, if others are longer, with an option
+    on one device. `answer` is that of the longest length."""
+    lengths = distribution.lengths
+    if answer.fits:
+        return (distribution.fit("", len(lengths)),)
+    question = cache(question_of_length)
+
+    def is_eager(length: int) -> bool:
+        step = question(length).step
+        return question(length).is_usable(step.memory(question(length).optimizer))
+
+    eager_count = _count_of_first(is_eager, lengths[:-1])
+    eager = distribution.fit("", eager_count)
+    best = next((o for o in answer.options if _is_on_one_device(o)), None)
+    if best is not None:
+        return eager, distribution.fit(best.name, len(lengths))
+    more = _count_of_first(lambda n: _has_option(question(n)), lengths[eager_count:-1])
+    if not more:
+        return (eager,)
+    count = eager_count + more
+    options = find_options(question(lengths[count - 1]))
+    best = next(o for o in options if _is_on_one_device(o))
+    return eager, distribution.fit(best.name, count)
+
+
+def _count_of_first(is_true: Callable[[int], bool], lengths: Sequence[int]) -> int:
+    """Return how many lengths satisfy a predicate that the shortest ones do."""
+    return bisect_left(lengths, True, key=lambda length: not is_true(length))
+
+
+def _has_option(question: FitQuestion) -> bool:
+    """True if an option fits; those that take no solver are tried first."""
+
+    def options() -> Iterator[FitOption]:
+        for kind in (optimizer_options, segment_options, checkpoint_options, plan_options):
+            yield from kind(question)
+
+    return any(map(_is_on_one_device, options()))
+
+
+def _is_on_one_device(option: FitOption) -> bool:
+    return option.fits and option.gpus == 1

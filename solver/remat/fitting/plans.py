@@ -1,0 +1,111 @@
+"""The option of a plan: recomputation, and operations in pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from remat.choice.step import solve_step
+from remat.choice.trace_plan import TracePlan
+from remat.costs.optimizer_memory import OptimizerMemory
+from remat.costs.trace_costs import with_roofline_costs
+from remat.errors import InfeasibleBudget, SolverTimeout
+from remat.fitting.question import FitQuestion
+from remat.limits.budget import Budget
+from remat.limits.pieces import pieces_to_try
+from remat.report.fit import FitOption
+from remat.report.training_memory import TrainingMemory
+from remat.solve import solve
+
+_MAX_SOLVES = 3
+
+
+def plan_options(question: FitQuestion) -> Iterator[FitOption]:
+    """Yield the fastest plan that fits, with the largest optimizer that leaves room for one; if
+    none fits, the smallest."""
+    smallest: FitOption | None = None
+    for optimizer in question.optimizers_to_combine():
+        option = _plan_option(question, optimizer)
+        if option is None:
+            continue
+        if option.fits:
+            yield option
+            return
+        if smallest is None or option.peak_bytes < smallest.peak_bytes:
+            smallest = option
+    if smallest is not None:
+        yield smallest
+
+
+def _plan_option(question: FitQuestion, optimizer: OptimizerMemory) -> FitOption | None:
+    """Return the plan with an optimizer; None if the solver reached no answer in its time."""
+    name = question.name_with_optimizer("plan of remat", optimizer)
+    try:
+        chosen = _solved(question, optimizer)
+    except SolverTimeout:
+        return None
+    except InfeasibleBudget as error:
+        if error.min_feasible_bytes is None:
+            return None
+        peak_bytes = error.min_feasible_bytes + optimizer.state_bytes
+        reserved_bytes = int(peak_bytes * question.fragments(optimizer))
+        code = _plan_code(question, optimizer, peak_bytes)
+        note = "the smallest peak that was reached; reserved bytes are a guess"
+        return FitOption(name, peak_bytes, reserved_bytes, False, None, code, note)
+    budget_bytes = chosen.plan.budget_bytes + optimizer.state_bytes
+    code = _plan_code(question, optimizer, budget_bytes)
+    return question.option(name, _memory_of_plan(chosen, optimizer), chosen.plan.time_s, code)
+
+
+def _solved(question: FitQuestion, optimizer: OptimizerMemory) -> TracePlan:
+    """Return the plan for what the optimizer's state and the allocator's fragments leave. If more
+    would be reserved than is usable, the budget is lowered by the excess."""
+    usable_bytes = question.usable_bytes
+    budget_bytes = int(usable_bytes / question.fragments(optimizer)) - optimizer.state_bytes
+    chosen = _solved_within(question, budget_bytes)
+    for _ in range(_MAX_SOLVES - 1):
+        memory = _memory_of_plan(chosen, optimizer)
+        excess = memory.reserved_bytes - usable_bytes
+        if excess <= 0 or memory.is_in_optimizer:  # no plan reduces the optimizer's step
+            break
+        budget_bytes = min(budget_bytes, chosen.plan.peak_bytes) - excess
+        try:
+            chosen = _solved_within(question, budget_bytes)
+        except InfeasibleBudget:
+            break
+    return chosen
+
+
+def _solved_within(question: FitQuestion, budget_bytes: int) -> TracePlan:
+    """Return a plan without splitting, which takes less time to choose, if there is one."""
+    try:
+        return _solved_in_pieces(question, budget_bytes, ())
+    except InfeasibleBudget:
+        return _solved_in_pieces(question, budget_bytes, pieces_to_try("auto"))
+
+
+def _solved_in_pieces(
+    question: FitQuestion, budget_bytes: int, pieces: tuple[int, ...]
+) -> TracePlan:
+    return solve_step(
+        question.step.trace,
+        Budget.parse(max(1, budget_bytes)),
+        pieces=pieces,
+        offload=None,
+        solve_in_full=lambda trace, budget: solve(trace, budget, question.strategy),
+        measure=lambda trace: with_roofline_costs(trace, question.roofline),
+    )
+
+
+def _memory_of_plan(chosen: TracePlan, optimizer: OptimizerMemory) -> TrainingMemory:
+    trace, plan = chosen
+    return TrainingMemory.of(trace, trace.graph(), plan.schedule, optimizer)
+
+
+def _plan_code(question: FitQuestion, optimizer: OptimizerMemory, budget_bytes: int) -> str:
+    before = question.script.before_plan
+    if not optimizer.code:
+        return f"{before}remat.enable(model, {budget_bytes:_})"
+    return (
+        f"{before}optimizer = {optimizer.code}; "
+        f"remat.enable(model, {budget_bytes:_}, reserve=optimizer)"
+    )

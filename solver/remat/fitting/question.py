@@ -1,0 +1,115 @@
+"""`FitQuestion`: a training loop and the memory that it has to fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from remat.allocator.prediction import is_on_cuda
+from remat.costs.optimizer_memory import OptimizerMemory, optimizer_memory, smaller_optimizers
+from remat.costs.roofline import Roofline
+from remat.documents.trace import Trace, trained_parameters
+from remat.graph import Graph
+from remat.report.eager_step import eager_graph, with_eager_masks
+from remat.report.fit import FitOption
+from remat.report.training_memory import TrainingMemory, optimizer_step_bytes
+from remat.schedule import Schedule
+from remat.strategies import Auto, Strategy
+
+DEFAULT_STRATEGY = Auto(gap=0.01, time_limit=3.0)
+"""How to solve for plans: several are solved for one answer."""
+
+
+@dataclass(frozen=True)
+class EagerStep:
+    """A training step in eager mode: its trace with costs, and its graph as autograd frees."""
+
+    trace: Trace
+    eager_trace: Trace
+    graph: Graph
+
+    @classmethod
+    def of(cls, trace: Trace) -> EagerStep:
+        """Return the step of a trace with costs."""
+        eager_trace = with_eager_masks(trace)
+        return cls(trace, eager_trace, eager_graph(eager_trace))
+
+    @property
+    def time_s(self) -> float:
+        """The time of all operations."""
+        return sum(operation.cost_s for operation in self.graph.operations)
+
+    def optimizer(self, name: str) -> OptimizerMemory:
+        """Return the memory of an optimizer of the trained parameters."""
+        tensors = {p.storage: p.tensor for p in trained_parameters(self.trace)}
+        return optimizer_memory(name, list(tensors.values()), is_cuda=is_on_cuda(self.trace))
+
+    def memory(
+        self, optimizer: OptimizerMemory, schedule: Schedule | None = None
+    ) -> TrainingMemory:
+        """Return the memory of a training loop in eager mode, by default without recomputation."""
+        schedule = schedule or Schedule.keep_all(self.graph)
+        return TrainingMemory.of(self.eager_trace, self.graph, schedule, optimizer)
+
+
+@dataclass(frozen=True, slots=True)
+class ScriptChanges:
+    """The code that a model's training script needs: `checkpoints` to checkpoint each block, or ""
+    if the model has no method for that, and `before_plan` what precedes a plan."""
+
+    checkpoints: str = ""
+    before_plan: str = ""
+
+
+@dataclass(frozen=True)
+class FitQuestion:
+    """A step, the name of its optimizer, and the bytes that torch's allocator may reserve.
+
+    `roofline` gives costs to pieces of operations. `trace_of_batch` returns the trace with costs of
+    another batch size, which accumulates its gradients; `batch` is the present size. They may be
+    unknown.
+    """
+
+    step: EagerStep
+    optimizer_name: str
+    usable_bytes: int
+    roofline: Roofline
+    strategy: Strategy = DEFAULT_STRATEGY
+    script: ScriptChanges = ScriptChanges()
+    batch: int | None = None
+    trace_of_batch: Callable[[int], Trace] | None = None
+
+    @property
+    def optimizer(self) -> OptimizerMemory:
+        """The memory of the user's optimizer."""
+        return self.step.optimizer(self.optimizer_name)
+
+    def is_usable(self, memory: TrainingMemory) -> bool:
+        """True if torch's allocator may reserve what it will reserve."""
+        return memory.reserved_bytes <= self.usable_bytes
+
+    def option(
+        self, name: str, memory: TrainingMemory, step_s: float, code: str, note: str = ""
+    ) -> FitOption:
+        """Return an option with the memory of its training loop."""
+        fits = self.is_usable(memory)
+        return FitOption(name, memory.peak_bytes, memory.reserved_bytes, fits, step_s, code, note)
+
+    def fragments(self, optimizer: OptimizerMemory) -> float:
+        """Return what torch's allocator reserves in eager mode, relative to the peak."""
+        memory = self.step.memory(optimizer)
+        return memory.reserved_bytes / max(1, memory.peak_bytes)
+
+    def optimizers_to_combine(self) -> Iterator[OptimizerMemory]:
+        """Yield the user's optimizer and smaller ones, as far as their own step fits."""
+        for name in (self.optimizer_name, *smaller_optimizers(self.optimizer_name)):
+            optimizer = self.step.optimizer(name)
+            step_bytes = optimizer_step_bytes(self.step.graph, optimizer)
+            if step_bytes * self.fragments(optimizer) <= self.usable_bytes:
+                yield optimizer
+            if self.is_usable(self.step.memory(optimizer)):
+                return  # that optimizer is an option on its own
+
+    def name_with_optimizer(self, name: str, optimizer: OptimizerMemory) -> str:
+        """Return the name of an option, with its optimizer if that is not the user's."""
+        return name if optimizer.name == self.optimizer_name else f"{name}, {optimizer.name}"

@@ -1,0 +1,38 @@
+"""Options that leave the step as it is: other optimizers, and another setting of the allocator."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from remat.allocator.prediction import is_on_cuda
+from remat.costs.optimizer_memory import smaller_optimizers
+from remat.fitting.question import FitQuestion
+from remat.report.fit import FitOption
+
+
+def optimizer_options(question: FitQuestion) -> Iterator[FitOption]:
+    """Yield the same update rule with less memory."""
+    step = question.step
+    present = step.memory(question.optimizer)
+    for name in smaller_optimizers(question.optimizer_name):
+        optimizer = step.optimizer(name)
+        memory = step.memory(optimizer)
+        if memory.reserved_bytes < present.reserved_bytes:
+            note = "its moments are rounded to 8 bits" if name.endswith("8bit") else ""
+            code = f"optimizer = {optimizer.code}"
+            yield question.option(f"optimizer {name}", memory, step.time_s, code, note)
+
+
+def segment_options(question: FitQuestion) -> Iterator[FitOption]:
+    """Yield expandable segments, if less is reserved with them."""
+    memory = question.step.memory(question.optimizer)
+    if is_on_cuda(question.step.trace) and memory.expandable_bytes < memory.reserved_bytes:
+        yield FitOption(
+            "expandable segments",
+            memory.peak_bytes,
+            memory.expandable_bytes,
+            memory.expandable_bytes <= question.usable_bytes,
+            question.step.time_s,
+            "export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
+            "before Python starts",
+        )

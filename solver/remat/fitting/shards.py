@@ -1,0 +1,47 @@
+"""The option of several GPUs with a shard of everything each (FSDP)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from remat.allocator.prediction import is_on_cuda
+from remat.fitting.checkpoints import checkpoint_schedule
+from remat.fitting.question import FitQuestion
+from remat.report.fit import FitOption
+from remat.report.sharded_memory import sharded_peak_bytes
+from remat.schedule import Schedule
+
+_MAX_GPUS = 1024
+
+
+def sharding_options(question: FitQuestion) -> Iterator[FitOption]:
+    """Yield the smallest power of two of GPUs over which the step fits, without recomputation or
+    with a checkpoint for each block."""
+    step, optimizer = question.step, question.optimizer
+    if not is_on_cuda(step.trace):
+        return
+    fragments = question.fragments(optimizer)
+    keep_all = Schedule.keep_all(step.graph)
+    for suffix, schedule in (
+        ("", keep_all),
+        (", checkpoint each block", checkpoint_schedule(step)),
+    ):
+        if schedule is None or question.is_usable(step.memory(optimizer, schedule)):
+            continue  # one GPU is enough
+        gpus = 2
+        while gpus <= _MAX_GPUS:
+            peak_bytes = sharded_peak_bytes(step.eager_trace, step.graph, schedule, optimizer, gpus)
+            reserved_bytes = int(peak_bytes * fragments)
+            if reserved_bytes <= question.usable_bytes:
+                yield FitOption(
+                    f"FSDP over {gpus} GPUs{suffix}",
+                    peak_bytes,
+                    reserved_bytes,
+                    True,
+                    None,
+                    "torch.distributed.fsdp.fully_shard of each block, then of the model",
+                    "by arithmetic; a batch on each GPU; communication takes time as well",
+                    gpus,
+                )
+                return
+            gpus *= 2
