@@ -2,6 +2,7 @@
 
 - `question`: the step in eager mode, the optimizer, and the memory that is usable.
 - `settings`, `plans`, `checkpoints`, `smaller_batches`, `shards`: one kind of option each.
+- `routing`: what to know about mixtures of experts.
 - `answer`: searches all of them.
 - `lengths`: the longest sequences that fit.
 """

@@ -9,6 +9,7 @@ from itertools import chain
 from remat.fitting.checkpoints import checkpoint_options
 from remat.fitting.plans import plan_options
 from remat.fitting.question import FitQuestion
+from remat.fitting.routing import routing_notes
 from remat.fitting.settings import optimizer_options, segment_options
 from remat.fitting.shards import sharding_options
 from remat.fitting.smaller_batches import smaller_batch_options
@@ -39,7 +40,7 @@ def answer_question(question: FitQuestion, notes: Sequence[str] = ()) -> Fit:
         step_s=step.time_s,
         options=() if question.is_usable(memory) else find_options(question),
         cost_source=step.trace.cost_source,
-        notes=tuple(notes),
+        notes=(*notes, *routing_notes(step.trace)),
     )
 
 

@@ -252,6 +252,30 @@ def test_per_block_recomputes_the_inside_of_each_block_once() -> None:
     assert plan.peak_bytes < plan.baseline_peak_bytes
 
 
+def test_per_block_recomputes_no_block_for_a_copy_that_the_backward_reads_later() -> None:
+    """Autograd saves a copy of a tensor that is overwritten: an operation of the backward pass that
+    reads no gradient."""
+    operations = (
+        Operation("up0", (), (0,), 1.0, module="h.0"),
+        Operation("down0", (0,), (1,), 1.0, module="h.0"),
+        Operation("up1", (1,), (2,), 1.0, module="h.1"),
+        Operation("down1", (2,), (3,), 1.0, module="h.1"),
+        Operation("loss", (3,), (4,), 1.0),
+        Operation("start", (4,), (5,), 0.0, recomputable=False, backward=True),
+        Operation("copy0", (0,), (6,), 1.0, backward=True),
+        Operation("copy1", (2,), (7,), 1.0, backward=True),
+        Operation("grad1", (5, 2, 7), (8,), 1.0, backward=True),
+        Operation("grad0", (8, 0, 6), (9,), 1.0, backward=True),
+    )
+    sizes = (10, 1, 10, 1, 1, 1, 1, 1, 1, 1)
+    values = tuple(Value(f"v{i}", size) for i, size in enumerate(sizes))
+    graph = Graph(operations, values, results=frozenset({9}), boundary=5)
+    schedule = PerBlock().run(Task(graph)).schedule
+    schedule.check(graph)
+    names = [operations[op].name for op in schedule.runs]
+    assert names[5:] == ["start", "up1", "copy1", "grad1", "up0", "copy0", "grad0"]
+
+
 @pytest.mark.parametrize(
     ("paths", "expected"),
     [

@@ -139,7 +139,12 @@ def _is_data_dependent(error: BaseException) -> bool:
 def _error_message(model: nn.Module, error: Exception) -> str:
     """Return one message for a failed capture: what failed, the line of the model, the remedy."""
     cause = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
-    if _is_data_dependent(error):
+    if _is_data_dependent(error) and _loops_over_experts(model):
+        remedy = (
+            "the model loops over the experts that have tokens. "
+            'model.set_experts_implementation("grouped_mm") computes the same with fixed shapes'
+        )
+    elif _is_data_dependent(error):
         remedy = (
             "a branch, index or shape depends on tensor values. Decide it outside of the model and "
             "pass the result as a Python value, or replace it by torch.where or a mask"
@@ -156,6 +161,13 @@ def _error_message(model: nn.Module, error: Exception) -> str:
         f"{type(model).__name__} cannot be captured at {_model_line(error)}: {cause}. "
         f"Remedy: {remedy}"
     )
+
+
+def _loops_over_experts(model: nn.Module) -> bool:
+    """True if a mixture of experts of transformers computes one expert after the other."""
+    experts = (m for m in model.modules() if hasattr(m, "_is_expert_parallel"))
+    configs = (getattr(m, "config", None) for m in experts)
+    return any(getattr(c, "_experts_implementation", None) == "eager" for c in configs)
 
 
 def _model_line(error: Exception) -> str:

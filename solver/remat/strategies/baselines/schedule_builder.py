@@ -167,17 +167,50 @@ def _checkpoint_forward(
     """Run the forward pass, drop the segments' values, and recompute each segment in the backward
     pass."""
     graph = builder.graph
-    producer, last_consumers = graph.producer, graph.last_consumers
+    producer = graph.producer
     segment_of = {op: segment for segment, ops in enumerate(segments) for op in ops}
     for op in range(count):
         builder.run(op)
     for values in dropped:
         builder.drop(values)
-    for op in range(count, len(graph)):
+    order = _backward_order(graph, count)
+    position_of = {op: position for position, op in enumerate(order)}
+    last_read = [
+        max((position_of.get(op, -1) for op in ops), default=-1) for ops in graph.consumers
+    ]
+    for position, op in enumerate(order):
         if missing := builder.missing_values(graph.operations[op].inputs):
             for segment in sorted({segment_of[producer[v]] for v in missing}):
-                builder.recompute([v for v in dropped[segment] if last_consumers[v] >= op])
+                builder.recompute([v for v in dropped[segment] if last_read[v] >= position])
         builder.run(op)
+
+
+def _backward_order(graph: Graph, count: int) -> list[int]:
+    """Return the operations of the backward pass. Those that read no gradient, such as the copy
+    that autograd saves before it writes over a tensor, come right before their first reader: where
+    they are, at the start of the backward, they would recompute their segment too early."""
+    backward = range(count, len(graph))
+    if graph.boundary != count:
+        return list(backward)  # it is unknown which operation has the first gradients
+    reads_gradients = {count}
+    for op in backward:
+        if any(graph.producer[v] in reads_gradients for v in graph.operations[op].inputs):
+            reads_gradients.add(op)
+    results = {graph.producer[v] for v in graph.results}
+    delayed = {op for op in backward if op not in reads_gradients and op not in results}
+    order: list[int] = []
+    for op in backward:
+        if op in delayed:
+            continue
+        needed: set[int] = set()
+        stack = [op]
+        while stack:
+            producers = {graph.producer[v] for v in graph.operations[stack.pop()].inputs}
+            stack += (producers & delayed) - needed
+            needed |= producers & delayed
+        order += [*sorted(needed), op]
+        delayed -= needed
+    return [*order, *sorted(delayed)]
 
 
 def _checkpoint_whole_order(
