@@ -23,6 +23,8 @@ from remat.documents.base import NAMESPACE_PATTERN
 from remat.errors import ServiceError
 from remat.service.wire import (
     DryRunResult,
+    FitRequest,
+    FitResult,
     JobView,
     ProblemDetails,
     SolveRequest,
@@ -135,8 +137,10 @@ def _complete_openapi(app: FastAPI) -> None:
             JobView,
             SolveRequest,
             SweepRequest,
+            FitRequest,
             SolveResult,
             SweepResult,
+            FitResult,
         ):
             schema = kind.model_json_schema(ref_template="#/components/schemas/{model}")
             schemas |= schema.pop("$defs", {})

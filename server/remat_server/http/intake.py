@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, is_dataclass
 
 from sqlalchemy.exc import IntegrityError
@@ -16,7 +17,16 @@ from remat.documents.trace import Trace
 from remat.errors import DocumentError, SolverError
 from remat.limits.budget import Budget
 from remat.milp.solvers.pulp_solvers import is_highs
-from remat.service.wire import DryRunResult, JobKind, JobView, SolveRequest, graph_of
+from remat.service.wire import (
+    BudgetData,
+    DryRunResult,
+    FitRequest,
+    JobKind,
+    JobView,
+    SolveRequest,
+    SweepRequest,
+    graph_of,
+)
 from remat.simulate import baseline_of
 from remat_server.problems import ServiceProblem
 from remat_server.settings import Settings
@@ -171,6 +181,8 @@ class RequestIntake:
         `strategy_data` is the strategy as the request has it. A time limit that it does not name is
         at most the limit of the service.
         """
+        if isinstance(request, FitRequest):
+            return  # it names none
         strategy = request.options.strategy
         if not is_dataclass(strategy):
             return
@@ -209,7 +221,11 @@ class RequestIntake:
     def dry_run_sizes(self, kind: JobKind, body: bytes) -> DryRunResult:
         """Validate a request, and return the sizes that a dry run reports."""
         request = self.validate(kind, body)
-        graph_or_trace = graph_of(request)
+        if isinstance(request, FitRequest):
+            gpu = request.gpu or request.trace.gpu
+            graph_or_trace, costs = request.trace, f"roofline:{gpu}"
+        else:
+            graph_or_trace, costs = graph_of(request), request.options.costs or ""
         if request.needs_measurement and isinstance(graph_or_trace, Trace):
             operations, values, peak = (
                 len(graph_or_trace.operations),
@@ -218,7 +234,6 @@ class RequestIntake:
             )
             constants, costs = 0, "to be measured"
         else:
-            costs = request.options.costs or ""
             if isinstance(graph_or_trace, Trace) and costs:
                 graph_or_trace = with_roofline_costs(
                     graph_or_trace, Roofline(costs.partition(":")[2])
@@ -228,8 +243,7 @@ class RequestIntake:
             operations, values = len(graph), len(graph.values)
             constants = graph.constant_bytes
             peak = baseline_of(graph).peak_bytes
-            budgets = [request.budget] if isinstance(request, SolveRequest) else request.budgets
-            for budget in budgets or ():
+            for budget in _budgets(request):
                 Budget.parse(budget).in_bytes(peak, graph.library_bytes)
         return DryRunResult(
             operations=operations,
@@ -238,6 +252,16 @@ class RequestIntake:
             baseline_peak_bytes=peak,
             costs=costs,
         )
+
+
+def _budgets(request: Request) -> Sequence[BudgetData]:
+    match request:
+        case SolveRequest():
+            return [request.budget]
+        case SweepRequest():
+            return request.budgets or ()
+        case FitRequest():
+            return ()
 
 
 def allowed_namespaces(settings: Settings) -> frozenset[str]:

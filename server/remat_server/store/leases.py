@@ -13,6 +13,7 @@ from typing import Any
 
 from sqlalchemy import Connection, Select, and_, delete, exists, func, or_, select, update
 
+from remat.service.wire import JobKind
 from remat_server.store.database import now, upsert_into
 from remat_server.store.events import append
 from remat_server.store.jobs import end, is_answered, unshared_content
@@ -31,7 +32,7 @@ class ClaimedJob:
     """A job that a worker has claimed."""
 
     id: str
-    kind: str
+    kind: JobKind
     request: bytes
     request_id: str
     attempts: int

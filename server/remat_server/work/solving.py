@@ -18,6 +18,8 @@ from remat.documents.base import validate_json
 from remat.documents.plan import PlanDocument
 from remat.documents.trace import Trace
 from remat.errors import InfeasibleBudget, RematError
+from remat.fitting.data_sheet import fit_trace
+from remat.fitting.question import DEFAULT_STRATEGY
 from remat.limits.budget import Budget
 from remat.limits.offload import is_offload_allowed
 from remat.limits.pieces import pieces_to_try
@@ -33,8 +35,14 @@ from remat_server.work.messages import AnswerMessage, FailureMessage, ProgressMe
 
 ProgressSink = Callable[[ProgressMessage], None]
 """Receives the progress of a solve."""
-Request = wire.SolveRequest | wire.SweepRequest
+SolvingRequest = wire.SolveRequest | wire.SweepRequest
+Request = SolvingRequest | wire.FitRequest
 
+_REQUESTS: dict[wire.JobKind, type[Request]] = {
+    "solve": wire.SolveRequest,
+    "sweep": wire.SweepRequest,
+    "fit": wire.FitRequest,
+}
 _PROGRESS_INTERVAL_S = 0.5
 _CHOICE_SHARE, _SOLVE_SHARE, _OFFLOAD_SOLVE_SHARE = 0.2, 0.4, 0.1
 """Shares of a solve's time limit: to choose pieces or tensors, for each of two solves, and for each
@@ -44,9 +52,7 @@ _REMEDY = "/docs describes requests, and remat.Client sends them"
 
 def read_request(kind: wire.JobKind, body: bytes) -> Request:
     """Parse and validate a request. Raises `DocumentError`."""
-    return validate_json(
-        wire.SolveRequest if kind == "solve" else wire.SweepRequest, body, "request", _REMEDY
-    )
+    return validate_json(_REQUESTS[kind], body, "request", _REMEDY)
 
 
 def solve_request(
@@ -64,6 +70,8 @@ def solve_request(
     """
     try:
         request = read_request(kind, body)
+        if isinstance(request, wire.FitRequest):
+            return _fit_answer(request, threads, time_limit_s)
         strategy = within_limits(request.options.strategy, threads, time_limit_s)
         graph = wire.graph_of(request)
         costs = "as given"
@@ -113,10 +121,31 @@ def solve_request(
     except RecursionError:
         too_deep = make_problem(422, "the graph is nested too deeply")
         return FailureMessage(status="failed", problem=too_deep)
-    zipped = gzip.compress(answer.encode(), compresslevel=5, mtime=0)
     has_failed = any(failure in plan.stats for plan in plans for failure in FAILURES)
     is_shared = not (request.needs_measurement or has_failed)
-    return AnswerMessage(summary=tuple(map(summarize_plan, plans)), is_shared=is_shared), zipped
+    message = AnswerMessage(summary=tuple(map(summarize_plan, plans)), is_shared=is_shared)
+    return message, _zipped(answer)
+
+
+def _fit_answer(
+    request: wire.FitRequest, threads: int, time_limit_s: float
+) -> tuple[AnswerMessage, bytes]:
+    """Return the answer to a `POST /fit`. It has no plans, whose schedules are of no use without
+    their programs."""
+    fit = fit_trace(
+        request.trace,
+        request.optimizer,
+        gpu=request.gpu,
+        memory_bytes=request.memory_bytes,
+        batch=request.batch,
+        strategy=within_limits(DEFAULT_STRATEGY, threads, time_limit_s),
+    )
+    answer = wire.FitResult(fits=fit.fits, fit=fit)
+    return AnswerMessage(summary=(), is_shared=True), _zipped(answer.model_dump_json())
+
+
+def _zipped(answer: str) -> bytes:
+    return gzip.compress(answer.encode(), compresslevel=5, mtime=0)
 
 
 def within_limits(strategy: Strategy, threads: int, time_limit_s: float) -> Strategy:
@@ -150,7 +179,9 @@ def summarize_plan(plan: Plan) -> wire.PlanSummary:
     )
 
 
-def _with_costs(trace: Trace, request: Request, device: str, *, are_pieces: bool = False) -> Trace:
+def _with_costs(
+    trace: Trace, request: SolvingRequest, device: str, *, are_pieces: bool = False
+) -> Trace:
     """Return the trace with the costs that a request asks for. With `are_pieces`, only the pieces
     of split operations are measured, which have none."""
     costs = request.options.costs

@@ -132,7 +132,7 @@ class Worker:
         if job.id in self._active:  # its lease expired, but it is still being solved here
             return True
         task = SolveTask(
-            kind="sweep" if job.kind == "sweep" else "solve",
+            kind=job.kind,
             memory_bytes=self._settings.solve_memory_bytes,
             niceness=self._settings.niceness,
             threads=self._settings.threads_per_solve,

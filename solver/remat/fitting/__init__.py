@@ -4,5 +4,6 @@
 - `settings`, `plans`, `checkpoints`, `smaller_batches`, `shards`: one kind of option each.
 - `routing`: what to know about mixtures of experts.
 - `answer`: searches all of them.
+- `data_sheet`: the answer for a trace and a GPU with a data sheet.
 - `lengths`: the longest sequences that fit.
 """

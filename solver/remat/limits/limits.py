@@ -10,6 +10,10 @@ from remat.errors import BudgetError, InfeasibleBudget
 from remat.limits.budget import Budget
 from remat.limits.units import format_bytes
 
+SEGMENTS_MARGIN = 0.02
+"""Fraction of the memory that the segments of torch's allocator leave to others: their predicted
+size already includes fragmentation."""
+
 _RESERVED = "are reserved"
 _EXTERNAL = "are used outside this graph (other graphs of the step, other modules, or `reserve`)"
 

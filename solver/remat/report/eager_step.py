@@ -42,7 +42,8 @@ def with_eager_masks(trace: Trace) -> Trace:
         return trace
     storages = list(trace.storage_bytes)
     for node in trace.nodes:
-        mask = node.args[1] if node.target == _DROPOUT and not node.backward else None
+        is_dropout = node.target == _DROPOUT and not node.backward
+        mask = node.args[1] if is_dropout and len(node.args) > 1 and node.results else None
         if isinstance(mask, Ref):
             dropped = node.results[0].tensor
             storages[trace.storage_of[mask.name]] = prod(dropped.shape) * item_bytes(dropped.dtype)
@@ -100,7 +101,8 @@ def _casts_to_factor(node: Node, formula: Sequence[Node], dtype_of: Mapping[str,
     gradient_names = {result.name for n in formula for result in n.results}
     factor_dtypes = {dtype_of[name] for n in formula for name in referenced_names(n.args)}
     return (
-        not gradient_names.isdisjoint(referenced_names(node.args))
+        bool(node.results)
+        and not gradient_names.isdisjoint(referenced_names(node.args))
         and node.results[0].tensor.dtype in factor_dtypes
     )
 
@@ -118,7 +120,7 @@ def _with_gradients_added_in_place(graph: Graph, trace: Trace) -> Graph:
         # Autograd's own sums belong to no module; those of a backward formula do.
         if node is None or not node.backward or node.target != _ADDITION or node.module:
             continue
-        augend = node.args[0]
+        augend = node.args[0] if node.args else None
         if not isinstance(augend, Ref) or augend.name not in allocated:
             continue
         value = value_of.get(trace.storage_of[augend.name])

@@ -21,15 +21,18 @@ from pydantic import (
 from remat import errors
 from remat.costs.devices import DEVICES
 from remat.costs.link import Link
+from remat.costs.optimizer_memory import OPTIMIZERS, check_optimizer
 from remat.costs.roofline import Roofline
 from remat.documents.base import Record, check_header
 from remat.documents.plan import GraphRecord, PlanDocument
 from remat.documents.program import Program
 from remat.documents.trace import Trace
+from remat.fitting.data_sheet import GPUS, gpu_name
 from remat.graph import Graph
 from remat.limits.budget import Budget
 from remat.limits.offload import OFFLOAD_AUTO, OFFLOAD_OFF, is_offload_allowed
 from remat.limits.pieces import MAX_PIECES, SPLIT_AUTO, SPLIT_OFF, pieces_to_try
+from remat.report.fit import Fit
 from remat.strategies.auto import Auto
 from remat.strategies.base import Strategy
 from remat.strategies.registry import from_data, json_schema, to_data
@@ -41,7 +44,7 @@ ENDED_STATES = frozenset({"succeeded", "infeasible", "failed", "cancelled"})
 """The final states of a job."""
 
 JobState = Literal["queued", "running", "succeeded", "infeasible", "failed", "cancelled"]
-JobKind = Literal["solve", "sweep"]
+JobKind = Literal["solve", "sweep", "fit"]
 
 _EXCEPTIONS: dict[str, type[errors.RematError]] = {
     "budget": errors.BudgetError,
@@ -266,6 +269,42 @@ class SweepRequest(_Request):
     field that is null is treated as missing."""
 
     budgets: Annotated[tuple[BudgetData, ...], Field(min_length=1, max_length=100)] | None = None
+
+
+class FitRequest(Record):
+    """The body of `POST /fit`: will a training loop fit a GPU? A field that is null is treated as
+    missing."""
+
+    trace: Annotated[Trace, AfterValidator(_check_trace)]
+    """A trace for a GPU, which may be another one. It needs no costs."""
+    optimizer: Annotated[str, WithJsonSchema({"enum": list(OPTIMIZERS)})] = OPTIMIZERS[0]
+    gpu: Annotated[str, WithJsonSchema({"enum": list(GPUS)})] | None = None
+    """By default the GPU of the trace."""
+    memory_bytes: Annotated[int, Field(ge=1, lt=2**62)] | None = None
+    """The bytes that torch's allocator may reserve; by default nearly all of the GPU's memory."""
+    batch: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    """The batch size of the trace, to repeat it in the answer."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        try:
+            check_optimizer(self.optimizer)
+            gpu_name(self.trace, self.gpu)
+        except errors.RematError as error:
+            raise ValueError(str(error)) from None
+        return self
+
+    @property
+    def needs_measurement(self) -> bool:
+        """False: costs are those of the data sheet."""
+        return False
+
+
+class FitResult(Record):
+    """The result of `POST /fit`: the fields of `remat.report.fit.Fit`."""
+
+    fits: bool
+    fit: Fit
 
 
 class SolveResult(Record):

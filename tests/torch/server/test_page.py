@@ -227,6 +227,27 @@ def test_a_bare_graph_and_a_sweep_are_solved(page: Page, server: Server, tmp_pat
     expect_pictures(page, 1)
 
 
+def test_a_training_loop_fits_a_gpu_or_has_options(
+    page: Page, server: Server, tmp_path: Path
+) -> None:
+    path = tmp_path / "h100.json.gz"
+    remat.trace(Tiny(), (torch.randn(65536, 16),), device="h100").save(path)
+    choose(page, server, path)
+    page.get_by_label("Will it fit?").check()
+    expect(page.get_by_label("Memory budget", exact=True)).to_be_hidden()
+    page.get_by_role("button", name="Predict").click()
+    expect(page.locator(".verdict")).to_contain_text("Yes: ")
+    expect(page.get_by_role("region", name="The peak")).to_contain_text("activations")
+    page.get_by_role("link", name="All jobs").click()
+    page.get_by_label("Optimizer", exact=True).select_option("sgd")
+    page.get_by_label("Usable memory, GiB").fill("0.1")
+    page.get_by_role("button", name="Predict").click()
+    expect(page.locator(".verdict")).to_contain_text("No: ")
+    options = page.get_by_role("region", name="What makes it fit")
+    expect(options).to_contain_text("remat.enable(model, ")
+    expect(page.get_by_role("button", name="Complete answer")).to_be_visible()
+
+
 def test_check_only_shows_the_sizes(page: Page, server: Server, trace_file: Path) -> None:
     choose(page, server, trace_file)
     page.get_by_label("Costs of the operations").select_option("roofline:a100")

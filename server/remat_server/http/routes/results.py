@@ -16,7 +16,7 @@ from remat.documents.base import validate_json
 from remat.documents.plan import PlanDocument
 from remat.documents.program import Program
 from remat.plan import Plan
-from remat.service.wire import ENDED_STATES, JobView, SolveResult, SweepResult
+from remat.service.wire import ENDED_STATES, FitResult, JobView, SolveResult, SweepResult
 from remat_server.http.routes.common import JobId, no_job, problems, reference
 from remat_server.http.state import Owner, request_state
 from remat_server.problems import ServiceProblem
@@ -46,7 +46,8 @@ _PICTURES = frozenset[ResultFormat]({"svg", "schedule", "modules"})
 _SCHEMAS: dict[ResultFormat, dict[str, Any]] = {
     "json": {
         "oneOf": [
-            reference(kind) for kind in (SolveResult, SweepResult, JobView, PlanDocument, Program)
+            reference(kind)
+            for kind in (SolveResult, SweepResult, FitResult, JobView, PlanDocument, Program)
         ]
     },
     "chrome": {"type": "object"},
@@ -134,6 +135,8 @@ def result_response(
 
 
 def _render(result_format: ResultFormat, kind: str, body: bytes) -> str:
+    if kind == "fit":
+        raise _NoSuchFormatError("whether a training loop fits is available as JSON only")
     if kind == "sweep":
         documents = validate_json(SweepResult, body, "answer").plans
         plans = [document.to_plan(Plan) for document in documents]

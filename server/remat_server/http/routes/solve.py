@@ -1,4 +1,4 @@
-"""`POST /solve` and `POST /sweeps`: submits jobs."""
+"""`POST /solve`, `POST /sweeps` and `POST /fit`: submits jobs."""
 
 from __future__ import annotations
 
@@ -74,7 +74,9 @@ _EXAMPLE = {
 
 
 def _openapi_arguments(
-    body: type[wire.SolveRequest | wire.SweepRequest], result: type[Any], **example: Any
+    body: type[wire.SolveRequest | wire.SweepRequest | wire.FitRequest],
+    result: type[Any],
+    **example: Any,
 ) -> dict[str, Any]:
     """Return the parts of the OpenAPI document that FastAPI cannot derive, as `BodyReader` reads
     the bodies."""
@@ -82,7 +84,9 @@ def _openapi_arguments(
     body_schema, answer_schema, job_schema = (
         reference(kind) for kind in (body, result, wire.JobView)
     )
-    request_body = {"schema": body_schema, "example": {"graph": _EXAMPLE, **example}}
+    request_body: dict[str, Any] = {"schema": body_schema}
+    if example:
+        request_body["example"] = {"graph": _EXAMPLE, **example}
     return {
         "openapi_extra": {"requestBody": {"required": True, "content": {json: request_body}}},
         "status_code": 202,
@@ -111,7 +115,7 @@ def _openapi_arguments(
 
 @dataclass(frozen=True, slots=True)
 class PostedRequest:
-    """The parameters of both routes."""
+    """The parameters of all routes."""
 
     request: Request
     owner: Owner
@@ -134,6 +138,15 @@ async def post_sweep(posted: Annotated[PostedRequest, Depends()]) -> Response:
     return await _handle_post(posted, "sweep")
 
 
+@router.post("/fit", **_openapi_arguments(wire.FitRequest, wire.FitResult))
+async def post_fit(posted: Annotated[PostedRequest, Depends()]) -> Response:
+    """Predict whether a training loop fits a GPU with its optimizer, and what makes it fit.
+
+    The service captures no models: trace the step for a GPU, `remat.trace(..., device="h100")`.
+    """
+    return await _handle_post(posted, "fit")
+
+
 async def _handle_post(posted: PostedRequest, kind: wire.JobKind) -> Response:
     request, owner = posted.request, posted.owner
     state = app_state(request.app)
@@ -144,7 +157,7 @@ async def _handle_post(posted: PostedRequest, kind: wire.JobKind) -> Response:
     job = await _submit(posted, kind)
     if isinstance(job, wire.DryRunResult):
         return JSONResponse(job.model_dump())
-    location = f"/jobs/{job.id}" if kind == "solve" else f"/sweeps/{job.id}"
+    location = f"/sweeps/{job.id}" if kind == "sweep" else f"/jobs/{job.id}"
     headers = {"Location": location}
     preference = _WAIT.search(posted.prefer or "")
     if preference is None:

@@ -19,10 +19,13 @@ const SWEEP_FILES = [
   ["svg", "Frontier picture", "frontier.svg", "SVG"],
 ];
 
+const FIT_FILES = [["json", "Complete answer", "answer.json", "memory, options and their code"]];
+const FILES = { solve: SOLVE_FILES, sweep: SWEEP_FILES, fit: FIT_FILES };
+
 /** Return the section with a button for each file. */
 export function downloads(job) {
   const problem = h("p", { class: "problem", role: "alert", hidden: true });
-  const items = (job.kind === "sweep" ? SWEEP_FILES : SOLVE_FILES).map(([form, name, ending, description]) => {
+  const items = FILES[job.kind].map(([form, name, ending, description]) => {
     const click = () => fetchFile(job, form, ending, problem);
     const button = h("button", { type: "button", "data-form": form, click }, name);
     return h("li", {}, button, h("span", { class: "hint" }, description));

@@ -127,6 +127,7 @@ function soFar(job) {
 }
 
 function describeRequest(job) {
+  if (job.kind === "fit") return "fit";
   if (job.kind === "sweep") {
     return job.summary.length ? `sweep, ${plural(job.summary.length, "budget")}` : "sweep";
   }

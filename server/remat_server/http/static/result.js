@@ -3,6 +3,7 @@
 import { json, request } from "./api.js";
 import { h } from "./dom.js";
 import { downloads } from "./downloads.js";
+import { showFit } from "./fit.js";
 import { PLAN_ADVICE, PLAN_STATUS, SCOPE } from "./format.js";
 import { bytes, count, gap, overhead, percent, plural, seconds } from "./format.js";
 
@@ -10,6 +11,10 @@ const MAX_ROWS = 25;
 
 /** Show the result of a successful job in `container`. */
 export function showResult(job, container, signal) {
+  if (job.kind === "fit") {
+    showFit(job, container, signal);
+    return;
+  }
   const isSweep = job.kind === "sweep";
   const details = h("div", {});
   const pictures = isSweep

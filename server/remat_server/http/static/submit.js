@@ -5,6 +5,11 @@ import { byId, h, setText, showMessage } from "./dom.js";
 import { readFile, gzipped, requestText } from "./file.js";
 import { bytes, plural, sentence } from "./format.js";
 
+const OPTIMIZERS = [
+  ...["adamw", "adamw-fused", "adamw-8bit", "adam", "adam-fused", "adam-8bit"],
+  ...["adafactor", "sgd", "sgd-momentum", "none"],
+];
+const GPUS = ["v100", "t4", "a100", "l4", "l40s", "rtx4090", "h100", "h200", "gh200", "b200"];
 const DEVICES = ["h200", "h100", "b200", "a100", "l40s", "l4", "rtx4090", "v100", "t4", "mi300x", "cpu"];
 
 let chosenDocument = null; // the result of readFile
@@ -13,6 +18,8 @@ let latestFile = 0;
 /** Connect the form. `onAccepted(job)` is called with each job that the service accepts. */
 export function connectForm(onAccepted) {
   byId("devices").append(...DEVICES.map((name) => h("option", { value: `roofline:${name}` }, name)));
+  byId("gpu").append(...GPUS.map((name) => h("option", { value: name }, name)));
+  byId("optimizer").append(...OPTIMIZERS.map((name) => h("option", { value: name }, name)));
   byId("file").addEventListener("change", (event) => chooseFile(event.target.files[0]));
   connectDrop(byId("drop"));
   for (const radio of document.querySelectorAll("input[name=kind]")) {
@@ -81,14 +88,18 @@ function kind() {
 
 function showKind() {
   const isSweep = kind() === "sweep";
+  const isFit = kind() === "fit";
+  byId("fit-fields").hidden = !isFit;
+  byId("solve-fields").hidden = isFit;
   byId("budget-field").hidden = isSweep;
   byId("budgets-field").hidden = !isSweep;
-  setText(byId("send"), isSweep ? "Sweep" : "Solve");
+  setText(byId("send"), { sweep: "Sweep", fit: "Predict" }[kind()] ?? "Solve");
 }
 
 /** Return the text of the request. Throws Error with a message for the user and the invalid field. */
 function readForm() {
   if (!chosenDocument) throw fieldError("file", "Choose a trace or a graph first.");
+  if (kind() === "fit") return readFitForm();
   const gap = number("gap", "The gap is a percentage, such as 0.5.");
   const strategy = {
     name: "auto",
@@ -98,6 +109,19 @@ function readForm() {
   const costs = chosenDocument.kind === "trace" && byId("costs").value ? byId("costs").value : undefined;
   return requestText(chosenDocument, budgets(), { strategy, costs });
 }
+
+function readFitForm() {
+  if (chosenDocument.kind !== "trace") throw fieldError("file", "A bare graph has no parameters: choose a trace.");
+  const gibibytes = optionalNumber("usable", "The usable memory is in GiB, such as 75.");
+  return requestText(chosenDocument, {
+    optimizer: byId("optimizer").value,
+    gpu: byId("gpu").value || undefined,
+    memory_bytes: gibibytes === undefined ? undefined : Math.max(1, Math.round(gibibytes * 2 ** 30)),
+    batch: optionalNumber("batch", "The batch size is a whole number, such as 64."),
+  });
+}
+
+const optionalNumber = (id, message) => (byId(id).value.trim() ? number(id, message) : undefined);
 
 function budgets() {
   if (kind() === "solve") {
@@ -121,7 +145,7 @@ function fieldError(id, message) {
 }
 
 async function send(query) {
-  const path = kind() === "solve" ? "/solve" : "/sweeps";
+  const path = { solve: "/solve", sweep: "/sweeps", fit: "/fit" }[kind()];
   const body = await gzipped(readForm());
   const headers = { "Content-Type": "application/json", "Content-Encoding": "gzip" };
   return json(path + query, { method: "POST", body, headers, ask: true });

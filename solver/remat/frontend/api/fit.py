@@ -14,23 +14,21 @@ from remat.costs.trace_costs import with_roofline_costs
 from remat.documents.trace import Trace
 from remat.errors import BudgetError, RematError
 from remat.fitting.answer import answer_question
+from remat.fitting.data_sheet import usable_bytes
 from remat.fitting.lengths import LengthDistribution, longest_fits
 from remat.fitting.question import DEFAULT_STRATEGY, EagerStep, FitQuestion, ScriptChanges
 from remat.frontend.api.batch_search import ModelFnResult, parse_model_fn_result
 from remat.frontend.api.estimate import roofline_for_trace
 from remat.frontend.capture.trace import trace as capture
 from remat.frontend.common.target_gpu import DEFAULT_GPU, find_target_gpu, is_default_gpu
-from remat.frontend.memory.auto_budget import SEGMENTS_MARGIN
 from remat.frontend.memory.device_memory import free_bytes
 from remat.frontend.memory.meter import unique_bytes
+from remat.limits.limits import SEGMENTS_MARGIN
 from remat.limits.outputs import OUTPUTS_HELD
 from remat.limits.reserve import parse_bytes
 from remat.passes.gradient_accumulation import with_gradient_accumulation
 from remat.report.fit import Fit
 from remat.strategies import Strategy
-
-CONTEXT_BYTES = 512 << 20
-"""Memory of a CUDA context: 400 to 600 MiB, depending on the kernels that are loaded."""
 
 
 def fit(
@@ -166,8 +164,7 @@ def _usable_bytes(trace: Trace, model: nn.Module, device: str | torch.device | N
         if free is None:
             raise BudgetError(f'{trace.device} does not report its memory: pass memory="75GiB"')
         return int(free * (1 - SEGMENTS_MARGIN)) + _allocated_bytes(model, trace.device)
-    memory_bytes = roofline_for_trace(trace).device.memory_bytes
-    return int(memory_bytes * (1 - SEGMENTS_MARGIN)) - CONTEXT_BYTES
+    return usable_bytes(roofline_for_trace(trace).device)
 
 
 def _allocated_bytes(model: nn.Module, device: str) -> int:

@@ -11,15 +11,11 @@ from remat.errors import BudgetError
 from remat.frontend.memory.device_memory import free_bytes
 from remat.frontend.memory.reserve import ReserveSize
 from remat.limits.budget import Budget
-from remat.limits.limits import Limits, nothing_left
+from remat.limits.limits import SEGMENTS_MARGIN, Limits, nothing_left
 
 MARGIN = 0.08
 """Fraction of the free memory that no plan uses: fragmentation, handles of cuBLAS and cuDNN, other
 processes."""
-
-SEGMENTS_MARGIN = 0.02
-"""The same fraction for the segments of torch's allocator: their predicted size already includes
-fragmentation."""
 
 
 @dataclass(frozen=True, slots=True)
