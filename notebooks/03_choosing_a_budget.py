@@ -223,6 +223,26 @@ SVG(
 )
 
 # %% [markdown]
+# ## Will it fit?
+#
+# `remat.fit` asks for the training loop instead of a budget: with the memory of the optimizer, and
+# with what torch's allocator reserves. If the loop does not fit, a plan is compared with the
+# alternatives, the fastest that fits first.
+
+# %%
+answer = remat.fit(
+    model,
+    (ids, ids),
+    device="l4",
+    optimizer="adamw",
+    batch=len(ids),
+    with_batch=lambda rows: (model, (ids[:rows], ids[:rows])),
+)
+print(answer)
+assert not answer.fits
+assert answer.options[0].fits
+
+# %% [markdown]
 # ## And if it does not fit at all?
 #
 # Then the error reports a budget that is feasible.
