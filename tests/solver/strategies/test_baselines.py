@@ -289,6 +289,16 @@ def test_per_block_recomputes_no_block_for_a_copy_that_the_backward_reads_later(
             [f"stages.{i}.layers.{j}.conv" for i in (0, 1) for j in (0, 1)],
             [(0,), (1,), (2,), (3,)],
         ),
+        # Sequences of layers in a sequence: a layer is no block.
+        (
+            [f"{i}.{j}" for i in (0, 1) for j in (0, 1, 2)],
+            [(0, 1, 2), (3, 4, 5)],
+        ),
+        # The same, a level deeper.
+        (
+            [f"{i}.{j}.{k}" for i in (0, 1) for j in (0, 1) for k in (0, 1)],
+            [(0, 1), (2, 3), (4, 5), (6, 7)],
+        ),
         # Several containers; every submodule of a block belongs to it, whatever its path.
         (
             ["down.0.conv", "", "down.0.norm", "down.1.conv", "mid", "up.0.conv"],

@@ -163,6 +163,15 @@ def test_the_fused_optimizer_is_an_option_where_its_step_is_the_peak() -> None:
     assert first.peak_bytes < eager.memory.peak_bytes
 
 
+def test_blocks_may_be_sequences_of_layers() -> None:
+    """Checkpoints around single layers would save nothing."""
+    model, args, _ = narrow_and_wide(1000)
+    eager = remat.fit(model, args, device="cpu", optimizer="none", memory="1TiB")
+    needed = eager.memory.peak_bytes
+    answer = remat.fit(model, args, device="cpu", optimizer="none", memory=needed - 1)
+    assert option(answer, "checkpoint each block").peak_bytes < 0.8 * needed
+
+
 def test_shards_of_more_gpus_are_smaller() -> None:
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(4096, 4096) for _ in range(32)))

@@ -4,7 +4,8 @@ A *container* is a path whose children are numbered: `transformer.h` with `trans
 `transformer.h.1`. Containers count if they are outermost and take a relevant share of the forward
 time; each numbered child is a block. A child that is itself only a list of similar blocks (a ResNet
 stage, `encoder.stages.2` with `encoder.stages.2.layers.5`) is replaced by them. A Transformer block
-is no such list, although T5 numbers its parts: they are not similar.
+is no such list, although T5 numbers its parts: they are not similar. Nor is an `nn.Sequential` of
+layers, which have no parts.
 """
 
 from __future__ import annotations
@@ -86,11 +87,13 @@ def _outermost_blocks(
 
 
 def _are_similar(paths: list[tuple[str, ...]], blocks: list[list[int]]) -> bool:
-    """True if blocks of one container mostly have the same parts."""
+    """True if the blocks have parts, and those of one container mostly the same ones."""
     parts: dict[tuple[str, ...], list[set[tuple[str, ...]]]] = defaultdict(list)
     for ops in blocks:
         depth = _block_path_length(paths, ops)
         parts[paths[ops[0]][: depth - 1]].append({paths[op][depth:] for op in ops})
+    if any(names == {()} for blocks_parts in parts.values() for names in blocks_parts):
+        return False  # single layers
     return all(
         len(first & other) >= _MIN_COMMON_SHARE * len(first | other)
         for first, *others in parts.values()
