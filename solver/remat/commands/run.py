@@ -17,9 +17,9 @@ from remat.commands.common.interruptible_solve import (
 )
 from remat.commands.common.offload_limits import check_offload_options, offload_limits
 from remat.commands.common.progress_line import show_progress
+from remat.commands.common.step_options import StepOptions, with_step_options
 from remat.commands.common.summaries import compiled_plan_summary, plan_summary, to_json_text
 from remat.limits.offload import OFFLOAD_OFF
-from remat.limits.outputs import OUTPUTS_HELD
 from remat.limits.pieces import SPLIT_AUTO
 from remat.limits.units import format_bytes
 from remat.plan_data import with_reserve_stat
@@ -31,8 +31,9 @@ if TYPE_CHECKING:
     from remat.commands.models.sources import TrainingStep
 
 
+@with_step_options
 def run(
-    source: command_options.Source,
+    step: StepOptions,
     budget: command_options.BudgetText,
     strategy: command_options.StrategyName = "auto",
     option: command_options.StrategyOptions = None,
@@ -44,17 +45,8 @@ def run(
     compiled: Annotated[
         bool, typer.Option("--compile", help="Compare under torch.compile, without and with remat.")
     ] = False,
-    as_json: command_options.Json = False,
-    batch: command_options.Batch = 2,
-    tokens: command_options.Tokens = 128,
-    image: command_options.Image = None,
-    overrides: command_options.Overrides = None,
-    seed: command_options.Seed = 0,
     device: command_options.LocalDevice = "cpu",
-    dtype: command_options.Dtype = None,
-    autocast: command_options.Autocast = None,
     reserve: command_options.Reserve = None,
-    outputs: command_options.Outputs = OUTPUTS_HELD,
     split: command_options.Split = SPLIT_AUTO,
     offload: command_options.Offload = OFFLOAD_OFF,
     host_budget: command_options.HostBudget = None,
@@ -73,43 +65,37 @@ def run(
     selected_strategy = command_options.strategy_from_options(
         strategy, option, gap, time_limit, solver
     )
-    command_options.check_autocast(autocast)
-    command_options.check_outputs_option(outputs)
+    step.check()
     if compiled and program is not None:
         raise UsageError(
             "--program cannot be combined with --compile, which makes no program; leave one out"
         )
     files.check_outputs(program)
-    from remat.commands.models.batches import BatchSizes
-    from remat.commands.models.sources import load_training_step
     from remat.frontend.api.trial import run_eager_trial
     from remat.frontend.capture.trace import trace as capture
     from remat.frontend.common.torch_modes import autocast_to
     from remat.frontend.costs.measure import measure, measure_pieces
     from remat.frontend.runtime.module import lower
 
-    sizes = BatchSizes(batch, tokens, image)
-    step = load_training_step(
-        source, sizes, overrides=overrides or (), device=device, dtype=dtype, seed=seed
-    )
+    loaded = step.load(device)
     if compiled:
-        with autocast_to(device, autocast):
+        with autocast_to(device, step.autocast):
             _run_compiled(
-                step,
+                loaded,
                 budget,
                 selected_strategy,
                 rounds,
-                as_json,
+                step.as_json,
                 reserve=reserve or 0,
-                outputs=outputs,
+                outputs=step.outputs,
                 split=command_options.split_from_option(split),
                 offload=offload,
                 host_budget=host_budget,
             )
         return
     started_at_s = time.perf_counter()
-    with autocast_to(device, autocast):
-        traced = capture(step.model, step.args, step.kwargs, outputs=outputs)
+    with autocast_to(device, step.autocast):
+        traced = capture(loaded.model, loaded.args, loaded.kwargs, outputs=step.outputs)
         with show_progress("measuring", 1) as line:
             traced = measure(traced, progress=line.on_measure_progress)
         predicted_eager_bytes = eager_peak_bytes(traced)
@@ -128,22 +114,22 @@ def run(
             files.write_output(program, rewritten_program.to_json())
         if signum is not None:
             files.print_text(
-                to_json_text({"plan": plan_summary(plan)}) if as_json else plan.describe()
+                to_json_text({"plan": plan_summary(plan)}) if step.as_json else plan.describe()
             )
             exit_if_interrupted(signum, describe_incumbent(plan))
-        module = lower(rewritten_program, step.model, plan=plan)
+        module = lower(rewritten_program, loaded.model, plan=plan)
         ready_s = time.perf_counter() - started_at_s
         with show_progress("running"):
             trial = run_eager_trial(
-                step.model,
+                loaded.model,
                 module,
-                step.args,
-                step.kwargs,
+                loaded.args,
+                loaded.kwargs,
                 rounds=rounds,
                 predicted_eager_bytes=predicted_eager_bytes,
             )
-    if as_json:
-        summary = {"model": step.name, **trial.to_data(), "plan": plan_summary(plan)}
+    if step.as_json:
+        summary = {"model": loaded.name, **trial.to_data(), "plan": plan_summary(plan)}
         files.print_json(to_json_text(summary))
     else:
         budget = format_bytes(plan.budget_bytes)
@@ -151,7 +137,7 @@ def run(
             f" ({format_bytes(limits.reserve_bytes)} reserved)" if limits.reserve_bytes else ""
         )
         parts = (
-            f"{step.name} within {budget}{reserved}",
+            f"{loaded.name} within {budget}{reserved}",
             plan.describe(),
             f"ready after {ready_s:.1f} s",
             trial.describe(),

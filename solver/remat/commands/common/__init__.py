@@ -2,6 +2,8 @@
 
 - `exits`: exit codes, and errors as one line on stderr.
 - `command_options`: command-line options, and the strategy and limits that they describe.
+- `step_options`: options of the commands that load a model and its training step.
+- `length_option`: the lengths of batches.
 - `files`: reads documents, checks output paths, writes and prints results.
 - `summaries`: plans and traces as flat JSON, CSV and tables.
 - `plots`: the file formats of `remat plot`.

@@ -148,8 +148,6 @@ PlotDevice = Annotated[
         show_default=False,
     ),
 ]
-Batch = Annotated[int, typer.Option("--batch", min=1, help="Batch size, for hf: and config.json.")]
-Tokens = Annotated[int, typer.Option("--tokens", min=1, help="Length of a sequence, in tokens.")]
 Image = Annotated[
     int | None,
     typer.Option(

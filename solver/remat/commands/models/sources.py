@@ -51,11 +51,6 @@ class TrainingStep:
     kwargs: dict[str, Any]
 
 
-def is_configuration(source: str) -> bool:
-    """True if a source is a configuration, whose batch has a size that can be chosen."""
-    return source.startswith(_HUGGING_FACE_PREFIX) or source.endswith(".json")
-
-
 def load_training_step(
     source: str,
     sizes: BatchSizes | None = None,

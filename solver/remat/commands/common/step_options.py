@@ -1,0 +1,150 @@
+"""`StepOptions`: the options of the commands that load a model and its training step."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+
+import typer
+
+from remat.commands.common import command_options
+from remat.commands.common.exits import UsageError, print_message
+from remat.limits.outputs import OUTPUTS_HELD
+
+if TYPE_CHECKING:
+    from remat.commands.models.batches import BatchSizes
+    from remat.commands.models.sources import TrainingStep
+
+_BATCH, _TOKENS = 2, 128
+
+Batch = Annotated[
+    int | None,
+    typer.Option(
+        "--batch",
+        min=1,
+        help=f"Batch size, for hf: and config.json. Default: {_BATCH}.",
+        show_default=False,
+    ),
+]
+Tokens = Annotated[
+    int | None,
+    typer.Option(
+        "--tokens",
+        min=1,
+        help=f"Length of a sequence, in tokens. Default: {_TOKENS}.",
+        show_default=False,
+    ),
+]
+
+
+@dataclass(frozen=True, slots=True)
+class StepOptions:
+    """A model, the size of its batch, its precision, and the lifetime of its outputs."""
+
+    source: command_options.Source
+    as_json: command_options.Json = False
+    batch: Batch = None
+    tokens: Tokens = None
+    image: command_options.Image = None
+    overrides: command_options.Overrides = None
+    seed: command_options.Seed = 0
+    dtype: command_options.Dtype = None
+    autocast: command_options.Autocast = None
+    outputs: command_options.Outputs = OUTPUTS_HELD
+
+    @property
+    def is_configuration(self) -> bool:
+        """True if the source is a configuration, whose batch has a size that can be chosen."""
+        return self.source.startswith("hf:") or self.source.endswith(".json")
+
+    @property
+    def batch_size(self) -> int:
+        """The batch size of a configuration."""
+        return _BATCH if self.batch is None else self.batch
+
+    @property
+    def length(self) -> int:
+        """The number of tokens of a sequence."""
+        return _TOKENS if self.tokens is None else self.tokens
+
+    @property
+    def sizes(self) -> BatchSizes:
+        """The sizes of a batch."""
+        from remat.commands.models.batches import BatchSizes
+
+        return BatchSizes(self.batch_size, self.length, self.image)
+
+    def check(self) -> None:
+        """Raise `UsageError` for wrong values, and for sizes of a batch that a function creates."""
+        command_options.check_autocast(self.autocast)
+        command_options.check_outputs_option(self.outputs)
+        if not self.is_configuration:
+            for name in ("batch", "tokens", "image"):
+                self.check_has_sizes(f"--{name}", getattr(self, name))
+
+    def check_has_sizes(self, option: str, value: object) -> None:
+        """Raise `UsageError` if an option has a value, and the source is a function."""
+        if value is not None and not self.is_configuration:
+            raise UsageError(
+                f"{option} {value} has no effect: {self.source} is a function, which creates its "
+                "own batch. Change the batch there, or name hf:TYPE or a config.json"
+            )
+
+    def load(self, device: str, sizes: BatchSizes | None = None) -> TrainingStep:
+        """Load the step on a device, by default with the sizes of the options."""
+        from remat.commands.models.sources import load_training_step
+
+        return load_training_step(
+            self.source,
+            sizes or self.sizes,
+            overrides=self.overrides or (),
+            device=device,
+            dtype=self.dtype,
+            seed=self.seed,
+        )
+
+
+def check_step_device(device: str | None) -> None:
+    """Raise `UsageError` for an unknown `--device`. Print the GPU that "cuda" stands for on a
+    machine without one."""
+    command_options.check_target_device(device)
+    from remat.frontend.common.target_gpu import DEFAULT_GPU, is_default_gpu
+
+    if is_default_gpu(device):
+        print_message(
+            f"this machine has no GPU: --device {device} is taken as {DEFAULT_GPU}; name another "
+            f"one: {', '.join(command_options.GPUS)}"
+        )
+
+
+def with_step_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the options of `StepOptions` in place of its parameter `step`."""
+    hints = get_type_hints(StepOptions, include_extras=True)
+    step_parameters = [
+        inspect.Parameter(
+            field.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=field.default if field.name != "source" else inspect.Parameter.empty,
+            annotation=hints[field.name],
+        )
+        for field in fields(StepOptions)
+    ]
+    parameters: list[inspect.Parameter] = []
+    for parameter in inspect.signature(command, eval_str=True).parameters.values():
+        if parameter.name == "step":
+            parameters += step_parameters
+        else:
+            parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
+
+    @functools.wraps(command)
+    def with_options(**options: Any) -> None:
+        values = {field.name: options.pop(field.name) for field in fields(StepOptions)}
+        command(step=StepOptions(**values), **options)
+
+    del with_options.__wrapped__  # typer would read its signature
+    with_options.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    with_options.__annotations__ = {p.name: p.annotation for p in parameters}
+    return with_options
