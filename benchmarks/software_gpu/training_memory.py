@@ -2,13 +2,15 @@
 
 One case is a family in one precision, without families that have convolutions: `remat.fit` does not
 know the workspaces that these have without cuDNN. Each optimizer, and a checkpoint for each block
-with AdamW, is a row. The loop starts with an empty allocator and takes three steps.
+with AdamW, is a row; AdamW in 8 bits if bitsandbytes is installed. The loop starts with an empty
+allocator and takes three steps.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
+import importlib.util
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -29,6 +31,13 @@ _STEPS = 3
 
 Row = dict[str, Any]
 
+
+def _adamw_8bit(parameters: Iterable[nn.Parameter]) -> optim.Optimizer:
+    from bitsandbytes.optim import AdamW8bit
+
+    return AdamW8bit(parameters)
+
+
 OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], optim.Optimizer]] = {
     "adamw": optim.AdamW,
     "adamw-fused": lambda parameters: optim.AdamW(parameters, fused=True),
@@ -37,6 +46,8 @@ OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], optim.Optimizer]] = {
     "sgd": optim.SGD,
     "sgd-momentum": lambda parameters: optim.SGD(parameters, momentum=0.9),
 }
+if importlib.util.find_spec("bitsandbytes") is not None:
+    OPTIMIZERS["adamw-8bit"] = _adamw_8bit
 
 
 def cases() -> list[str]:
