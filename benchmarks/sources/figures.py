@@ -17,7 +17,7 @@ from remat.choice.offloaded_forms import OffloadLimits
 from remat.choice.step import solve_step
 from remat.costs.roofline import Roofline
 from remat.errors import InfeasibleBudget, SolverTimeout
-from remat.frontend.api.fit_options import EagerStep
+from remat.fitting.question import EagerStep
 from remat.limits.budget import Budget
 from remat.plan_data import HOST_BYTES_STAT, WAITING_S_STAT
 from remat.report.training_memory import optimizer_step_bytes
