@@ -64,6 +64,7 @@ def test_a_budget_that_is_infeasible_without_is_met() -> None:
     assert " x 4 " in plan.plan.explain("head")
 
 
+@pytest.mark.slow
 def test_inductor_keeps_one_piece_at_a_time() -> None:
     """Pieces that are independent may be computed first, and all be live at once, as in
     https://github.com/pytorch/torchtitan/issues/3646."""

@@ -19,7 +19,7 @@ COSTS = remat.Roofline("cpu")
 STRATEGY = remat.Auto(gap=0.02, time_limit=5.0)
 
 
-QUICK = {("gpt2", "75%"), ("gpt2", "min"), ("resnet", "min")}
+QUICK = {("gpt2", "75%"), ("resnet", "min")}
 CASES = [
     pytest.param(family, budget, marks=[] if (family, budget) in QUICK else pytest.mark.slow)
     for family in FAMILIES

@@ -123,6 +123,7 @@ class LossAndScaledLogits(LossAndLogits):
         return {"loss": outputs["loss"], "logits": 2 * outputs["logits"]}
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_dropped_outputs_lower_the_peak_of_plain_torch_compile() -> None:
     plans: list[CompiledPlan] = []
