@@ -107,6 +107,9 @@ def _score(options: argparse.Namespace) -> int:
         for budget in options.budgets
         if budget.endswith("%")
     ]
+    if options.results == RESULTS:  # the leaderboard compares with rows that are stored
+        stored = {(r.model, row.gpu) for r in load_all(RESULTS)[0] for row in r.rows}
+        cells = [cell for cell in cells if (cell.model, cell.gpu) in stored]
     folder = ResultFolder(options.results)
     limit_s, processes = options.limit, options.processes
     score(options.name, options.command, cells, folder, limit_s=limit_s, processes=processes)

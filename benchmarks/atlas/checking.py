@@ -24,7 +24,12 @@ def problems_of(name: str, results: Path) -> list[str]:
     problems = _graph_problems(graph, graphs)
     path = ResultFolder(results).path(name)
     if path.exists():
-        problems += _result_problems(ModelResult.load(path), graph, graphs[0])
+        try:
+            result = ModelResult.load(path)
+        except remat.RematError as error:
+            problems.append(str(error))
+        else:
+            problems += _result_problems(result, graph, graphs[0])
     return [f"{name}: {problem}" for problem in problems]
 
 

@@ -46,8 +46,11 @@ def standings(results: Sequence[ModelResult], solvers: Sequence[SolverResult]) -
         for model, row in rows
         if row.method == RECOMPUTE and row.overhead is not None
     }
+    graphs = {result.model: result.graph for result in results}
     for solver in solvers:
         for model, solver_rows in solver.rows.items():
+            if solver.graphs.get(model) != graphs.get(model):
+                continue  # rows of another graph
             by_cell |= {(model, row.key): row for row in solver_rows}
     names = [m for m in METHODS if m not in (SPLIT, OFFLOAD)]
     names += [solver.solver for solver in solvers]

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import datetime
 import json
+import re
+import shutil
 import subprocess
 import time
 from collections.abc import Sequence
@@ -20,12 +22,14 @@ import torch
 
 import remat
 from benchmarks.atlas.graph_file import AtlasGraph, path_of
-from benchmarks.atlas.results import Cell, ResultFolder, Row, SolverResult
+from benchmarks.atlas.results import METHODS, Cell, ResultFolder, Row, SolverResult
 from benchmarks.harness import machine
 from remat.graph import Graph
 from remat.limits.budget import Budget
 from remat.schedule import Schedule
 from remat.simulate import peak_and_time
+
+_NAME = re.compile("[a-z0-9][a-z0-9-]{0,60}")
 
 
 def solver_path(results: Path, name: str) -> Path:
@@ -44,6 +48,13 @@ def score(
 ) -> SolverResult:
     """Run a solver on cells, write its rows, and return them. Stored rows of the same graphs and
     the same command are used as they are."""
+    if not _NAME.fullmatch(name) or name in METHODS:
+        raise SystemExit(
+            f"{name!r} cannot name a solver: use small letters, digits and hyphens, and no name of "
+            "another row"
+        )
+    if shutil.which(command[0]) is None:
+        raise SystemExit(f"there is no program {command[0]!r}")
     path = solver_path(results.folder, name)
     facts = machine.describe(torch.device("cpu"))
     result = SolverResult(solver=name, command=" ".join(command), date=_today(), machine=facts)
@@ -58,19 +69,19 @@ def score(
         if result.graphs[model] == digests.get(model, result.graphs[model])
     }
     missing = [c for c in cells if (c.gpu, c.budget, name) not in rows.get(c.model, {})]
+    path.parent.mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor(processes) as pool:
         for cell, row in pool.map(lambda c: (c, _row(c, name, command, limit_s)), missing):
             rows.setdefault(cell.model, {})[row.key] = row
             print(f"{cell}: {row.note or f'{100 * (row.overhead or 0):+.1f}%'}", flush=True)
-    result = result.model_copy(
-        update={
-            "date": _today(),
-            "graphs": result.graphs | digests,
-            "rows": {model: tuple(by_key.values()) for model, by_key in rows.items()},
-        }
-    )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    result.save(path)
+            result = result.model_copy(
+                update={
+                    "date": _today(),
+                    "graphs": result.graphs | digests,
+                    "rows": {model: tuple(by_key.values()) for model, by_key in rows.items()},
+                }
+            )
+            result.save(path)
     return result
 
 
@@ -85,18 +96,22 @@ def _row(cell: Cell, name: str, command: Sequence[str], limit_s: float) -> Row:
             [*command, str(path_of(cell.model)), cell.gpu, str(budget_bytes)],
             capture_output=True,
             text=True,
+            errors="replace",
             timeout=limit_s,
         )
     except subprocess.TimeoutExpired:
-        return row.model_copy(update={"note": f"no schedule in {limit_s:.0f} s"})
+        return row.model_copy(update={"wall_s": limit_s, "note": f"no schedule in {limit_s:.0f} s"})
     wall_s = round(time.perf_counter() - began_s, 2)
     if ran.returncode:
         lines = ran.stderr.strip().splitlines() or [f"exit code {ran.returncode}"]
         return row.model_copy(update={"wall_s": wall_s, "note": lines[-1][:300]})
     try:
-        schedule = Schedule.of(json.loads(ran.stdout))
+        runs = json.loads(ran.stdout)
+        if not isinstance(runs, list) or any(type(op) is not int for op in runs):
+            raise ValueError("the output is no JSON list of integers")
+        schedule = Schedule.of(runs)
         schedule.check(graph)
-    except (ValueError, TypeError, remat.RematError) as error:
+    except (ValueError, RecursionError, remat.RematError) as error:
         note = f"not a schedule: {error}"[:300]
         return row.model_copy(update={"wall_s": wall_s, "note": note})
     peak_bytes, time_s = peak_and_time(graph, schedule)

@@ -21,6 +21,7 @@ from benchmarks.atlas.results import GPUS
 from benchmarks.atlas.vision import VISION_MODELS
 from benchmarks.models.traced import default_cache, tracer_digest
 from remat.costs.roofline import Roofline
+from remat.documents.base import write_atomically
 from remat.documents.plan import GraphRecord
 
 TRACED_FOR = "h100"
@@ -42,7 +43,7 @@ def trace_of(name: str, folder: Path | None = None) -> remat.Trace:
     trace = _trace(MODELS[name])
     folder.mkdir(parents=True, exist_ok=True)
     trace.save(path)
-    about.write_text(json.dumps({"code": code}) + "\n")
+    write_atomically(about, json.dumps({"code": code}).encode())
     return trace
 
 

@@ -109,7 +109,7 @@ def _page(result: ModelResult, solver_rows: list[Row]) -> Iterable[str]:
         yield "| bound of recomputation | " + " | ".join(bounds) + " |"
         yield ""
         yield (
-            "Seconds of processor time for all budgets: "
+            "CPU time in seconds for all budgets: "
             + ", ".join(f"{m} {_processor_s(rows.values(), m):.1f}" for m in OPTIMA)
             + "."
         )

@@ -16,6 +16,7 @@ from remat.costs.roofline import Roofline, operation_seconds
 from remat.costs.workspaces.formulas import operation_workspace
 from remat.documents.records import Node
 from remat.documents.trace import Trace
+from remat.errors import RematError
 
 log = logging.getLogger("remat")
 
@@ -44,10 +45,21 @@ class OperationCost:
 
 
 def roofline_of(trace: Trace) -> Roofline | None:
-    """Return the data sheet that the costs of a trace come from; None if they were measured."""
+    """Return the data sheet that the costs of a trace come from; None if they were measured.
+
+    Raises `RematError` for rates that are no data sheet of remat: the trace does not have them.
+    """
     source = next((node.cost_source for node in trace.nodes if node.cost_source), "")
     method, _, device = source.partition(" ")
-    return Roofline(device) if method == "roofline" else None
+    if method != "roofline":
+        return None
+    if device not in DEVICES:
+        raise RematError(
+            f"the costs of this trace are of the rates of {device!r}, which it does not have: "
+            "pieces and copies have no costs: pass the Roofline as `costs` to remat.optimize, or "
+            "solve without split and offload"
+        )
+    return Roofline(device)
 
 
 def with_roofline_costs(trace: Trace, roofline: Roofline) -> Trace:

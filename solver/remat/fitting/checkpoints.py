@@ -9,13 +9,19 @@ from remat.report.fit import FitOption
 from remat.schedule import Schedule
 from remat.simulate import baseline_of, peak_and_time
 from remat.strategies.baselines.module_blocks import find_blocks
-from remat.strategies.baselines.schedule_builder import checkpoint_segments
+from remat.strategies.baselines.schedule_builder import (
+    checkpoint_segments,
+    eager_backward_order,
+)
 
 
 def checkpoint_schedule(step: EagerStep) -> Schedule | None:
     """Return the schedule with a checkpoint for each block; None without blocks."""
     blocks = find_blocks(step.trace.graph())
-    return checkpoint_segments(step.graph, blocks) if blocks else None
+    if not blocks:
+        return None
+    backward = eager_backward_order(step.graph)
+    return checkpoint_segments(step.graph, blocks, backward=backward)
 
 
 def checkpoint_options(question: FitQuestion) -> Iterator[FitOption]:

@@ -7,11 +7,13 @@ traces few of them: nothing is interpolated.
 from __future__ import annotations
 
 import math
+import operator
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import SupportsIndex
 
 from remat.errors import RematError
 from remat.fitting.answer import find_options
@@ -20,6 +22,9 @@ from remat.fitting.plans import plan_options
 from remat.fitting.question import FitQuestion
 from remat.fitting.settings import optimizer_options, segment_options
 from remat.report.fit import Fit, FitOption, LongestFit
+
+_LARGEST = 10**15
+"""The largest length, and the largest count of batches, that is taken for one."""
 
 _EXAMPLES = "[512, 1024, 2048] or {512: 0.7, 2048: 0.3}"
 
@@ -40,9 +45,11 @@ class LengthDistribution:
                 f"the lengths are {str(lengths)[:80]!r}; pass a list or a mapping to shares or "
                 f"counts, such as {_EXAMPLES}"
             )
-        weights = lengths if isinstance(lengths, Mapping) else Counter(lengths)
-        for length, weight in weights.items():
+        pairs = lengths.items() if isinstance(lengths, Mapping) else ((n, 1) for n in lengths)
+        weights: Counter[int] = Counter()
+        for length, weight in pairs:
             _check(length, weight)
+            weights[operator.index(length)] += weight  # type: ignore[assignment]  # a float
         total = math.fsum(weights.values())
         if total <= 0:
             raise RematError("all lengths have a share of 0; pass shares or counts above 0")
@@ -66,18 +73,23 @@ class LengthDistribution:
 
 
 def _check(length: object, weight: object) -> None:
-    if isinstance(length, bool) or not isinstance(length, int) or length < 1:
+    if (
+        isinstance(length, bool)
+        or not isinstance(length, SupportsIndex)
+        or not 1 <= operator.index(length) <= _LARGEST
+    ):
         raise RematError(
-            f"the length {length!r} is not a number of tokens: pass integers from 1 on, such as "
-            f"{_EXAMPLES}"
+            f"the length {str(length)[:40]} is not a number of tokens: pass integers from 1 on, "
+            f"such as {_EXAMPLES}"
         )
     if (
         isinstance(weight, bool)
         or not isinstance(weight, (int, float))
-        or not 0 <= weight < math.inf
+        or not 0 <= weight <= _LARGEST
     ):
         raise RematError(
-            f"the share of the length {length} is {weight!r}; pass a share or a count, 0 or more"
+            f"the share of the length {length} is {repr(weight)[:40]}; pass a share or a count "
+            f"from 0 to {_LARGEST:g}"
         )
 
 
@@ -107,8 +119,9 @@ def longest_fits(
         return (eager,)
     count = eager_count + more
     options = find_options(question(lengths[count - 1]))
-    best = next(o for o in options if _is_on_one_device(o))
-    return eager, distribution.fit(best.name, count)
+    best = next((o for o in options if _is_on_one_device(o)), None)
+    # A solve within a time limit may miss the plan that an earlier one has.
+    return (eager,) if best is None else (eager, distribution.fit(best.name, count))
 
 
 def _count_of_first(is_true: Callable[[int], bool], lengths: Sequence[int]) -> int:

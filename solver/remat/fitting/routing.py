@@ -26,7 +26,7 @@ def routing_notes(trace: Trace) -> list[str]:
         if p.kind == "parameter" and len(p.tensor.shape) == _EXPERT_WEIGHT_DIMENSIONS
     }
     for node in trace.nodes:
-        if node.backward or not node.results:
+        if node.backward or not node.results or not node.results[0].tensor.shape:
             continue
         if node.target in _GROUPED:
             how = "grouped products"

@@ -272,13 +272,13 @@ class SweepRequest(_Request):
 
 
 class FitRequest(Record):
-    """The body of `POST /fit`: will a training loop fit a GPU? A field that is null is treated as
-    missing."""
+    """The body of `POST /fit`: will a training loop fit a GPU? All fields but `trace` and
+    `optimizer` may be null."""
 
     trace: Annotated[Trace, AfterValidator(_check_trace)]
     """A trace for a GPU, which may be another one. It needs no costs."""
     optimizer: Annotated[str, WithJsonSchema({"enum": list(OPTIMIZERS)})] = OPTIMIZERS[0]
-    gpu: Annotated[str, WithJsonSchema({"enum": list(GPUS)})] | None = None
+    gpu: Annotated[str, Field(min_length=1), WithJsonSchema({"enum": list(GPUS)})] | None = None
     """By default the GPU of the trace."""
     memory_bytes: Annotated[int, Field(ge=1, lt=2**62)] | None = None
     """The bytes that torch's allocator may reserve; by default nearly all of the GPU's memory."""

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import remat
@@ -18,6 +19,7 @@ def test_a_length_counts_as_often_as_it_occurs() -> None:
     distribution = LengthDistribution.of([2048, 512, 512, 1024])
     assert distribution.weights == {512: 0.5, 1024: 0.25, 2048: 0.25}
     assert distribution == LengthDistribution.of({1024: 10, 2048: 10, 512: 20, 4096: 0})
+    assert distribution == LengthDistribution.of([*np.array([2048, 512, 512, 1024])])
     assert distribution.longest == 2048
     assert distribution.fit("", 2).share == 0.75
     assert distribution.fit("", 0) == remat.fitting.lengths.LongestFit("", None, 0.0)
@@ -36,6 +38,9 @@ def test_a_length_counts_as_often_as_it_occurs() -> None:
         ({512: float("nan")}, "the share of the length 512 is nan"),
         ({512: "1"}, "the share of the length 512 is '1'"),
         ({512: 0, 1024: 0}, "all lengths have a share of 0"),
+        ({512: 1e308, 1024: 1e308}, r"the share of the length 512 is 1e\+308"),
+        ([[512]], "the length .512. is not a number of tokens"),
+        ([10**16], "the length 1000+ is not a number of tokens"),
     ],
 )
 def test_wrong_lengths_are_refused(lengths: Any, message: str) -> None:
@@ -67,7 +72,9 @@ def test_a_wrong_option_is_refused(text: str, message: str) -> None:
         parse_lengths(text)
 
 
-@pytest.mark.parametrize("data", ["{", "7", '{"long": 1}', "[null]"])
+@pytest.mark.parametrize(
+    "data", ["{", "7", '{"long": 1}', "[null]", "[{}]", '{"512": 1, "0512": 3}']
+)
 def test_a_wrong_file_is_refused(tmp_path: Path, data: str) -> None:
     file = tmp_path / "lengths.json"
     file.write_text(data)

@@ -34,6 +34,10 @@ from remat.strategies.baselines.module_blocks import find_blocks
 from remat.strategies.baselines.per_block import PerBlock
 from remat.strategies.baselines.published_milp.checkmate import CheckmateMilp
 from remat.strategies.baselines.published_milp.lp_rounding import LpRounding
+from remat.strategies.baselines.schedule_builder import (
+    checkpoint_segments,
+    eager_backward_order,
+)
 from remat.strategies.baselines.selective import Selective
 
 LAWS = settings(
@@ -252,9 +256,10 @@ def test_per_block_recomputes_the_inside_of_each_block_once() -> None:
     assert plan.peak_bytes < plan.baseline_peak_bytes
 
 
-def test_per_block_recomputes_no_block_for_a_copy_that_the_backward_reads_later() -> None:
+@pytest.mark.parametrize("is_random", [False, True])
+def test_eager_mode_copies_a_saved_tensor_where_the_backward_reads_it(is_random: bool) -> None:
     """Autograd saves a copy of a tensor that is overwritten: an operation of the backward pass that
-    reads no gradient."""
+    reads no gradient. A random one stays where it is, and so do all in a strategy's schedule."""
     operations = (
         Operation("up0", (), (0,), 1.0, module="h.0"),
         Operation("down0", (0,), (1,), 1.0, module="h.0"),
@@ -262,7 +267,7 @@ def test_per_block_recomputes_no_block_for_a_copy_that_the_backward_reads_later(
         Operation("down1", (2,), (3,), 1.0, module="h.1"),
         Operation("loss", (3,), (4,), 1.0),
         Operation("start", (4,), (5,), 0.0, recomputable=False, backward=True),
-        Operation("copy0", (0,), (6,), 1.0, backward=True),
+        Operation("copy0", (0,), (6,), 1.0, backward=True, order_sensitive=is_random),
         Operation("copy1", (2,), (7,), 1.0, backward=True),
         Operation("grad1", (5, 2, 7), (8,), 1.0, backward=True),
         Operation("grad0", (8, 0, 6), (9,), 1.0, backward=True),
@@ -270,10 +275,15 @@ def test_per_block_recomputes_no_block_for_a_copy_that_the_backward_reads_later(
     sizes = (10, 1, 10, 1, 1, 1, 1, 1, 1, 1)
     values = tuple(Value(f"v{i}", size) for i, size in enumerate(sizes))
     graph = Graph(operations, values, results=frozenset({9}), boundary=5)
-    schedule = PerBlock().run(Task(graph)).schedule
+    assert PerBlock().run(Task(graph)).schedule.keeps_order()
+    backward = eager_backward_order(graph)
+    schedule = checkpoint_segments(graph, find_blocks(graph), backward=backward)
     schedule.check(graph)
     names = [operations[op].name for op in schedule.runs]
-    assert names[5:] == ["start", "up1", "copy1", "grad1", "up0", "copy0", "grad0"]
+    if is_random:
+        assert names[5:] == ["start", "up0", "copy0", "up1", "copy1", "grad1", "grad0"]
+    else:
+        assert names[5:] == ["start", "up1", "copy1", "grad1", "up0", "copy0", "grad0"]
 
 
 @pytest.mark.parametrize(

@@ -82,6 +82,8 @@ def test_the_greedy_solver_of_the_docs_meets_a_budget(folder: ResultFolder) -> N
     [
         ("print([0, 1])", "never runs"),
         ("print('no JSON')", "not a schedule"),
+        ("print('[true, false]')", "no JSON list of integers"),
+        ("import sys; sys.stdout.buffer.write(bytes([255]))", "not a schedule"),
         (f"print({list(range(16))})", "the peak is"),
         ("raise SystemExit('it is too small')", "it is too small"),
         ("import time; time.sleep(60)", "no schedule in 1 s"),
@@ -93,6 +95,22 @@ def test_what_is_no_schedule_within_the_budget_has_a_reason(
     row = row_of(folder, program, limit_s=1.0 if "sleep" in program else 60.0)
     assert row.overhead is None
     assert note in row.note
+
+
+@pytest.mark.parametrize(
+    ("name", "program", "message"),
+    [
+        ("../mine", sys.executable, "cannot name a solver"),
+        ("recompute", sys.executable, "cannot name a solver"),
+        ("mine", "no-such-program", "there is no program"),
+    ],
+)
+def test_wrong_names_and_programs_are_refused(
+    folder: ResultFolder, name: str, program: str, message: str
+) -> None:
+    with pytest.raises(SystemExit, match=message):
+        scoring.score(name, [program], CELLS, folder, limit_s=1.0, processes=1)
+    assert not folder.folder.exists()
 
 
 def test_stored_rows_of_another_graph_are_not_used(folder: ResultFolder) -> None:

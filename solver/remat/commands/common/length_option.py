@@ -12,6 +12,8 @@ from remat.documents.base import parse_strict_json
 from remat.errors import DocumentError, RematError
 from remat.fitting.lengths import LengthDistribution
 
+_MAX_DIGITS = 15
+
 Lengths = Annotated[
     str | None,
     typer.Option(
@@ -31,7 +33,10 @@ def parse_lengths(text: str) -> LengthDistribution:
             return LengthDistribution.of(_parse_list(text))
         data = parse_strict_json(Path(text).expanduser().read_bytes(), "lengths")
         if isinstance(data, dict):
-            data = {_whole_number(length): weight for length, weight in data.items()}
+            pairs = [(_whole_number(length), weight) for length, weight in data.items()]
+            if len(dict(pairs)) < len(pairs):
+                raise RematError("a length occurs twice in the file, such as 512 and 0512")
+            data = dict(pairs)
         return LengthDistribution.of(data)  # type: ignore[arg-type]  # it checks the type
     except OSError as error:
         raise UsageError(f"--lengths: cannot read {text}: {error.strerror}") from None
@@ -57,6 +62,6 @@ def _parse_list(text: str) -> list[int] | dict[int, float]:
 
 
 def _whole_number(text: str) -> int:
-    if not text.isdecimal():
+    if not text.isdecimal() or len(text) > _MAX_DIGITS:
         raise RematError(f"{text[:40]!r} is not a number of tokens, such as 2048")
     return int(text)

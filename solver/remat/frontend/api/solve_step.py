@@ -51,7 +51,7 @@ def solve_step(
     options = optimize_options(
         budget,
         strategy=strategy,
-        costs=roofline_of(trace),
+        costs=None if (split, offload) == (SPLIT_OFF, OFFLOAD_OFF) else roofline_of(trace),
         cache=cache,
         progress=progress,
         split=split,

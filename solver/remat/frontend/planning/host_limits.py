@@ -59,8 +59,10 @@ def host_limits(
     if link is not None and not isinstance(link, Link):
         raise wrong_type("offload", "a remat.Link", link, "pass link=remat.Link(55e9, 55e9)")
     host_bytes = parse_host_budget(host_budget)
-    if not isinstance(costs, Roofline) and trace.gpu and not torch.cuda.is_available():
-        costs, is_here = Roofline(trace.gpu), False
+    if trace.gpu and not torch.cuda.is_available():
+        is_here = False
+        if not isinstance(costs, Roofline):
+            costs = Roofline(trace.gpu)
     device = torch.device(trace.device)
     if link is None:
         link = costs.link if isinstance(costs, Roofline) else measured_link(device, cache)

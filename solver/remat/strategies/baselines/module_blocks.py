@@ -87,16 +87,16 @@ def _outermost_blocks(
 
 
 def _are_similar(paths: list[tuple[str, ...]], blocks: list[list[int]]) -> bool:
-    """True if the blocks have parts, and those of one container mostly the same ones."""
+    """True if blocks have parts, and those of one container mostly the same ones. Containers of
+    single layers do not count, unless there are no others."""
     parts: dict[tuple[str, ...], list[set[tuple[str, ...]]]] = defaultdict(list)
     for ops in blocks:
         depth = _block_path_length(paths, ops)
         parts[paths[ops[0]][: depth - 1]].append({paths[op][depth:] for op in ops})
-    if any(names == {()} for blocks_parts in parts.values() for names in blocks_parts):
-        return False  # single layers
-    return all(
+    judged = [names for names in parts.values() if any(block != {()} for block in names)]
+    return bool(judged) and all(
         len(first & other) >= _MIN_COMMON_SHARE * len(first | other)
-        for first, *others in parts.values()
+        for first, *others in judged
         for other in others
     )
 

@@ -143,10 +143,14 @@ def segment_borders(graph: Graph, segments: Segments) -> set[int]:
 
 
 def checkpoint_segments(
-    graph: Graph, segments: Segments, retained: Collection[int] | None = None
+    graph: Graph,
+    segments: Segments,
+    retained: Collection[int] | None = None,
+    backward: Sequence[int] | None = None,
 ) -> Schedule:
     """Return the schedule that checkpoints `segments` and retains `retained`, by default their
-    `segment_borders`."""
+    `segment_borders`. `backward` are the operations of the backward pass in another order than the
+    graph's."""
     retained = segment_borders(graph, segments) if retained is None else retained
     builder = ScheduleBuilder(graph)
     count = forward_count(graph)
@@ -157,12 +161,17 @@ def checkpoint_segments(
     if count is None:
         _checkpoint_whole_order(builder, segments, dropped)
     else:
-        _checkpoint_forward(builder, count, segments, dropped)
+        order = range(count, len(graph)) if backward is None else backward
+        _checkpoint_forward(builder, count, order, segments, dropped)
     return builder.schedule()
 
 
 def _checkpoint_forward(
-    builder: ScheduleBuilder, count: int, segments: Segments, dropped: Sequence[Sequence[int]]
+    builder: ScheduleBuilder,
+    count: int,
+    backward: Sequence[int],
+    segments: Segments,
+    dropped: Sequence[Sequence[int]],
 ) -> None:
     """Run the forward pass, drop the segments' values, and recompute each segment in the backward
     pass."""
@@ -173,22 +182,25 @@ def _checkpoint_forward(
         builder.run(op)
     for values in dropped:
         builder.drop(values)
-    order = _backward_order(graph, count)
-    position_of = {op: position for position, op in enumerate(order)}
+    position_of = {op: position for position, op in enumerate(backward)}
     last_read = [
         max((position_of.get(op, -1) for op in ops), default=-1) for ops in graph.consumers
     ]
-    for position, op in enumerate(order):
+    for position, op in enumerate(backward):
         if missing := builder.missing_values(graph.operations[op].inputs):
             for segment in sorted({segment_of[producer[v]] for v in missing}):
                 builder.recompute([v for v in dropped[segment] if last_read[v] >= position])
         builder.run(op)
 
 
-def _backward_order(graph: Graph, count: int) -> list[int]:
-    """Return the operations of the backward pass. Those that read no gradient, such as the copy
-    that autograd saves before it writes over a tensor, come right before their first reader: where
-    they are, at the start of the backward, they would recompute their segment too early."""
+def eager_backward_order(graph: Graph) -> list[int]:
+    """Return the operations of the backward pass in the order of eager mode with checkpoints.
+
+    Those that read no gradient, such as the copy that autograd saves before it writes over a
+    tensor, come right before their first reader: where they are, at the start of the backward, they
+    would recompute their segment too early. Random operations stay where they are.
+    """
+    count = forward_count(graph) or 0
     backward = range(count, len(graph))
     if graph.boundary != count:
         return list(backward)  # it is unknown which operation has the first gradients
@@ -197,7 +209,11 @@ def _backward_order(graph: Graph, count: int) -> list[int]:
         if any(graph.producer[v] in reads_gradients for v in graph.operations[op].inputs):
             reads_gradients.add(op)
     results = {graph.producer[v] for v in graph.results}
-    delayed = {op for op in backward if op not in reads_gradients and op not in results}
+    delayed = {
+        op
+        for op in backward
+        if op not in reads_gradients | results and not graph.operations[op].order_sensitive
+    }
     order: list[int] = []
     for op in backward:
         if op in delayed:
