@@ -36,17 +36,27 @@ class Schedule:
 
     def check(self, graph: Graph) -> None:
         """Raise `GraphError` unless every operation runs, after its inputs, only recomputable
-        operations run several times, and no input that two operations must share (see
-        `Operation.same_copy_as`) is recomputed between them."""
+        operations run several times, order-sensitive ones first run in the graph's order, and no
+        input that two operations must share (see `Operation.same_copy_as`) is recomputed between
+        them."""
         count = len(graph.operations)
         seen = [0] * count
         latest_run = [-1] * count
+        last_sensitive = -1
         for position, op in enumerate(self.runs):
             if not 0 <= op < count:
                 raise GraphError(f"run {position} names operation {op}; the graph has {count}")
             operation = graph.operations[op]
             if seen[op] and not operation.recomputable:
                 raise GraphError(f"run {position}: {operation.name} may run only once")
+            if operation.order_sensitive and not seen[op]:
+                if op < last_sensitive:
+                    raise GraphError(
+                        f"run {position}: {operation.name} runs after "
+                        f"{graph.operations[last_sensitive].name}; both sample random numbers or "
+                        "touch a buffer, so they keep their order"
+                    )
+                last_sensitive = op
             for v in operation.inputs:
                 if not seen[graph.producer[v]]:
                     raise GraphError(

@@ -122,3 +122,14 @@ def test_an_operation_that_runs_once_is_not_recomputed() -> None:
     graph = Graph((Operation("a", (), (0,), 1.0, recomputable=False),), (Value("v", 1),))
     with pytest.raises(GraphError, match="only once"):
         Schedule((0, 0)).check(graph)
+
+
+def test_order_sensitive_operations_keep_their_order() -> None:
+    operations = tuple(
+        Operation(name, (), (v,), 1.0, order_sensitive=name != "plain")
+        for v, name in enumerate(("dropout", "plain", "rand"))
+    )
+    graph = Graph(operations, tuple(Value(o.name, 1) for o in operations))
+    Schedule((1, 0, 2, 0)).check(graph)  # a recomputation replays the state of its first run
+    with pytest.raises(GraphError, match="dropout runs after rand"):
+        Schedule((2, 1, 0)).check(graph)
