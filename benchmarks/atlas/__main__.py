@@ -25,7 +25,11 @@ from benchmarks.atlas.tracing import MODELS
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; return 1 if something failed."""
     options = _parser().parse_args(argv)
-    return options.run(options)
+    try:
+        return options.run(options)
+    except KeyboardInterrupt:
+        print("interrupted: finished cells are stored, and the next run goes on", file=sys.stderr)
+        return 130
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -52,7 +56,10 @@ def _parser() -> argparse.ArgumentParser:
     for command in (run, score):
         command.add_argument("--gpus", nargs="+", choices=GPUS, default=GPUS)
         command.add_argument("--budgets", nargs="+", choices=BUDGETS, default=BUDGETS)
-        command.add_argument("--processes", type=int, default=2, help="of this machine")
+        command.add_argument(
+            "--processes", type=int, choices=range(1, 1025), default=2, metavar="N",
+            help="of this machine",
+        )  # fmt: skip
     run.add_argument("--ray", metavar="ADDRESS", help='a Ray cluster, or "local"')
     score.add_argument("--limit", type=float, default=60.0, help="seconds for each schedule")
     score.add_argument("name", help="of the solver, in the leaderboard")
@@ -89,6 +96,8 @@ def _run(options: argparse.Namespace) -> int:
 def _check(options: argparse.Namespace) -> int:
     from benchmarks.atlas.checking import problems_of
 
+    if not options.results.is_dir():
+        sys.exit(f"there is no folder {options.results}")
     problems = [p for name in options.models for p in problems_of(name, options.results)]
     print("\n".join(problems) or f"{len(options.models)} models: graphs and results are valid")
     return 1 if problems else 0
@@ -100,6 +109,10 @@ def _score(options: argparse.Namespace) -> int:
 
     if not options.command:
         sys.exit("name the program: python -m benchmarks.atlas score NAME PROGRAM ARGUMENT ...")
+    if misplaced := {"--models", "--gpus", "--budgets", "--results"} & {*options.command}:
+        sys.exit(
+            f"{', '.join(sorted(misplaced))}: options of `score` come before the solver's name"
+        )
     cells = [
         Cell(model, gpu, budget)
         for gpu in options.gpus
@@ -113,7 +126,11 @@ def _score(options: argparse.Namespace) -> int:
     folder = ResultFolder(options.results)
     limit_s, processes = options.limit, options.processes
     score(options.name, options.command, cells, folder, limit_s=limit_s, processes=processes)
-    print(table(standings(*load_all(options.results))))
+    results, solvers = load_all(options.results)
+    if not results:
+        print(f"no leaderboard: {options.results} has no results of `run` to compare with")
+        return 0
+    print(table(standings(results, solvers)))
     return 0
 
 
