@@ -18,6 +18,7 @@ from benchmarks.atlas.results import (
     Row,
     SolverResult,
 )
+from remat.report.tables import align_columns
 
 
 @dataclass(frozen=True)
@@ -79,17 +80,23 @@ def _standing(
     return Standing(name, tried, len(ratios), mean, max(ratios, default=None), seconds)
 
 
+HEADER = ("method", "budgets met", "time / bound", "worst", "median seconds")
+
+
+def cells_of(line: Standing) -> tuple[str, ...]:
+    """Return the cells of a line, under `HEADER`."""
+    return (
+        line.method,
+        f"{line.feasible} of {line.cells}",
+        "" if line.ratio is None else f"{line.ratio:.3f}",
+        "" if line.worst is None else f"{line.worst:.2f}",
+        f"{line.median_s:.2f}",
+    )
+
+
 def table(lines: Iterable[Standing]) -> str:
     """Return the leaderboard as text."""
-    text = [f"{'method':14} {'budgets met':>12} {'time / bound':>13} {'worst':>7} {'seconds':>8}"]
-    for line in lines:
-        ratio = "" if line.ratio is None else f"{line.ratio:.3f}"
-        worst = "" if line.worst is None else f"{line.worst:.2f}"
-        text.append(
-            f"{line.method:14} {f'{line.feasible} of {line.cells}':>12} {ratio:>13} {worst:>7} "
-            f"{line.median_s:>8.2f}"
-        )
-    return "\n".join(text)
+    return "\n".join(align_columns([HEADER, *map(cells_of, lines)]))
 
 
 def load_all(folder: Path) -> tuple[list[ModelResult], list[SolverResult]]:

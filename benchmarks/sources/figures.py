@@ -17,14 +17,13 @@ from remat.choice.offloaded_forms import OffloadLimits
 from remat.choice.step import solve_step
 from remat.costs.roofline import Roofline
 from remat.errors import InfeasibleBudget, SolverTimeout
+from remat.fitting.checkpoints import checkpoint_schedule
 from remat.fitting.question import EagerStep
 from remat.limits.budget import Budget
 from remat.plan_data import HOST_BYTES_STAT, WAITING_S_STAT
 from remat.report.training_memory import optimizer_step_bytes
 from remat.schedule import Schedule
 from remat.simulate import peak_and_time
-from remat.strategies.baselines.module_blocks import find_blocks
-from remat.strategies.baselines.schedule_builder import checkpoint_segments
 
 Row = dict[str, Any]
 
@@ -81,10 +80,8 @@ class SizedStep:
 
     def checkpoint_figures(self) -> Row | None:
         """Return the peak and the extra time of a checkpoint for each block, if there are any."""
-        blocks = find_blocks(self.eager.trace.graph()) if self.case.has_blocks else []
-        if not blocks:
-            return None
-        return self._figures(checkpoint_segments(self.eager.graph, blocks))
+        schedule = checkpoint_schedule(self.eager) if self.case.has_blocks else None
+        return None if schedule is None else self._figures(schedule)
 
     def _figures(self, schedule: Schedule) -> Row:
         graph = self.eager.graph

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cache
 from statistics import median
 
-from benchmarks.atlas.leaderboard import load_all, standings
+from benchmarks.atlas.leaderboard import cells_of, load_all, standings
 from benchmarks.atlas.results import (
     AT_BLOCKS,
     GPUS,
@@ -105,17 +105,8 @@ def medians(gpu: str) -> tuple[int, list[float]]:
 
 
 def leaderboard_rows() -> list[tuple[str, ...]]:
-    """Return the rows of the leaderboard."""
-    return [
-        (
-            line.method,
-            f"{line.feasible} of {line.cells}",
-            "" if line.ratio is None else f"{line.ratio:.3f}",
-            "" if line.worst is None else f"{line.worst:.2f}",
-            f"{line.median_s:.2f}",
-        )
-        for line in standings(*results())
-    ]
+    """Return the rows of the leaderboard, under `leaderboard.HEADER`."""
+    return [*map(cells_of, standings(*results()))]
 
 
 def percent(row: Row | None) -> str:

@@ -187,11 +187,6 @@ class Graph:
         )
 
     @cached_property
-    def last_consumers(self) -> tuple[int, ...]:
-        """The last operation that consumes each value; -1 if none does."""
-        return tuple(users[-1] if users else -1 for users in self.consumers)
-
-    @cached_property
     def consumers(self) -> tuple[tuple[int, ...], ...]:
         """The operations that consume each value, in order."""
         consumers: list[list[int]] = [[] for _ in self.values]

@@ -7,10 +7,11 @@ end: collections of reference cycles would search them over and over, and find n
 from __future__ import annotations
 
 import contextlib
-import gc
 from collections.abc import Iterator
 
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
+
+from remat.frontend.common.garbage_collection import cycles_not_collected
 
 
 @contextlib.contextmanager
@@ -19,15 +20,3 @@ def fast_tracing() -> Iterator[None]:
     code, since nothing runs them."""
     with cycles_not_collected(), _use_lazy_graph_module(True):
         yield
-
-
-@contextlib.contextmanager
-def cycles_not_collected() -> Iterator[None]:
-    """Within the context, the cyclic garbage collector is off."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()

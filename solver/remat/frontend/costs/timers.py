@@ -7,16 +7,15 @@ CUDA, which runs nothing else, the median.
 
 from __future__ import annotations
 
-import gc
 import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 
 import torch
 
 from remat.costs.trace_costs import MIN_COST_S
+from remat.frontend.common.garbage_collection import cycles_not_collected
 from remat.frontend.costs.cost_cache import MeasuredCost
 
 MEASUREMENT_S = 0.02
@@ -87,7 +86,8 @@ def measure_memory_on_cuda(call: KernelCall, device: torch.device) -> tuple[int,
     inputs and outputs, as the caching allocator counts (multiples of 512 bytes)."""
     call()  # lazy initialisation: workspaces of libraries, autotuning
     torch.cuda.synchronize(device)
-    with _garbage_collection_paused():
+    # With the tensors of a freed cycle, the call's outputs would count as its workspace.
+    with cycles_not_collected():
         bytes_before = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
         result = call()
@@ -95,19 +95,6 @@ def measure_memory_on_cuda(call: KernelCall, device: torch.device) -> tuple[int,
         peak_bytes = torch.cuda.max_memory_allocated(device)
         bytes_after = torch.cuda.memory_allocated(device)
     return max(0, peak_bytes - max(bytes_before, bytes_after)), output_storage_bytes(result)
-
-
-@contextmanager
-def _garbage_collection_paused() -> Iterator[None]:
-    """Within the context, no cycle of earlier objects is freed: with their tensors, the outputs of
-    the measured call would count as its workspace."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _time_busy_block(

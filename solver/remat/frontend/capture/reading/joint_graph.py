@@ -19,7 +19,7 @@ from remat.frontend.capture.model.flat_model import FlatModel
 from remat.frontend.capture.reading.constant_folding import ConstantQuery
 from remat.frontend.capture.reading.reader import JointGraphReader
 from remat.frontend.capture.symbol_values import SymbolValues
-from remat.frontend.capture.tracing_speed import cycles_not_collected
+from remat.frontend.common.garbage_collection import cycles_not_collected
 from remat.frontend.common.target_gpu import CUDA_DEVICE, TargetGpu, local_gpu_name
 from remat.frontend.memory.device_memory import library_bytes
 from remat.passes.device_placement import results_on_cpu, trace_on_device
