@@ -131,6 +131,7 @@ class _Cells:
         self._graph = published.on(gpu)
         self._trace = measured(trace, gpu)
         self._link = Roofline(gpu).link
+        self._whole: Plan | remat.RematError | None = None
         self._split: TracePlan | remat.RematError | None = None
 
     def row(self, method: str, solve: Callable[[], Plan]) -> Row:
@@ -158,7 +159,12 @@ class _Cells:
 
     def recompute(self) -> Plan:
         """Return the plan of recomputation only."""
-        return self._solve_in_full(self._graph, Budget.parse(self._budget))
+        try:
+            self._whole = _solve_in_full(self._graph, Budget.parse(self._budget))
+        except remat.RematError as error:
+            self._whole = error
+            raise
+        return self._whole
 
     def split(self) -> Plan:
         """Return the plan with operations in pieces."""
@@ -191,9 +197,20 @@ class _Cells:
         assert self._split is not None
         raise self._split
 
-    def _solve_in_full(self, graph: remat.Graph | remat.Trace, budget: Budget) -> Plan:
-        strategy = remat.Auto(gap=GAP, time_limit=TIME_LIMIT_S, threads=1)
-        return remat.solve(graph, budget, strategy)
+    def _solve_in_full(self, trace: remat.Trace, budget: Budget) -> Plan:
+        """Return the plan of a trace: for the one that is neither split nor offloaded, the plan of
+        recomputation."""
+        is_whole = trace is self._trace and budget == Budget.parse(self._budget)
+        if not is_whole or self._whole is None:
+            return _solve_in_full(trace, budget)
+        if isinstance(self._whole, remat.RematError):
+            raise self._whole
+        return self._whole
+
+
+def _solve_in_full(graph: remat.Graph | remat.Trace, budget: Budget) -> Plan:
+    strategy = remat.Auto(gap=GAP, time_limit=TIME_LIMIT_S, threads=1)
+    return remat.solve(graph, budget, strategy)
 
 
 def _figures(plan: Plan) -> dict[str, object]:
