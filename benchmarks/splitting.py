@@ -28,7 +28,8 @@ from benchmarks.harness import machine, report
 from remat.choice.split import solve_with_splits
 from remat.limits.budget import Budget
 from remat.limits.pieces import PIECES as SPLIT_CHOICES
-from remat.passes.split.peak_region import find_peak_region
+from remat.passes.split.peak_region import find_peak_region, large_operations
+from remat.passes.split.regions import TraceIndex
 from remat.passes.split.rewriting import split_region
 
 Row = dict[str, Any]
@@ -119,7 +120,8 @@ def rows_of(name: str, pieces: Sequence[str], budgets: Sequence[str]) -> list[Ro
 
 def split_graph(trace: remat.Trace, pieces: int) -> remat.Graph:
     """Return the graph of a trace whose region at the peak is split."""
-    region = find_peak_region(trace)
+    largest = large_operations(trace.graph_of_sizes, 0)[0]
+    region = find_peak_region(TraceIndex(trace), largest)
     assert region is not None
     return remat.measure(split_region(region, pieces), COSTS).graph()
 

@@ -85,7 +85,9 @@ class Split:
 
     The rows are `dimension_count` dimensions of the tensor `seed`, from `first_dimension` on. The
     name is that of the tensor before the split, which the split graph may not have. `split_bytes`
-    are those of the tensors that no longer exist as a whole.
+    are those of the tensors that no longer exist as a whole. `with_previous` is True if this split
+    and the one before it were found in the same graph, so that neither contains pieces of the
+    other.
     """
 
     seed: str
@@ -95,6 +97,7 @@ class Split:
     pieces: int
     module: str
     split_bytes: int
+    with_previous: bool = False
 
 
 @dataclass(frozen=True, slots=True)

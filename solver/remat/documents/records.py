@@ -130,6 +130,7 @@ class SplitRecord(Record):
     pieces: Annotated[int, Field(ge=2)]
     module: DottedPath = ""
     split_bytes: Size
+    with_previous: bool = False
 
     def to_split(self) -> Split:
         """Return the split."""

@@ -130,13 +130,14 @@ def schedules_within_budget(
     is_good_enough: Callable[[float], bool] = _never_good_enough,
     max_runs: int | None = None,
     stop: Callable[[], bool] = _never_stop,
+    must_stop: Callable[[], bool] = _never_stop,
 ) -> list[EvaluatedSchedule]:
     """Return schedules with a peak of at most `budget_bytes`, polished, the cheapest first.
 
     `incumbents` are schedules to return too if they are among the best. `advice` is tried first,
     each piece under these `rules`. `is_good_enough` returns True for a time in seconds that need
     not be improved. `stop` is called once there is something to return, or after `MIN_ATTEMPTS`
-    attempts.
+    attempts; before that, `must_stop` is.
     """
     evaluated = {schedule: EvaluatedSchedule.of(graph, schedule) for schedule in incumbents}
     evaluated = {
@@ -146,7 +147,7 @@ def schedules_within_budget(
     max_runs = _default_max_runs(graph) if max_runs is None else max_runs
     proposals = _Proposals(graph, advice, rules)
     for attempt_number, (rule, weights, advice_item) in enumerate(proposals):
-        stop_now = stop if evaluated or attempt_number >= MIN_ATTEMPTS else _never_stop
+        stop_now = stop if evaluated or attempt_number >= MIN_ATTEMPTS else must_stop
         if is_good_enough(best_time_s) or max_runs <= 0 or stop_now():
             break
         max_time_s = best_time_s + _TIME_ALLOWANCE * (best_time_s - graph.total_cost_s)

@@ -5,8 +5,10 @@ from __future__ import annotations
 from math import inf
 
 from remat.documents.trace import Trace
-from remat.passes.split.peak_region import find_peak_region, operand_bytes
-from remat.passes.split.rewriting import split_region
+from remat.errors import RematError
+from remat.passes.split.peak_region import find_peak_region, large_operations, operand_bytes
+from remat.passes.split.regions import Region, TraceIndex
+from remat.passes.split.rewriting import split_regions
 
 _SHARE = 0.9
 """The operations that need at least this share of what the largest needs are split, too: those of
@@ -20,17 +22,47 @@ def split_largest_operations(trace: Trace, pieces: int, max_piece_nodes: float =
     the same trace if they cannot be split. Pieces have no costs yet. A region whose pieces have
     more than `max_piece_nodes` operations and views together is not split."""
     least_bytes = _SHARE * max(operand_bytes(trace.graph_of_sizes), default=0)
-    for _ in range(_MAX_REGIONS):
-        large = _count_of_large(trace, least_bytes)
-        region = find_peak_region(trace, max_piece_nodes / pieces) if large else None
-        if region is None:
+    large = large_operations(trace.graph_of_sizes, least_bytes)
+    count = 0
+    while large and count < _MAX_REGIONS:
+        regions = _separate_regions(trace, large, max_piece_nodes / pieces)[: _MAX_REGIONS - count]
+        if not regions:
             break
-        smaller = split_region(region, min(pieces, region.rows))
-        if _count_of_large(smaller, least_bytes) >= large:
+        smaller = _split_at_once(regions, pieces)
+        still_large = large_operations(smaller.graph_of_sizes, least_bytes)
+        if len(still_large) >= len(large):
             break
-        trace = smaller
+        trace, large, count = smaller, still_large, count + len(regions)
     return trace
 
 
-def _count_of_large(trace: Trace, least_bytes: float) -> int:
-    return sum(size >= least_bytes for size in operand_bytes(trace.graph_of_sizes))
+def _separate_regions(trace: Trace, operations: list[int], max_nodes: float) -> list[Region]:
+    """Return regions around operations, without tensors in common. The search ends at the first
+    operation that cannot be split: the peak stays as large as what that needs."""
+    index = TraceIndex(trace)
+    graph = trace.graph_of_sizes
+    regions: list[Region] = []
+    in_regions: set[str] = set()
+    for op in operations:
+        if graph.operations[op].name in in_regions:
+            continue
+        region = find_peak_region(index, op, max_nodes)
+        if region is None:
+            break
+        if any(region.depends_on(other) or other.depends_on(region) for other in regions):
+            continue  # a later search, among the pieces of the others, finds it
+        regions.append(region)
+        in_regions.update(trace.nodes[i].name for i in region.split_calls)
+    return regions
+
+
+def _split_at_once(regions: list[Region], pieces: int) -> Trace:
+    """Return the trace with regions split; only the first one if there is no order of the pieces of
+    all."""
+    numbers = [min(pieces, region.rows) for region in regions]
+    try:
+        return split_regions(regions, numbers)
+    except RematError:
+        if len(regions) == 1:
+            raise
+        return split_regions(regions[:1], numbers[:1])

@@ -1,14 +1,13 @@
-"""The region to split first: around the largest tensor of the operation that needs the most memory.
+"""The region to split for an operation that needs too much memory: around its largest tensor.
 
-No schedule has a smaller peak than the inputs and outputs of one operation, so that operation is
-what recomputation alone cannot pass.
+No schedule has a smaller peak than the inputs and outputs of one operation, so the operation that
+needs the most is what recomputation alone cannot pass.
 """
 
 from __future__ import annotations
 
 from math import inf, prod
 
-from remat.documents.trace import Trace
 from remat.graph import Graph
 from remat.passes.split.regions import Region, TraceIndex, find_region
 from remat.passes.split.stages import split_bytes
@@ -18,18 +17,18 @@ _MAX_SEEDS = 4
 """The number of tensors of the operation, largest first, that are tried."""
 
 
-def find_peak_region(trace: Trace, max_nodes: float = inf) -> Region | None:
-    """Return the region whose tensors are the largest part of what one operation needs; None if it
-    cannot be split, or only with more than `max_nodes` operations and views.
+def find_peak_region(index: TraceIndex, operation: int, max_nodes: float = inf) -> Region | None:
+    """Return the region whose tensors are the largest part of what an operation of the graph needs;
+    None if it cannot be split, or only with more than `max_nodes` operations and views.
 
     Of all ways to count rows, it is the one that leaves the fewest bytes whole; of those that leave
     as many, the one that adds up the fewest elements in the forward, whose other values are then
     equal bit for bit; then the one with the most rows.
     """
-    graph = trace.graph_of_sizes
-    operation = graph.operations[largest_operation(graph)]
-    values, index = graph.values, TraceIndex(trace)
-    by_size = sorted({*operation.inputs, *operation.outputs}, key=lambda v: -values[v].size_bytes)
+    graph = index.trace.graph_of_sizes
+    values = graph.values
+    operands = {*graph.operations[operation].inputs, *graph.operations[operation].outputs}
+    by_size = sorted(operands, key=lambda v: -values[v].size_bytes)
     for value in by_size[:_MAX_SEEDS]:
         regions = _regions_around(index, values[value].name, max_nodes)
         best = max(regions, key=_preference, default=None)
@@ -51,10 +50,11 @@ def _preference(region: Region) -> tuple[int, int, int]:
     return split_bytes(region), -sum(forward_sums), region.rows
 
 
-def largest_operation(graph: Graph) -> int:
-    """Return the operation whose inputs, outputs and workspace take the most memory together."""
+def large_operations(graph: Graph, least_bytes: float) -> list[int]:
+    """Return the operations that need at least so much memory, those that need the most first."""
     needs_bytes = operand_bytes(graph)
-    return max(range(len(graph)), key=needs_bytes.__getitem__)
+    large = [op for op, size_bytes in enumerate(needs_bytes) if size_bytes >= least_bytes]
+    return sorted(large, key=lambda op: -needs_bytes[op])
 
 
 def operand_bytes(graph: Graph) -> list[int]:

@@ -8,23 +8,42 @@ from remat.documents.records import SplitRecord
 from remat.documents.trace import Trace
 from remat.errors import RematError
 from remat.graph import Split
-from remat.passes.split.regions import TraceIndex, find_region
-from remat.passes.split.rewriting import split_region
+from remat.passes.split.regions import Region, TraceIndex, find_region
+from remat.passes.split.rewriting import split_regions
 from remat.passes.split.states import Rows
 
+AnySplit = Split | SplitRecord
 
-def with_recorded_splits(trace: Trace, splits: Iterable[Split | SplitRecord]) -> Trace:
+
+def with_recorded_splits(trace: Trace, splits: Iterable[AnySplit]) -> Trace:
     """Return the trace with the same operations split into as many pieces. Pieces have no costs.
 
     Raises `RematError` if an operation does not exist, or has fewer rows than pieces.
     """
-    for split in splits:
-        rows = Rows(split.first_dimension, split.dimension_count)
-        tensor = trace.tensors.get(split.seed)
-        dimensions = 0 if tensor is None else len(tensor.shape)
-        exists = split.dimension_count and rows.dimensions.stop <= dimensions
-        region = find_region(TraceIndex(trace), split.seed, rows) if exists else None
-        if region is None:
-            raise RematError(f"the operations around {split.seed} cannot be split")
-        trace = split_region(region, split.pieces)
+    for together in _groups_of(splits):
+        index = TraceIndex(trace)
+        regions = [_region_of(index, split) for split in together]
+        trace = split_regions(regions, [split.pieces for split in together])
     return trace
+
+
+def _groups_of(splits: Iterable[AnySplit]) -> list[list[AnySplit]]:
+    """Return the splits in lists: those of a list are of regions of one trace."""
+    lists: list[list[AnySplit]] = []
+    for split in splits:
+        if split.with_previous and lists:
+            lists[-1].append(split)
+        else:
+            lists.append([split])
+    return lists
+
+
+def _region_of(index: TraceIndex, split: AnySplit) -> Region:
+    rows = Rows(split.first_dimension, split.dimension_count)
+    tensor = index.trace.tensors.get(split.seed)
+    dimensions = 0 if tensor is None else len(tensor.shape)
+    exists = split.dimension_count and rows.dimensions.stop <= dimensions
+    region = find_region(index, split.seed, rows) if exists else None
+    if region is None:
+        raise RematError(f"the operations around {split.seed} cannot be split")
+    return region

@@ -8,7 +8,7 @@ consumers, forward and backward.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice, product
@@ -60,6 +60,10 @@ class Region:
             for index, item in self.split_calls.items()
             for result, state in zip(self.trace.nodes[index].results, item.results, strict=True)
         }
+
+    def depends_on(self, other: Region) -> bool:
+        """True if this region reads or produces a tensor that the other one produces."""
+        return not other.produced.keys().isdisjoint(self.states)
 
 
 def mutated_storages(trace: Trace, node: Node) -> set[int]:
@@ -204,23 +208,30 @@ class _Growth:
         added = True
         while added:
             added = False
-            leading = self._ancestors_of_region()
-            for name in list(self.states):
-                if not isinstance(self.states[name], Rows) or name not in self.produced:
-                    continue
-                for index in self.consumers.get(name, ()):
-                    if index in leading and index not in self.split_calls:
-                        added |= self._add(index, {})
+            readers = [
+                index
+                for name, state in self.states.items()
+                if isinstance(state, Rows) and name in self.produced
+                for index in self.consumers.get(name, ())
+                if index not in self.split_calls
+            ]
+            leading = self._ancestors_of_region(False, readers)
+            leading |= self._ancestors_of_region(True, readers)
+            for index in readers:
+                if index in leading and index not in self.split_calls:
+                    added |= self._add(index, {})
 
-    def _ancestors_of_region(self) -> set[int]:
-        """Return the operations on which one of the region depends, in the same pass."""
+    def _ancestors_of_region(self, backward: bool, readers: Sequence[int]) -> set[int]:
+        """Return the operations of a pass, from the first of `readers` on, on which one of the
+        region in that pass depends."""
         nodes, ancestors = self.trace.nodes, set[int]()
-        for index in reversed(range(len(nodes))):
-            readers = (c for r in nodes[index].results for c in self.consumers.get(r.name, ()))
-            if any(
-                (c in self.split_calls or c in ancestors)
-                and nodes[c].backward == nodes[index].backward
-                for c in readers
+        first = min((i for i in readers if nodes[i].backward == backward), default=len(nodes))
+        last = max((i for i in self.split_calls if nodes[i].backward == backward), default=0)
+        for index in reversed(range(first, last)):
+            if nodes[index].backward == backward and any(
+                nodes[c].backward == backward and (c in self.split_calls or c in ancestors)
+                for result in nodes[index].results
+                for c in self.consumers.get(result.name, ())
             ):
                 ancestors.add(index)
         return ancestors

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, permutations
 from math import prod
 
 from remat.documents.arguments import Args, Argument, Ref, rename_refs
@@ -43,9 +43,42 @@ def split_region(region: Region, pieces: int) -> Trace:
     have no costs: measure the trace once more. Raises `RematError` unless there are at
     least two pieces and at most as many as rows.
     """
-    if not 2 <= pieces <= region.rows:
-        raise RematError(f"{region.rows} rows cannot be split into {pieces} pieces")
-    return _Rewriting(region, _piece_rows(region.rows, pieces)).trace()
+    return split_regions([region], [pieces])
+
+
+def split_regions(regions: Sequence[Region], pieces: Sequence[int]) -> Trace:
+    """Return the trace with the operations of several of its regions in pieces, as `split_region`
+    does for one. Raises `RematError` if one of the regions reads or produces tensors that another
+    produces, or if there is no order in which their pieces can run."""
+    old = regions[0].trace
+    for region, number in zip(regions, pieces, strict=True):
+        if not 2 <= number <= region.rows:
+            raise RematError(f"{region.rows} rows cannot be split into {number} pieces")
+    if any(one.depends_on(other) for one, other in permutations(regions, 2)):
+        raise RematError("regions with tensors in common cannot be split at once")
+    parts = [completed_tensors(region) for region in regions]
+    replaced = {
+        old.nodes[index].name
+        for region, (_, kept_views) in zip(regions, parts, strict=True)
+        for index in region.split_calls.keys() - kept_views
+    }
+    writer = TraceWriter(old, frozenset(replaced))
+    rewritings = [
+        _Rewriting(region, completed, _piece_rows(region.rows, number), writer)
+        for region, (completed, _), number in zip(regions, parts, pieces, strict=True)
+    ]
+    all_kept_views = {index for _, kept_views in parts for index in kept_views}
+    for group, members in ordered_groups(regions, all_kept_views):
+        if group.kind == "stage":
+            rewritings[group.region].write_stage(members)
+        else:
+            writer.add(old.nodes[members[0]])
+    unsplit = old.unsplit
+    if unsplit is None and old.measured:
+        baseline = baseline_of(old.graph())
+        unsplit = BaselineRecord(peak_bytes=baseline.peak_bytes, time_s=baseline.time_s)
+    records = [r.record(with_previous=i > 0) for i, r in enumerate(rewritings)]
+    return writer.trace(splits=(*old.splits, *records), unsplit=unsplit)
 
 
 def _piece_rows(rows: int, pieces: int) -> tuple[int, ...]:
@@ -65,14 +98,19 @@ class _Piece:
 
 
 class _Rewriting:
-    """The state of a rewriting: what was written so far of each piece and of each whole."""
+    """The state of a region's rewriting: what was written so far of each piece and of each whole.
 
-    def __init__(self, region: Region, piece_rows: Sequence[int]) -> None:
-        self.region, self.old = region, region.trace
-        nodes = self.old.nodes
-        self.completed, self.kept_views = completed_tensors(region)
-        replaced = region.split_calls.keys() - self.kept_views
-        self.writer = TraceWriter(self.old, frozenset(nodes[index].name for index in replaced))
+    `completed` are the tensors that are needed whole.
+    """
+
+    def __init__(
+        self,
+        region: Region,
+        completed: set[str],
+        piece_rows: Sequence[int],
+        writer: TraceWriter,
+    ) -> None:
+        self.region, self.old, self.completed, self.writer = region, region.trace, completed, writer
         starts = accumulate(piece_rows, initial=0)
         self.pieces = [
             _Piece(number, start, rows, number == len(piece_rows) - 1)
@@ -85,25 +123,15 @@ class _Rewriting:
         for storage, size_bytes in self.scalar_bytes.items():
             self.writer.storage_bytes[storage] = size_bytes
 
-    def trace(self) -> Trace:
-        """Return the new trace."""
-        for group, members in ordered_groups(self.region, self.kept_views):
-            if group.kind != "stage":
-                self.writer.add(self.old.nodes[members[0]])
-                continue
-            for piece in self.pieces:
-                self.writer.piece = piece.number
-                for index in members:
-                    self._write_piece(index, piece)
-        old = self.old
-        unsplit = old.unsplit
-        if unsplit is None and old.measured:
-            baseline = baseline_of(old.graph())
-            unsplit = BaselineRecord(peak_bytes=baseline.peak_bytes, time_s=baseline.time_s)
-        splits = (*old.splits, self._record())
-        return self.writer.trace().replace(splits=splits, unsplit=unsplit)
+    def write_stage(self, members: Sequence[int]) -> None:
+        """Write the operations of a stage, one piece after the other."""
+        for piece in self.pieces:
+            self.writer.piece = piece.number
+            for index in members:
+                self._write_piece(index, piece)
 
-    def _record(self) -> SplitRecord:
+    def record(self, *, with_previous: bool) -> SplitRecord:
+        """Return the record of the split."""
         region = self.region
         return SplitRecord(
             seed=region.seed,
@@ -113,6 +141,7 @@ class _Rewriting:
             pieces=len(self.pieces),
             module=self._module(),
             split_bytes=split_bytes(region),
+            with_previous=with_previous,
         )
 
     def _module(self) -> str:

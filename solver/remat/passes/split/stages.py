@@ -14,10 +14,12 @@ from remat.passes.split.states import PartialSum, Rows
 
 
 class Group(NamedTuple):
-    """Operations that are written together: of a stage, or one alone ("node", "view")."""
+    """Operations that are written together: of a stage of a region, or one alone ("node", "view").
+    `number` is that of the stage, or of the operation."""
 
     kind: str
     number: int
+    region: int = -1
 
 
 def stages(region: Region) -> dict[int, int]:
@@ -84,15 +86,22 @@ def split_bytes(region: Region) -> int:
     return sum(trace.storage_bytes[storage] for storage in storages)
 
 
-def ordered_groups(region: Region, kept_views: Iterable[int]) -> list[tuple[Group, list[int]]]:
-    """Return the operations in a valid order: those of a stage together, all others alone. A
-    view of the region that is needed as a whole, too, is in a group of its own besides."""
-    nodes, stage_of = region.trace.nodes, stages(region)
+def ordered_groups(
+    regions: Sequence[Region], kept_views: Iterable[int]
+) -> list[tuple[Group, list[int]]]:
+    """Return the operations of a trace in a valid order: those of a stage of a region together, all
+    others alone. A view of a region that is needed as a whole, too, is in a group of its own
+    besides. Raises `RematError` if there is no such order."""
+    trace = regions[0].trace
+    nodes = trace.nodes
+    group_of = {
+        index: Group("stage", stage, number)
+        for number, region in enumerate(regions)
+        for index, stage in stages(region).items()
+    }
     members: dict[Group, list[int]] = {}
     for index in range(len(nodes)):
-        stage = stage_of.get(index)
-        group = Group("node", index) if stage is None else Group("stage", stage)
-        members.setdefault(group, []).append(index)
+        members.setdefault(group_of.get(index, Group("node", index)), []).append(index)
     members.update({Group("view", index): [index] for index in kept_views})
     by_piece: dict[str, Group] = {}
     whole: dict[str, Group] = {}
@@ -102,10 +111,12 @@ def ordered_groups(region: Region, kept_views: Iterable[int]) -> list[tuple[Grou
         by_piece.update((n, group) for n in names if group.kind != "view")
     waits_for: dict[Group, set[Group]] = {}
     for group, indices in members.items():
-        producers = by_piece if group.kind == "stage" else whole
-        read = {name for index in indices for name in region.trace.operands[index]}
-        waits_for[group] = {producers[name] for name in read if name in producers} - {group}
-    _order_mutations(region.trace, members, waits_for)
+        in_pieces = regions[group.region].produced if group.kind == "stage" else {}
+        read = {name for index in indices for name in trace.operands[index]}
+        waits_for[group] = {
+            by_piece[name] if name in in_pieces else whole[name] for name in read if name in whole
+        } - {group}
+    _order_mutations(trace, members, waits_for)
     priority = {g: (nodes[i[0]].backward, i[0]) for g, i in members.items()}
     return _topological(members, waits_for, priority)
 
@@ -153,5 +164,5 @@ def _topological(
             if not missing[follower]:
                 heapq.heappush(ready, (priority[follower], follower))
     if len(ordered) < len(members):
-        raise RematError("the region's stages depend on one another")
+        raise RematError("the stages of regions depend on one another")
     return ordered

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from remat.documents.arguments import Args, Ref
 from remat.documents.records import Node, Result, TensorMeta
@@ -28,9 +29,10 @@ class TraceWriter:
         self._tensors = set(self._storages)
         self._node_names = {n.name for n in self.old.nodes} - self.replaced_nodes
 
-    def trace(self) -> Trace:
-        """Return the new trace."""
-        return self.old.replace(nodes=tuple(self.nodes), storage_bytes=tuple(self.storage_bytes))
+    def trace(self, **changes: Any) -> Trace:
+        """Return the new trace, with `changes` of other fields."""
+        sizes_bytes = tuple(self.storage_bytes)
+        return self.old.replace(nodes=tuple(self.nodes), storage_bytes=sizes_bytes, **changes)
 
     def new_name(self, name: str) -> str:
         """Return a name for a tensor and an operation: `name`, or that with a number."""

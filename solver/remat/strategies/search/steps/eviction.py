@@ -39,6 +39,12 @@ def evict_by_advice(state: SearchState, clock: Clock) -> None:
         state.small_values_share = 0.0
 
 
+_LEAST_GRACE_S = 10.0
+"""As long as there is no schedule, eviction goes on for these seconds after the deadline, or for as
+long as the time limit: a slow machine has a plan, too. In a long recurrent network an attempt that
+fails takes half a minute."""
+
+
 def evict_for_cost(state: SearchState, clock: Clock) -> None:
     """Add schedules that follow the checkpoint cuts' advice, and others around the best of them.
 
@@ -68,6 +74,7 @@ def _evicted_schedules(
     max_runs: int | None = None,
 ) -> list[Schedule]:
     advisor = state.advisor
+    grace_s = max(_LEAST_GRACE_S, state.options.time_limit)
 
     def is_good_enough(time_s: float) -> bool:
         is_late = clock.elapsed_s > _GAP_SHARE_TIME * state.options.time_limit
@@ -81,6 +88,7 @@ def _evicted_schedules(
         is_good_enough=is_good_enough,
         max_runs=max_runs or max(_MIN_RUNS, _RUNS_PER_OPERATION * len(graph)),
         stop=clock.is_over,
+        must_stop=lambda: clock.remaining_s < -grace_s,
     )
     return [candidate.schedule for candidate in candidates]
 
