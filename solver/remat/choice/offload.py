@@ -56,6 +56,10 @@ _MAX_PLANS = 2
 _WORTHWHILE_GAIN = 0.01
 """Another trace is solved only if its guessed time is at least this share below the best plan's."""
 
+_PEAK_TOLERANCE = 0.01
+"""For the budget "min": a plan may exceed the smallest peak by this share if it is faster. Within
+the smallest, where everything leaves the device, most copies are waited for."""
+
 _LATE_COPIES_FACTOR = 1000.0
 """Where nothing else fits the budget, copies are placed for a link that is faster by this factor:
 they take less memory, and the step waits for them."""
@@ -187,8 +191,8 @@ def _solve_smallest(
     cancel: Cancel | None,
     limit_s: float,
 ) -> StepPlan[S]:
-    """Return a plan with a smaller peak than without offloading, or with that peak in less time, or
-    else the plan without. It is not proved that there is no smaller peak."""
+    """Return the fastest plan that was found within 1% of the smallest peak, and within the peak of
+    the plan without offloading. It is not proved that there is no smaller peak."""
     without = solve_without()
     peak_bytes = without.plan.peak_bytes
     is_solvable = len(without.step.graph()) <= MAX_OPERATIONS
@@ -197,14 +201,18 @@ def _solve_smallest(
     smallest = _best_plan(forms, Budget.parse("min"), limits.link, solve_in_full, deadline)
     if smallest is not None and smallest.plan.peak_bytes >= peak_bytes:
         smallest = None
-    size_bytes = peak_bytes if smallest is None else smallest.plan.peak_bytes
+    size_bytes = peak_bytes
+    if smallest is not None:
+        size_bytes = min(peak_bytes, int((1 + _PEAK_TOLERANCE) * smallest.plan.peak_bytes))
     steps = (without.step,) if is_solvable else ()
     forms = offloaded_forms(steps, size_bytes, limits, cancel, deadline - time.monotonic())
     budget = Budget.parse(size_bytes)
     plans = [smallest, _best_plan(forms, budget, limits.link, solve_in_full, deadline)]
     offloaded = min((p for p in plans if p is not None), key=lambda p: p.plan.time_s, default=None)
-    if offloaded is None or (smallest is None and _is_as_fast(without.plan, offloaded.plan)):
-        reason = "no plan with a smaller peak was found" if is_solvable else _TOO_LARGE
+    if offloaded is None or (
+        peak_bytes <= size_bytes and _is_as_fast(without.plan, offloaded.plan)
+    ):
+        reason = "no faster plan with a peak as small was found" if is_solvable else _TOO_LARGE
         return with_reason(without, reason)
     return offloaded._replace(plan=replace(offloaded.plan, status=Status.FEASIBLE))
 
