@@ -284,9 +284,24 @@ def test_the_measured_time_is_the_median_of_a_call(
     assert cost.output_bytes == (12,)
     spent_s = clock.now_s - sum(map(disturbance, range(clock.runs)))
     if cost_s > timers.SLOW_CALL_S:
-        assert clock.runs == 1 + timers.MIN_BLOCKS
+        assert clock.runs <= timers.MIN_BLOCKS
     else:
         assert spent_s <= 3 * timers.MEASUREMENT_S
+
+
+@pytest.mark.parametrize("cost_s", [1e-4, 7e-3, 0.2])
+def test_timing_on_the_cpu_ends_once_blocks_agree(
+    cost_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With equal times after a few calls; where every block takes longer than the one before,
+    after all of them."""
+    steady, slowing = Clock(lambda n: cost_s), Clock(lambda n: cost_s * 1.05**n)
+    for clock in (steady, slowing):
+        monkeypatch.setattr(timers, "time", clock)
+        timers.measure_on_cpu(clock.run)
+    assert steady.now_s <= max(1.1 * timers.AGREED_S, 2 * cost_s) + cost_s
+    assert slowing.now_s >= min(timers.MEASUREMENT_S, timers.MIN_BLOCKS * cost_s)
+    assert slowing.runs > steady.runs
 
 
 def test_a_measured_time_is_at_least_the_real_one() -> None:

@@ -17,3 +17,17 @@ def cycles_not_collected() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
+
+
+@contextlib.contextmanager
+def older_objects_not_collected() -> Iterator[None]:
+    """Within the context, the cyclic garbage collector searches only objects that are created in
+    it. No change if some are frozen already, since they would be unfrozen with the others."""
+    if gc.get_freeze_count():
+        yield
+        return
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()

@@ -15,9 +15,9 @@ import torch
 from remat.documents.arguments import Argument, Literal, Ref, encode_argument
 from remat.documents.records import Node, TensorMeta
 
-MEASUREMENT_VERSION = 2
+MEASUREMENT_VERSION = 3
 """To be raised when an operation or a link is measured in another way than before: entries of a
-cache from before are not used then. Version 2 times `add_product`, and links on reused pages."""
+cache from before are not used then. Version 3 ends on the CPU once blocks of calls agree."""
 
 _OFFSET_MODULUS = 64
 """Storage offsets count modulo this number of elements, as when operands are created."""

@@ -14,11 +14,16 @@ from remat.frontend.common.backward_thread import run_in_backward
 from remat.frontend.common.operators import resolve
 from remat.frontend.common.torch_modes import NEEDS_GRAD_MODE, run_with_grad_mode
 from remat.frontend.costs.cost_cache import MeasuredCost
+from remat.frontend.costs.cost_key import environment_key
 from remat.frontend.costs.operands import OperandFactory, operand_and_result_bytes
 from remat.frontend.costs.timers import measure_on_cpu, measure_on_cuda
 from remat.frontend.memory.device_memory import free_bytes
 
 _COPY_BYTES = 64 << 20
+
+_copy_seconds: dict[str, float] = {}
+"""Seconds that a copy of `_COPY_BYTES` takes per byte, by the conditions of `cost_key`: the numbers
+of pieces that are tried for a step all need it."""
 
 MAX_OPERAND_SETS = 32
 """Upper limit of the sets of operands of one operation: operands that need more sets are small, and
@@ -74,7 +79,6 @@ class OperationBenchmark:
         self._metas = metas
         self._operands = OperandFactory(metas, trace_device_type, device, nodes)
         self._device = device
-        self._copy_s_per_byte: float | None = None
 
     def measure(self, node: Node) -> MeasuredCost:
         """Return the measured cost of an operation. Raises `MemoryError` if its operands do not
@@ -116,14 +120,15 @@ class OperationBenchmark:
 
     def copy_s_per_byte(self) -> float:
         """Return the seconds that a large `copy_` takes per byte read or written."""
-        if self._copy_s_per_byte is None:
+        conditions = repr(environment_key(self._device))
+        if conditions not in _copy_seconds:
             source = torch.zeros(_COPY_BYTES, dtype=torch.uint8, device=self._device)
             destination = torch.zeros_like(source)
             is_cpu = self._device.type == "cpu"
             copy: Callable[[], object] = lambda: destination.copy_(source)  # noqa: E731
             cost = measure_on_cpu(copy) if is_cpu else measure_on_cuda(copy, self._device)
-            self._copy_s_per_byte = cost.cost_s / (2 * _COPY_BYTES)
-        return self._copy_s_per_byte
+            _copy_seconds[conditions] = cost.cost_s / (2 * _COPY_BYTES)
+        return _copy_seconds[conditions]
 
     def recover(self, node: Node, error: Exception) -> None:
         """Free the allocator's cached memory after `error`, the failure of an operation.

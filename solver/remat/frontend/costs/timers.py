@@ -1,8 +1,8 @@
 """Timers: the time of one call, and the memory that it needs in addition to its operands.
 
 Calls are timed in blocks, after a warm-up: for about 20 ms in total, or three calls if one takes
-more than 50 ms. On the CPU the fastest block counts, since concurrent processes only add time; on
-CUDA, which runs nothing else, the median.
+more than 50 ms. On the CPU the fastest block counts, since concurrent processes only add time, and
+there are no more blocks once several agree with it; on CUDA, which runs nothing else, the median.
 """
 
 from __future__ import annotations
@@ -25,6 +25,10 @@ SLOW_CALL_S = 0.05
 MIN_BLOCK_S = 1e-3
 """The time of one block, approximately."""
 MIN_BLOCKS = 3
+AGREEMENT = 1.03
+"""On the CPU, a block agrees with the fastest one if it takes up to this factor of its time."""
+AGREED_S = 5e-3
+"""On the CPU, timing ends once two or more blocks agree that take this time together."""
 MAX_LAUNCHES_PER_BLOCK = 200
 """Upper limit of the calls in a block on CUDA: from some 1,000 pending launches on, the CPU waits
 for the device."""
@@ -41,7 +45,11 @@ def measure_on_cpu(call: KernelCall) -> MeasuredCost:
     """Return the wall-clock seconds of a call in the fastest block, and its outputs' bytes. The
     workspace is 0: torch does not report what CPU kernels allocate internally, and no measured CPU
     peak contains it."""
-    sizes = output_storage_bytes(call())
+    start = time.perf_counter()
+    result = call()
+    warm_up_s = time.perf_counter() - start
+    sizes = output_storage_bytes(result)
+    del result  # or each further call allocates its outputs elsewhere
 
     def block(calls: int) -> float:
         start = time.perf_counter()
@@ -49,7 +57,15 @@ def measure_on_cpu(call: KernelCall) -> MeasuredCost:
             call()
         return time.perf_counter() - start
 
-    return MeasuredCost(_seconds_per_call(block, min), 0, sizes)
+    cost_s = _seconds_per_call(block, min, warm_up_s=warm_up_s, is_enough=_agree)
+    return MeasuredCost(cost_s, 0, sizes)
+
+
+def _agree(block_times_s: Sequence[float]) -> bool:
+    """True if several of these blocks of equally many calls take as long as the fastest one."""
+    limit_s = AGREEMENT * min(block_times_s)
+    agreeing = [block_s for block_s in block_times_s if block_s <= limit_s]
+    return len(agreeing) > 1 and sum(agreeing) >= AGREED_S
 
 
 def output_storage_bytes(result: object) -> tuple[int, ...]:
@@ -129,17 +145,27 @@ def _seconds_per_call(
     time_block: Callable[[int], float],
     average: Callable[[Iterable[float]], float],
     max_calls: int = 1000,
+    *,
+    warm_up_s: float | None = None,
+    is_enough: Callable[[Sequence[float]], bool] = lambda block_times_s: False,
 ) -> float:
     """Return the `average` of the seconds per call over several blocks of calls.
 
-    `time_block` runs a block with a number of calls and returns its seconds.
+    `time_block` runs a block with a number of calls and returns its seconds. No more blocks are run
+    once `is_enough` is True for the seconds of those so far. The warm-up counts as one of them if
+    calls are timed one by one, where it is a large share of all calls.
     """
     first_call_s = time_block(1)
     if first_call_s > SLOW_CALL_S:
-        times_s = [first_call_s] + [time_block(1) for _ in range(MIN_BLOCKS - 1)]
-        return max(MIN_COST_S, average(times_s))
-    calls = max(1, round(MIN_BLOCK_S / max(first_call_s, MIN_COST_S)))
-    calls = min(calls, max_calls)
-    total_blocks = round(MEASUREMENT_S / max(first_call_s * calls, MIN_BLOCK_S / 10))
-    blocks = max(MIN_BLOCKS, min(50, total_blocks))
-    return max(MIN_COST_S, average(time_block(calls) / calls for _ in range(blocks)))
+        calls, blocks = 1, MIN_BLOCKS
+    else:
+        calls = max(1, round(MIN_BLOCK_S / max(first_call_s, MIN_COST_S)))
+        calls = min(calls, max_calls)
+        total_blocks = round(MEASUREMENT_S / max(first_call_s * calls, MIN_BLOCK_S / 10))
+        blocks = max(MIN_BLOCKS, min(50, total_blocks))
+    block_times_s: list[float] = []
+    if calls == 1:
+        block_times_s = [first_call_s] if warm_up_s is None else [warm_up_s, first_call_s]
+    while len(block_times_s) < blocks and not (block_times_s and is_enough(block_times_s)):
+        block_times_s.append(time_block(calls))
+    return max(MIN_COST_S, average(block_s / calls for block_s in block_times_s))

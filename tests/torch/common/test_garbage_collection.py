@@ -1,0 +1,71 @@
+"""The cyclic garbage collector while planning: what it leaves out, and that it is restored."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+import remat
+from remat.frontend.common.garbage_collection import (
+    cycles_not_collected,
+    older_objects_not_collected,
+)
+
+
+class Cyclic:
+    """An object that refers to itself: only the collector frees it."""
+
+    def __init__(self) -> None:
+        self.self = self
+
+
+def new_cycle() -> weakref.ref[Cyclic]:
+    return weakref.ref(Cyclic())
+
+
+def test_the_collector_is_off_within_the_context_and_restored_after_an_error() -> None:
+    with pytest.raises(ValueError, match="stop"), cycles_not_collected():
+        assert not gc.isenabled()
+        with cycles_not_collected():
+            pass
+        assert not gc.isenabled(), "a context within another one does not end it"
+        raise ValueError("stop")
+    assert gc.isenabled()
+
+
+def test_only_new_cycles_are_collected_within_the_context() -> None:
+    older = new_cycle()
+    with pytest.raises(ValueError, match="stop"), older_objects_not_collected():
+        newer = new_cycle()
+        with older_objects_not_collected():
+            pass
+        gc.collect()
+        assert older() is not None
+        assert newer() is None
+        raise ValueError("stop")
+    gc.collect()
+    assert older() is None
+
+
+def test_objects_that_the_caller_has_frozen_stay_frozen() -> None:
+    gc.freeze()
+    try:
+        with older_objects_not_collected():
+            pass
+        assert gc.get_freeze_count() > 0
+    finally:
+        gc.unfreeze()
+
+
+def test_planning_restores_the_collector() -> None:
+    model, costs = nn.Linear(3, 3), remat.Roofline("cpu")
+    planned = remat.optimize(model, "100%", example_inputs=(torch.ones(2, 3),), costs=costs)
+    assert planned.plan is not None
+    with pytest.raises(remat.InfeasibleBudget):
+        remat.optimize(model, "1B", example_inputs=(torch.ones(2, 3),), costs=costs)
+    assert gc.isenabled()
+    assert gc.get_freeze_count() == 0
