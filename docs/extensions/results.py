@@ -15,6 +15,7 @@ from gpu_results import gpu_missed, gpu_steps, gpu_times
 from length_results import lengths
 from measured import Table, load, newest
 from offload_results import offload_below, offload_steps, offloading
+from planning_results import planning
 from run_results import (
     at_peaks,
     compile_time,
@@ -61,6 +62,7 @@ TABLES: dict[str, Callable[[], Table]] = {
         coverage,
         coverage_left,
         lengths,
+        planning,
         training,
         software_gpu,
         software_gpu_budgets,

@@ -39,7 +39,6 @@ from remat.frontend.capture.model.preserved_state import (
     python_rng_forbidden,
 )
 from remat.frontend.capture.reading.joint_graph import CapturedJointGraph
-from remat.frontend.common.garbage_collection import cycles_not_collected
 from remat.frontend.common.pytree import flatten
 from remat.frontend.common.target_gpu import TargetGpu, find_target_gpu, local_device
 from remat.limits.outputs import OUTPUTS_HELD, are_dropped, differentiated_with
@@ -52,7 +51,6 @@ _capture_lock = threading.RLock()
 all threads share."""
 
 
-@cycles_not_collected()
 def trace(
     model: nn.Module,
     example_inputs: Any = (),
