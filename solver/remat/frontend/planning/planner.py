@@ -228,10 +228,12 @@ class Planner:
     @contextmanager
     def _timed(self, phase: str) -> Iterator[None]:
         """Record the seconds spent inside of this context in `timings_s`. Meanwhile the
-        cyclic garbage collector is off, or, while solving, which may take long, leaves out older
-        objects: it would search the captured graph several times."""
+        cyclic garbage collector is off, because it would search the captured graph several times.
+        While measuring, which allocates memory, and solving, which may take long, it only leaves
+        out older objects."""
         start = time.perf_counter()
-        with older_objects_not_collected() if phase == "solve" else cycles_not_collected():
+        is_long = phase in ("measure", "solve")
+        with older_objects_not_collected() if is_long else cycles_not_collected():
             yield
         self.timings_s[phase] = time.perf_counter() - start
 
