@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from remat.errors import InfeasibleBudget, RematError
-from remat.service.wire import PROBLEM_TYPE_PREFIX, ProblemDetails, problem_type_name
+from remat.service.wire import PROBLEM_TYPE_PREFIX, JobKind, ProblemDetails, problem_type_name
 
 _MAX_DETAIL_LENGTH = 1900
 """Limit of a detail in characters, because it may quote the request."""
@@ -72,12 +72,13 @@ def make_problem(status: int, detail: str, name: str = "") -> ProblemDetails:
     )
 
 
-def out_of_memory_problem(limit_bytes: int) -> ProblemDetails:
+def out_of_memory_problem(kind: JobKind, limit_bytes: int) -> ProblemDetails:
     """Return the problem document for a solve that exceeded its memory limit."""
+    remedy = "" if kind == "fit" else "use fewer slots (option near_slots), or "
     return make_problem(
         500,
-        f"the solve exceeded its memory limit of {limit_bytes:,} bytes; use fewer slots (option "
-        "near_slots), or raise REMAT_SOLVE_MEMORY_BYTES",
+        f"the solve exceeded its memory limit of {limit_bytes:,} bytes; {remedy}raise "
+        "REMAT_SOLVE_MEMORY_BYTES",
         "memory",
     )
 

@@ -21,10 +21,8 @@ _FORMATS_BY_MAGIC = {
 }
 _CLOSE_CONNECTION = {"Connection": "close"}
 """Header of a response to a body of which the rest is not read."""
-_EXPECTED_BODY = (
-    '; post JSON: {"trace": ..., "budget": ...} with the document that trace.save() wrote. '
-    "Archives and pickles can run code when they are loaded, so the service accepts neither"
-)
+_FIELDS_BY_NAME = {"sweeps": '"budgets": [...]', "fit": '"optimizer": "adamw"'}
+_FIELDS_OF_SOLVE = '"budget": ...'
 _CONCURRENT_BODIES = 4
 """Bodies of the largest size that fit into memory at a time."""
 _BODY_TIMEOUT_S = 120.0
@@ -57,7 +55,7 @@ class BodyReader:
             except TimeoutError:
                 text = f"the body did not arrive within {_BODY_TIMEOUT_S:g} s"
                 raise ServiceProblem(408, text, headers=_CLOSE_CONNECTION) from None
-            yield _check_json(b"".join(parts))
+            yield _check_json(b"".join(parts), request)
         finally:
             self._free_bytes += sum(map(len, parts))
 
@@ -68,12 +66,21 @@ class BodyReader:
         self._free_bytes -= size_bytes
 
 
+def _expected_body(request: Request) -> str:
+    """Return what the body of a request to this path is, for an error about another body."""
+    more = _FIELDS_BY_NAME.get(request.url.path.rpartition("/")[2], _FIELDS_OF_SOLVE)
+    return (
+        f'; post JSON: {{"trace": ..., {more}}} with the document that trace.save() wrote. '
+        "Archives and pickles can run code when they are loaded, so the service accepts neither"
+    )
+
+
 def _is_zipped(request: Request, limit_bytes: int) -> bool:
     """True if the headers declare a gzipped body. Raises `ServiceProblem` 413 or 415."""
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "application/json" and not media_type.endswith("+json"):
         declared = f"is {media_type[:80]}" if media_type else "has no Content-Type"
-        raise ServiceProblem(415, f"the body {declared}{_EXPECTED_BODY}")
+        raise ServiceProblem(415, f"the body {declared}{_expected_body(request)}")
     encoding = request.headers.get("content-encoding", "identity").strip().lower()
     if encoding not in ("gzip", "identity"):
         raise ServiceProblem(
@@ -85,12 +92,12 @@ def _is_zipped(request: Request, limit_bytes: int) -> bool:
     return encoding == "gzip"
 
 
-def _check_json(body: bytes) -> bytes:
+def _check_json(body: bytes, request: Request) -> bytes:
     for magic, description in _FORMATS_BY_MAGIC.items():
         if body.startswith(magic):
-            raise ServiceProblem(415, f"the body is {description}{_EXPECTED_BODY}")
+            raise ServiceProblem(415, f"the body is {description}{_expected_body(request)}")
     if not body:
-        raise ServiceProblem(400, "the body is empty" + _EXPECTED_BODY)
+        raise ServiceProblem(400, "the body is empty" + _expected_body(request))
     return body
 
 

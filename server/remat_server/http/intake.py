@@ -130,7 +130,10 @@ class RequestIntake:
         request = read_request(kind, body)
         if request.trace is not None:
             self._check_operations(request.trace)
-        self._check_strategy(request, _field(_field(document, "options"), "strategy"))
+        if isinstance(request, FitRequest):
+            self._check_time_limit(request.time_limit or 0.0)
+        else:
+            self._check_strategy(request, _field(_field(document, "options"), "strategy"))
         return request
 
     def _check_parts(self, body: bytes) -> None:
@@ -175,25 +178,26 @@ class RequestIntake:
                     "with REMAT_NAMESPACES"
                 )
 
-    def _check_strategy(self, request: Request, strategy_data: object) -> None:
+    def _check_time_limit(self, limit_s: float) -> None:
+        longest_s = self.settings.solve_limit_s
+        if limit_s > longest_s:
+            raise ServiceProblem(
+                422,
+                f"the time limit is {limit_s:g} s; this service accepts up to {longest_s:g} s",
+            )
+
+    def _check_strategy(self, request: SolveRequest | SweepRequest, strategy_data: object) -> None:
         """Raise `ServiceProblem` or `SolverError` if this service does not offer the strategy.
 
         `strategy_data` is the strategy as the request has it. A time limit that it does not name is
         at most the limit of the service.
         """
-        if isinstance(request, FitRequest):
-            return  # it names none
         strategy = request.options.strategy
         if not is_dataclass(strategy):
             return
         options = {f.name: getattr(strategy, f.name) for f in fields(strategy)}
-        time_limit, max_time_limit = options.get("time_limit", 0.0), self.settings.solve_limit_s
-        if time_limit > max_time_limit and _field(strategy_data, "time_limit") is not None:
-            raise ServiceProblem(
-                422,
-                f"the time limit is {time_limit:g} s; this service accepts up to "
-                f"{max_time_limit:g} s",
-            )
+        if _field(strategy_data, "time_limit") is not None:
+            self._check_time_limit(options.get("time_limit", 0.0))
         solver = options.get("solver", "HiGHS")
         allowed = [name.lower() for name in self.settings.solvers]
         if not is_highs(solver) and solver.lower() not in allowed:

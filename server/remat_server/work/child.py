@@ -71,7 +71,7 @@ def _solve_task(connection: Connection) -> None:
         # that used the memory.
         is_nearly_full = data_bytes("self") > _NEARLY_FULL * task.memory_bytes
         if isinstance(error, _MEMORY_ERRORS) or is_nearly_full:
-            memory_problem = out_of_memory_problem(task.memory_bytes)
+            memory_problem = out_of_memory_problem(task.kind, task.memory_bytes)
             outcome = FailureMessage(status="failed", problem=memory_problem)
         else:
             _log_error(error)

@@ -71,7 +71,7 @@ def solve_request(
     try:
         request = read_request(kind, body)
         if isinstance(request, wire.FitRequest):
-            return _fit_answer(request, threads, time_limit_s)
+            return _fit_answer(request, threads, time_limit_s, _throttled(on_progress))
         strategy = within_limits(request.options.strategy, threads, time_limit_s)
         graph = wire.graph_of(request)
         costs = "as given"
@@ -128,7 +128,7 @@ def solve_request(
 
 
 def _fit_answer(
-    request: wire.FitRequest, threads: int, time_limit_s: float
+    request: wire.FitRequest, threads: int, time_limit_s: float, progress: ProgressCallback
 ) -> tuple[AnswerMessage, bytes]:
     """Return the answer to a `POST /fit`. It has no plans, whose schedules are of no use without
     their programs."""
@@ -139,6 +139,8 @@ def _fit_answer(
         memory_bytes=request.memory_bytes,
         batch=request.batch,
         strategy=within_limits(DEFAULT_STRATEGY, threads, time_limit_s),
+        time_limit_s=min(request.time_limit or wire.FIT_LIMIT_S, time_limit_s),
+        progress=progress,
     )
     answer = wire.FitResult(fits=fit.fits, fit=fit)
     return AnswerMessage(summary=(), is_shared=True), _zipped(answer.model_dump_json())

@@ -48,7 +48,8 @@ class ActiveJob:
     job: ClaimedJob
     run: RunningSolve
     started_at_s: float = field(default_factory=time.monotonic)
-    peak_bytes: int = 0
+    process_peak_bytes: int = 0
+    """The most memory of its process so far, as far as it was measured."""
     full_since_s: float | None = None
     """Time since which the memory of its process is full."""
     outcome: FailureMessage | tuple[AnswerMessage, bytes] | None = None
@@ -205,7 +206,7 @@ class Worker:
             request=active.job.request_id,
             status=status if was_owned else "claimed by another worker",
             seconds=round(seconds, 3),
-            peak_bytes=active.peak_bytes,
+            process_peak_bytes=active.process_peak_bytes,
         )
         self._end_solve(id)
 
@@ -218,13 +219,13 @@ class Worker:
         if active.outcome is not None:
             return
         now_s, used_bytes = time.monotonic(), active.run.memory_bytes()
-        active.peak_bytes = max(active.peak_bytes, used_bytes)
+        active.process_peak_bytes = max(active.process_peak_bytes, used_bytes)
         limit_s = self._settings.solve_limit_s + _GRACE_S
         limit_bytes = self._settings.solve_memory_bytes
         is_full = used_bytes > limit_bytes - _FULL_BYTES
         active.full_since_s = (active.full_since_s or now_s) if is_full else None
         if active.full_since_s is not None and now_s - active.full_since_s > _FULL_TIMEOUT_S:
-            problem = out_of_memory_problem(limit_bytes)
+            problem = out_of_memory_problem(active.job.kind, limit_bytes)
         elif now_s - active.started_at_s > limit_s:
             text = f"the solve was ended after {limit_s:g} s, the limit of this service"
             problem = make_problem(500, text, "timeout")
@@ -234,8 +235,8 @@ class Worker:
         active.outcome = FailureMessage(status="failed", problem=problem)
 
     def _lost_solve_problem(self, active: ActiveJob, error: SolveLost) -> ProblemDetails:
-        if active.peak_bytes > 0.7 * self._settings.solve_memory_bytes:
-            return out_of_memory_problem(self._settings.solve_memory_bytes)
+        if active.process_peak_bytes > 0.7 * self._settings.solve_memory_bytes:
+            return out_of_memory_problem(active.job.kind, self._settings.solve_memory_bytes)
         text = f"the solve ended without an answer: {error}; the service's log may say more"
         return make_problem(500, text, "crashed")
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from itertools import chain
+from collections.abc import Callable, Iterator, Sequence
 
 from remat.fitting.checkpoints import checkpoint_options
 from remat.fitting.plans import plan_options
@@ -25,11 +24,17 @@ _KINDS = (
 )
 """Kinds of options, the one that is simplest to apply first."""
 
+_DEADLINE_NOTE = (
+    "the time limit of {:g} s ended the search: with a longer one, there may be other options"
+)
+
 
 def answer_question(question: FitQuestion, notes: Sequence[str] = ()) -> Fit:
     """Return the answer, with options if the loop does not fit."""
     step = question.step
     memory = step.memory(question.optimizer)
+    options = () if question.is_usable(memory) else find_options(question)
+    deadline_notes = [_DEADLINE_NOTE.format(question.deadline.limit_s)]
     return Fit(
         model=step.trace.model.rpartition(".")[2],
         device=step.trace.gpu or step.trace.device,
@@ -38,19 +43,27 @@ def answer_question(question: FitQuestion, notes: Sequence[str] = ()) -> Fit:
         usable_bytes=question.usable_bytes,
         memory=memory,
         step_s=step.time_s,
-        options=() if question.is_usable(memory) else find_options(question),
+        options=options,
         cost_source=step.trace.cost_source,
-        notes=(*notes, *routing_notes(step.trace)),
+        notes=(
+            *notes,
+            *routing_notes(step.trace),
+            *(deadline_notes if question.deadline.is_set() else ()),
+        ),
     )
 
 
 def find_options(question: FitQuestion) -> tuple[FitOption, ...]:
     """Return all options that apply: those that fit first, the fastest first. Of options that are
-    equally fast (to 0.1%), the one that is simpler to apply is first."""
+    equally fast (to 0.1%), the one that is simpler to apply is first. After the deadline, no more
+    options are searched for."""
+    options: dict[Callable[[FitQuestion], Iterator[FitOption]], list[FitOption]] = {}
+    for kind in sorted(_KINDS, key=lambda kind: kind is plan_options):  # plans, which take longest
+        options[kind] = [] if question.deadline.is_set() else list(kind(question))
     step_s = question.step.time_s or 1.0
 
     def sort_key(option: FitOption) -> tuple[bool, float]:
         relative = math.inf if option.step_s is None else round(option.step_s / step_s, 3)
         return not option.fits, relative
 
-    return tuple(sorted(chain.from_iterable(kind(question) for kind in _KINDS), key=sort_key))
+    return tuple(sorted((option for kind in _KINDS for option in options[kind]), key=sort_key))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from remat.allocator.prediction import is_on_cuda
@@ -11,8 +12,10 @@ from remat.costs.trace_costs import with_roofline_costs
 from remat.documents.trace import Trace
 from remat.errors import RematError
 from remat.fitting.answer import answer_question
+from remat.fitting.deadline import Deadline
 from remat.fitting.question import DEFAULT_STRATEGY, EagerStep, FitQuestion
 from remat.limits.limits import SEGMENTS_MARGIN
+from remat.progress import ProgressCallback
 from remat.report.fit import Fit
 from remat.strategies import Strategy
 
@@ -52,12 +55,17 @@ def fit_trace(
     memory_bytes: int | None = None,
     batch: int | None = None,
     strategy: Strategy = DEFAULT_STRATEGY,
+    time_limit_s: float = math.inf,
+    progress: ProgressCallback | None = None,
 ) -> Fit:
     """Return the answer for a trace on a GPU with a data sheet, by default that of the trace.
 
-    Costs are those of the data sheet. `memory_bytes` is what torch's allocator may reserve. Raises
-    `RematError` for a trace that is not of a GPU, or if the GPU is unknown.
+    Costs are those of the data sheet. `memory_bytes` is what torch's allocator may reserve. The
+    search for options ends after `time_limit_s`, whatever the limit of the `strategy`, which is
+    that of one solve; `progress` reports those. Raises `RematError` for a trace that is not of a
+    GPU, or if the GPU is unknown.
     """
+    deadline = Deadline(time_limit_s)
     name = gpu_name(trace, gpu)
     roofline = Roofline(name)
     costed = with_roofline_costs(trace, roofline)
@@ -68,6 +76,8 @@ def fit_trace(
         roofline,
         strategy,
         batch=batch,
+        deadline=deadline,
+        progress=progress,
     )
     notes = []
     if trace.gpu != name:

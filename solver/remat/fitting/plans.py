@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from remat.choice.split import CHOICE_LIMIT_S
 from remat.choice.step import solve_step
 from remat.choice.trace_plan import TracePlan
 from remat.costs.optimizer_memory import OptimizerMemory
 from remat.costs.trace_costs import with_roofline_costs
-from remat.errors import InfeasibleBudget, SolverTimeout
+from remat.documents.trace import Trace
+from remat.errors import InfeasibleBudget, RematError, SolverTimeout
 from remat.fitting.question import FitQuestion
 from remat.limits.budget import Budget
 from remat.limits.pieces import pieces_to_try
+from remat.plan import Plan
 from remat.report.fit import FitOption
 from remat.report.training_memory import TrainingMemory
 from remat.solve import solve
@@ -24,6 +27,8 @@ def plan_options(question: FitQuestion) -> Iterator[FitOption]:
     none fits, the smallest."""
     smallest: FitOption | None = None
     for optimizer in question.optimizers_to_combine():
+        if question.deadline.is_set():
+            break
         option = _plan_option(question, optimizer)
         if option is None:
             continue
@@ -51,6 +56,10 @@ def _plan_option(question: FitQuestion, optimizer: OptimizerMemory) -> FitOption
         code = _plan_code(question, optimizer, peak_bytes)
         note = "the smallest peak that was reached; reserved bytes are a guess"
         return FitOption(name, peak_bytes, reserved_bytes, False, None, code, note)
+    except RematError:
+        if question.deadline.is_set():  # which cancelled the solve
+            return None
+        raise
     budget_bytes = chosen.plan.budget_bytes + optimizer.state_bytes
     code = _plan_code(question, optimizer, budget_bytes)
     return question.option(name, _memory_of_plan(chosen, optimizer), chosen.plan.time_s, code)
@@ -66,6 +75,8 @@ def _solved(question: FitQuestion, optimizer: OptimizerMemory) -> TracePlan:
         memory = _memory_of_plan(chosen, optimizer)
         excess = memory.reserved_bytes - usable_bytes
         if excess <= 0 or memory.is_in_optimizer:  # no plan reduces the optimizer's step
+            break
+        if question.deadline.is_set():
             break
         budget_bytes = min(budget_bytes, chosen.plan.peak_bytes) - excess
         try:
@@ -86,13 +97,21 @@ def _solved_within(question: FitQuestion, budget_bytes: int) -> TracePlan:
 def _solved_in_pieces(
     question: FitQuestion, budget_bytes: int, pieces: tuple[int, ...]
 ) -> TracePlan:
+    deadline = question.deadline
+
+    def solve_in_full(trace: Trace, budget: Budget) -> Plan:
+        strategy = deadline.shortened(question.strategy)
+        return solve(trace, budget, strategy, progress=question.progress, cancel=deadline)
+
     return solve_step(
         question.step.trace,
         Budget.parse(max(1, budget_bytes)),
         pieces=pieces,
         offload=None,
-        solve_in_full=lambda trace, budget: solve(trace, budget, question.strategy),
+        solve_in_full=solve_in_full,
         measure=lambda trace: with_roofline_costs(trace, question.roofline),
+        cancel=deadline,
+        limit_s=min(CHOICE_LIMIT_S, deadline.remaining_s),
     )
 
 

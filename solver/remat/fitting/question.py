@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from remat.allocator.prediction import is_on_cuda
 from remat.costs.optimizer_memory import OptimizerMemory, optimizer_memory, smaller_optimizers
 from remat.costs.roofline import Roofline
 from remat.documents.trace import Trace, trained_parameters
+from remat.fitting.deadline import Deadline
 from remat.graph import Graph
+from remat.progress import ProgressCallback
 from remat.report.eager_step import eager_graph, with_eager_masks
 from remat.report.fit import FitOption
 from remat.report.training_memory import TrainingMemory, optimizer_step_bytes
@@ -67,7 +69,8 @@ class FitQuestion:
 
     `roofline` gives costs to pieces of operations. `trace_of_batch` returns the trace with costs of
     another batch size, which accumulates its gradients; `batch` is the present size. They may be
-    unknown.
+    unknown. No option is searched for after the `deadline`; `progress` reports the solves for
+    plans.
     """
 
     step: EagerStep
@@ -78,6 +81,8 @@ class FitQuestion:
     script: ScriptChanges = ScriptChanges()
     batch: int | None = None
     trace_of_batch: Callable[[int], Trace] | None = None
+    deadline: Deadline = field(default_factory=Deadline)
+    progress: ProgressCallback | None = None
 
     @property
     def optimizer(self) -> OptimizerMemory:

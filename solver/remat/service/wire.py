@@ -271,6 +271,10 @@ class SweepRequest(_Request):
     budgets: Annotated[tuple[BudgetData, ...], Field(min_length=1, max_length=100)] | None = None
 
 
+FIT_LIMIT_S = 60.0
+"""The default of `FitRequest.time_limit`."""
+
+
 class FitRequest(Record):
     """The body of `POST /fit`: will a training loop fit a GPU? All fields but `trace` and
     `optimizer` may be null."""
@@ -284,6 +288,9 @@ class FitRequest(Record):
     """The bytes that torch's allocator may reserve; by default nearly all of the GPU's memory."""
     batch: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     """The batch size of the trace, to repeat it in the answer."""
+    time_limit: Annotated[float, Field(gt=0)] | None = None
+    """The seconds after which the search for options ends; by default 60, or the limit of the
+    service if that is less."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

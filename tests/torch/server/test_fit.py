@@ -14,7 +14,15 @@ from tests.helpers.service.server import chain
 from torch import nn
 
 import remat
+from remat.fitting.data_sheet import fit_trace
+from remat.progress import Progress
+from remat.report.fit import FitOption
 from remat.service.wire import FitResult
+from remat.solution import Solution
+from remat.strategies.base import Task
+from remat_server.problems import out_of_memory_problem
+from remat_server.work import solving
+from remat_server.work.messages import ProgressMessage
 
 MEMORY_BYTES = 140 << 20
 
@@ -69,6 +77,60 @@ def test_another_gpu_has_its_own_memory_and_a_note(http: httpx2.Client) -> None:
     assert all("traced for h100" in answer["notes"][0] for answer in answers)
 
 
+def test_one_time_limit_ends_the_search_for_all_options(http: httpx2.Client) -> None:
+    request = {"trace": trace_data("h100"), "memory_bytes": MEMORY_BYTES}
+    fit = posted(http, **request, time_limit=1e-3).json()["fit"]
+    assert fit["options"] == []
+    assert "the time limit of 0.001 s ended the search" in fit["notes"][0]
+
+
+class Reporting(remat.Auto):
+    """A strategy that reports its time limit."""
+
+    def run(self, task: Task) -> Solution:
+        assert task.progress is not None
+        task.progress(Progress("cost", self.time_limit, incumbent=0.5))
+        return super().run(task)
+
+
+def test_solves_for_plans_report_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(solving, "DEFAULT_STRATEGY", Reporting())
+    messages: list[ProgressMessage] = []
+    body = json.dumps({"trace": trace_data("h100"), "memory_bytes": MEMORY_BYTES}).encode()
+    limits: dict[str, Any] = {"threads": 1, "time_limit_s": 20.0, "device": ""}
+    solving.solve_request("fit", body, on_progress=messages.append, **limits)
+    assert any(message.is_incumbent for message in messages)
+
+
+def test_no_solve_starts_after_the_time_limit() -> None:
+    model, x = model_and_input()
+    trace = remat.trace(model, (x,), device="h100")
+    reports: list[Progress] = []
+
+    def options(time_limit_s: float) -> tuple[FitOption, ...]:
+        return fit_trace(
+            trace,
+            "adamw",
+            memory_bytes=MEMORY_BYTES,
+            strategy=Reporting(time_limit=99),
+            time_limit_s=time_limit_s,
+            progress=reports.append,
+        ).options
+
+    assert options(1e-9) == ()
+    assert not reports
+    assert any("plan" in option.name for option in options(20.0))
+    assert max(report.elapsed_s for report in reports) <= 20
+
+
+def test_errors_name_the_fields_of_this_request(http: httpx2.Client) -> None:
+    problem = http.post("/fit", content=b"", headers={"Content-Type": "application/json"}).json()
+    assert '{"trace": ..., "optimizer": "adamw"}' in problem["detail"]
+    assert "budget" not in problem["detail"]
+    assert "near_slots" in out_of_memory_problem("solve", 10).detail
+    assert "near_slots" not in out_of_memory_problem("fit", 10).detail
+
+
 def test_a_dry_run_has_the_sizes(http: httpx2.Client) -> None:
     body = {"trace": trace_data("h100")}
     sizes = http.post("/fit?dry_run=true", json=body).json()
@@ -85,6 +147,8 @@ def test_a_dry_run_has_the_sizes(http: httpx2.Client) -> None:
         ({"gpu": "mi300x"}, "the GPU 'mi300x' has no data sheet"),
         ({"memory_bytes": 0}, "memory_bytes"),
         ({"batch": 0}, "batch"),
+        ({"time_limit": 0}, "time_limit"),
+        ({"time_limit": 1e6}, "the time limit is 1e+06 s; this service accepts up to 3600 s"),
         ({"budget": "60%"}, "budget"),
         ({"trace": None, "graph": chain(3)}, "trace"),
     ],

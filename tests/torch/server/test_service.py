@@ -568,6 +568,8 @@ def test_the_log_is_json_with_ids(server: Server, http: httpx2.Client) -> None:
 
     (ended,) = wait_for(log_lines)
     assert ended["request"] == request
+    assert "peak_bytes" not in ended  # that of a plan has this name
+    assert int(ended["process_peak_bytes"]) >= 0
 
 
 # -- helpers ----------------------------------------------------------------------------------

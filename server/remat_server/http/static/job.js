@@ -136,7 +136,7 @@ class Page {
       return `${job.status === "succeeded" ? " in" : ", after"} ${seconds(job.finished_at - job.started_at)}`;
     }
     const last = this.history.latest;
-    const within = job.kind === "sweep" && last?.budget ? ` at ${bytes(last.budget)}` : "";
+    const within = job.kind !== "solve" && last?.budget ? ` at ${bytes(last.budget)}` : "";
     const doing = last ? `: ${PHASE[last.phase] ?? last.phase}${within}` : "";
     return ` for ${age(now() - job.started_at)}${doing}`;
   }

@@ -1,0 +1,35 @@
+"""`Deadline`: the time limit of one answer, which all of its solves share."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass, field, is_dataclass, replace
+from typing import Any
+
+from remat.strategies.base import Strategy
+
+
+@dataclass(frozen=True)
+class Deadline:
+    """The time limit of an answer; `remat.solve` takes it as its `cancel`."""
+
+    limit_s: float = math.inf
+    started_at_s: float = field(default_factory=time.monotonic)
+
+    @property
+    def remaining_s(self) -> float:
+        """Seconds until the time limit; 0 after it."""
+        return max(0.0, self.started_at_s + self.limit_s - time.monotonic())
+
+    def is_set(self) -> bool:
+        """True after the time limit."""
+        return self.remaining_s <= 0.0
+
+    def shortened(self, strategy: Strategy) -> Strategy:
+        """Return the strategy with a time limit of at most the remaining time, if it has one."""
+        limit_s, remaining_s = getattr(strategy, "time_limit", None), self.remaining_s
+        if not is_dataclass(strategy) or limit_s is None or not remaining_s:
+            return strategy
+        shorter: dict[str, Any] = {"time_limit": min(limit_s, remaining_s)}
+        return replace(strategy, **shorter)
