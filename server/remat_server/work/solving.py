@@ -36,7 +36,7 @@ from remat_server.work.messages import AnswerMessage, FailureMessage, ProgressMe
 ProgressSink = Callable[[ProgressMessage], None]
 """Receives the progress of a solve."""
 SolvingRequest = wire.SolveRequest | wire.SweepRequest
-Request = SolvingRequest | wire.FitRequest
+Request = wire.AnyRequest
 
 _REQUESTS: dict[wire.JobKind, type[Request]] = {
     "solve": wire.SolveRequest,

@@ -11,12 +11,15 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from remat.costs.link import Link
+from remat.costs.optimizer_memory import check_optimizer
 from remat.costs.roofline import Roofline
 from remat.documents.base import R
 from remat.documents.plan import GraphRecord
 from remat.documents.program import Program
 from remat.documents.trace import Trace
-from remat.errors import InfeasibleBudget, RematError, ServiceError
+from remat.errors import InfeasibleBudget, RematError, ServiceError, wrong_type
+from remat.fitting.arguments import check_batch, parse_memory
+from remat.fitting.data_sheet import gpu_name
 from remat.graph import Graph
 from remat.limits.budget import Budget
 from remat.limits.offload import OFFLOAD_OFF, parse_host_budget
@@ -24,6 +27,7 @@ from remat.limits.outputs import OUTPUTS_HELD
 from remat.limits.pieces import SPLIT_AUTO, SPLIT_OFF
 from remat.plan import Plan
 from remat.progress import Cancel, ProgressCallback
+from remat.report.fit import Fit
 from remat.service import wire
 from remat.service.connection import Connection
 from remat.solve import warn_of_solver_failure
@@ -200,15 +204,52 @@ class Client:
             return []
         return [_with_warning(document.to_plan(Plan)) for document in result.plans]
 
+    def fit(
+        self,
+        trace: Trace,
+        *,
+        device: str | None = None,
+        optimizer: str = "adamw",
+        memory: int | str | None = None,
+        batch: int | None = None,
+        time_limit: float | None = None,
+        progress: ProgressCallback | None = None,
+        cancel: Cancel | None = None,
+    ) -> Fit:
+        """Like `remat.fit`, on the service, for a trace of the training step for a GPU:
+        `remat.trace(..., device="h100")`. It needs no costs.
+
+        `device` is a GPU with a data sheet, by default that of the trace. Batch and length are
+        those of the trace, so smaller batches are not among the options. The search for options
+        ends after `time_limit` seconds, by default 60.
+        """
+        if not isinstance(trace, Trace):
+            remedy = 'pass remat.trace(model, inputs, device="h100")'
+            raise wrong_type("Client.fit", "a Trace", trace, remedy)
+        check_optimizer(optimizer)
+        memory_bytes = None if memory is None else parse_memory(memory)
+        check_batch(batch)
+        request = _checked(
+            wire.FitRequest,
+            trace=trace,
+            optimizer=optimizer,
+            gpu=gpu_name(trace, device),
+            memory_bytes=memory_bytes,
+            batch=batch,
+            time_limit=time_limit,
+        )
+        job = self.submit(request)
+        return self._service.read(self._finish(job, progress, cancel), wire.FitResult).fit
+
     # -- jobs ---------------------------------------------------------------------------------
 
-    def submit(self, request: wire.SolveRequest | wire.SweepRequest) -> wire.JobView:
+    def submit(self, request: wire.AnyRequest) -> wire.JobView:
         """Post a request and return its job without waiting for the result. A retry after a lost
         response creates no second job, because each request has an idempotency key."""
         headers = {"Idempotency-Key": secrets.token_hex(16)}
         return self._service.read(self._service.post(request, headers), wire.JobView)
 
-    def sizes(self, request: wire.SolveRequest | wire.SweepRequest) -> wire.DryRunResult:
+    def sizes(self, request: wire.AnyRequest) -> wire.DryRunResult:
         """Return the size of a request that the service would accept (`dry_run`), without solving
         it."""
         return self._service.read(

@@ -30,6 +30,7 @@ _CANCEL_CHECK_S = 2.0
 """How often a wait checks whether it was cancelled."""
 
 _COMPRESSION_LEVEL = 6
+_PATHS = {wire.SolveRequest: "/solve", wire.SweepRequest: "/sweeps", wire.FitRequest: "/fit"}
 _CANCELLED = "cancelled before the service had a result"
 
 
@@ -108,12 +109,12 @@ class Connection:
 
     def post(
         self,
-        request: wire.SolveRequest | wire.SweepRequest,
+        request: wire.AnyRequest,
         headers: Mapping[str, str],
         **query: str,
     ) -> bytes:
         """Post a request and return the body of the response."""
-        path = "/solve" if isinstance(request, wire.SolveRequest) else "/sweeps"
+        path = _PATHS[type(request)]
         body = gzip.compress(request.model_dump_json().encode(), compresslevel=_COMPRESSION_LEVEL)
         headers = {"Content-Type": "application/json", "Content-Encoding": "gzip", **headers}
         return self.call("POST", path, content=body, headers=headers, params=query)

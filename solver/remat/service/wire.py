@@ -307,6 +307,10 @@ class FitRequest(Record):
         return False
 
 
+AnyRequest = SolveRequest | SweepRequest | FitRequest
+"""The body of a request that creates a job."""
+
+
 class FitResult(Record):
     """The result of `POST /fit`: the fields of `remat.report.fit.Fit`."""
 

@@ -10,10 +10,11 @@ import httpx2
 import pytest
 import torch
 from tests.helpers.service import server as servers
-from tests.helpers.service.server import chain
+from tests.helpers.service.server import Server, chain
 from torch import nn
 
 import remat
+from remat.errors import BudgetError
 from remat.fitting.data_sheet import fit_trace
 from remat.progress import Progress
 from remat.report.fit import FitOption
@@ -28,8 +29,14 @@ MEMORY_BYTES = 140 << 20
 
 
 @pytest.fixture(scope="module")
-def http(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx2.Client]:
-    with servers.running(tmp_path_factory.mktemp("fit")) as server, server.http() as client:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with servers.running(tmp_path_factory.mktemp("fit")) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def http(server: Server) -> Iterator[httpx2.Client]:
+    with server.http() as client:
         yield client
 
 
@@ -67,6 +74,28 @@ def test_the_answer_is_that_of_the_library(http: httpx2.Client) -> None:
     picture = http.get(f"{location}/result?format=svg")
     assert picture.status_code == 404
     assert "JSON only" in picture.text
+
+
+def test_the_client_returns_the_librarys_answer(server: Server) -> None:
+    model, x = model_and_input()
+    trace = remat.trace(model, (x,), device="h100")
+    with server.client() as client:
+        fit = client.fit(trace, memory="1GiB", batch=2048)
+        assert (
+            fit.describe()
+            == remat.fit(model, (x,), device="h100", memory="1GiB", batch=2048).describe()
+        )
+        assert client.fit(trace, device="a100").device == "a100"
+        with pytest.raises(remat.RematError, match="the GPU 'h1000' has no data sheet"):
+            client.fit(trace, device="h1000")
+        with pytest.raises(remat.RematError, match="the memory of the optimizer 'lion'"):
+            client.fit(trace, optimizer="lion")
+        with pytest.raises(BudgetError, match="the memory is '0'"):
+            client.fit(trace, memory=0)
+        with pytest.raises(remat.RematError, match="accepts up to 3600 s"):
+            client.fit(trace, time_limit=1e6)
+        with pytest.raises(TypeError, match=r"Client.fit needs a Trace; got a Sequential"):
+            client.fit(model)
 
 
 def test_another_gpu_has_its_own_memory_and_a_note(http: httpx2.Client) -> None:

@@ -74,7 +74,7 @@ _EXAMPLE = {
 
 
 def _openapi_arguments(
-    body: type[wire.SolveRequest | wire.SweepRequest | wire.FitRequest],
+    body: type[wire.AnyRequest],
     result: type[Any],
     **example: Any,
 ) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from remat.costs.trace_costs import with_roofline_costs
 from remat.documents.trace import Trace
 from remat.errors import BudgetError, RematError
 from remat.fitting.answer import answer_question
+from remat.fitting.arguments import check_batch, parse_memory
 from remat.fitting.data_sheet import usable_bytes
 from remat.fitting.lengths import LengthDistribution, longest_fits
 from remat.fitting.question import DEFAULT_STRATEGY, EagerStep, FitQuestion, ScriptChanges
@@ -25,7 +26,6 @@ from remat.frontend.memory.device_memory import free_bytes
 from remat.frontend.memory.meter import unique_bytes
 from remat.limits.limits import SEGMENTS_MARGIN
 from remat.limits.outputs import OUTPUTS_HELD
-from remat.limits.reserve import parse_bytes
 from remat.passes.gradient_accumulation import with_gradient_accumulation
 from remat.report.fit import Fit
 from remat.strategies import Strategy
@@ -70,8 +70,8 @@ def fit(
     number of bytes, and `RematError` for another optimizer, batch or lengths.
     """
     check_optimizer(optimizer)
-    memory_bytes = None if memory is None else _parse_memory(memory)
-    _check_batch(batch)
+    memory_bytes = None if memory is None else parse_memory(memory)
+    check_batch(batch)
     distribution = None if lengths is None else LengthDistribution.of(lengths)
 
     def traced(call: ModelFnResult, *, accumulates: bool = False) -> Trace:
@@ -109,23 +109,6 @@ def fit(
         return replace(question, step=step, batch=None, trace_of_batch=None)
 
     return replace(answer, lengths=longest_fits(distribution, answer, question_of_length))
-
-
-def _parse_memory(memory: int | str) -> int:
-    if isinstance(memory, bool) or not isinstance(memory, (int, str)) or memory in (0, "0"):
-        raise BudgetError(
-            f"the memory is {str(memory)[:80]!r}; pass what torch's allocator may reserve, bytes "
-            'above 0 or "75GiB"'
-        )
-    return parse_bytes(memory, "memory", "75GiB")
-
-
-def _check_batch(batch: int | None) -> None:
-    if batch is not None and (isinstance(batch, bool) or not isinstance(batch, int) or batch < 1):
-        raise RematError(
-            f"the batch is {str(batch)[:80]!r}; pass the batch size of the example inputs, an "
-            "integer from 1 on"
-        )
 
 
 def _checked_with_length(
