@@ -60,7 +60,9 @@ def fit(
     longest = step.length if distribution is None else distribution.longest
 
     def step_of(batch: int, length: int) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-        loaded = step.load("meta", replace(step.sizes, batch=batch, tokens=length))
+        option = "--tokens" if distribution is None else "the longest of --lengths"
+        sizes = replace(step.sizes, batch=batch, tokens=length, tokens_option=option)
+        loaded = step.load("meta", sizes)
         return loaded.model, loaded.args, loaded.kwargs
 
     model, args, kwargs = step_of(step.batch_size, longest)

@@ -12,9 +12,11 @@ from remat.fitting.routing import routing_notes
 from remat.fitting.settings import optimizer_options, segment_options
 from remat.fitting.shards import sharding_options
 from remat.fitting.smaller_batches import smaller_batch_options
-from remat.report.fit import Fit, FitOption
+from remat.report.fit import ExcludedOption, Fit, FitOption
 
-_KINDS = (
+_Kind = Callable[[FitQuestion], Iterator[FitOption | ExcludedOption]]
+
+_KINDS: tuple[_Kind, ...] = (
     optimizer_options,
     segment_options,
     plan_options,
@@ -33,7 +35,7 @@ def answer_question(question: FitQuestion, notes: Sequence[str] = ()) -> Fit:
     """Return the answer, with options if the loop does not fit."""
     step = question.step
     memory = step.memory(question.optimizer)
-    options = () if question.is_usable(memory) else find_options(question)
+    options, excluded = ((), ()) if question.is_usable(memory) else find_options(question)
     deadline_notes = [_DEADLINE_NOTE.format(question.deadline.limit_s)]
     return Fit(
         model=step.trace.model.rpartition(".")[2],
@@ -50,14 +52,17 @@ def answer_question(question: FitQuestion, notes: Sequence[str] = ()) -> Fit:
             *routing_notes(step.trace),
             *(deadline_notes if question.deadline.is_set() else ()),
         ),
+        excluded=excluded,
     )
 
 
-def find_options(question: FitQuestion) -> tuple[FitOption, ...]:
-    """Return all options that apply: those that fit first, the fastest first. Of options that are
-    equally fast (to 0.1%), the one that is simpler to apply is first. After the deadline, no more
-    options are searched for."""
-    options: dict[Callable[[FitQuestion], Iterator[FitOption]], list[FitOption]] = {}
+def find_options(
+    question: FitQuestion,
+) -> tuple[tuple[FitOption, ...], tuple[ExcludedOption, ...]]:
+    """Return all options that apply: those that fit first, the fastest first; and the impossible
+    ones. Of options that are equally fast (to 0.1%), the one that is simpler to apply is first.
+    After the deadline, no more options are searched for."""
+    options: dict[_Kind, list[FitOption | ExcludedOption]] = {}
     for kind in sorted(_KINDS, key=lambda kind: kind is plan_options):  # plans, which take longest
         options[kind] = [] if question.deadline.is_set() else list(kind(question))
     step_s = question.step.time_s or 1.0
@@ -66,4 +71,7 @@ def find_options(question: FitQuestion) -> tuple[FitOption, ...]:
         relative = math.inf if option.step_s is None else round(option.step_s / step_s, 3)
         return not option.fits, relative
 
-    return tuple(sorted((option for kind in _KINDS for option in options[kind]), key=sort_key))
+    in_order = [option for kind in _KINDS for option in options[kind]]
+    possible = [option for option in in_order if isinstance(option, FitOption)]
+    excluded = [option for option in in_order if isinstance(option, ExcludedOption)]
+    return tuple(sorted(possible, key=sort_key)), tuple(excluded)

@@ -21,7 +21,7 @@ from remat.fitting.checkpoints import checkpoint_options
 from remat.fitting.plans import plan_options
 from remat.fitting.question import FitQuestion
 from remat.fitting.settings import optimizer_options, segment_options
-from remat.report.fit import Fit, FitOption, LongestFit
+from remat.report.fit import ExcludedOption, Fit, FitOption, LongestFit
 
 _LARGEST = 10**15
 """The largest length, and the largest count of batches, that is taken for one."""
@@ -118,7 +118,7 @@ def longest_fits(
     if not more:
         return (eager,)
     count = eager_count + more
-    options = find_options(question(lengths[count - 1]))
+    options, _ = find_options(question(lengths[count - 1]))
     best = next((o for o in options if _is_on_one_device(o)), None)
     # A solve within a time limit may miss the plan that an earlier one has.
     return (eager,) if best is None else (eager, distribution.fit(best.name, count))
@@ -132,12 +132,12 @@ def _count_of_first(is_true: Callable[[int], bool], lengths: Sequence[int]) -> i
 def _has_option(question: FitQuestion) -> bool:
     """True if an option fits; those that take no solver are tried first."""
 
-    def options() -> Iterator[FitOption]:
+    def options() -> Iterator[FitOption | ExcludedOption]:
         for kind in (optimizer_options, segment_options, checkpoint_options, plan_options):
             yield from kind(question)
 
     return any(map(_is_on_one_device, options()))
 
 
-def _is_on_one_device(option: FitOption) -> bool:
-    return option.fits and option.gpus == 1
+def _is_on_one_device(option: FitOption | ExcludedOption) -> bool:
+    return isinstance(option, FitOption) and option.fits and option.gpus == 1

@@ -15,18 +15,22 @@ from remat.fitting.question import FitQuestion
 from remat.limits.budget import Budget
 from remat.limits.pieces import pieces_to_try
 from remat.plan import Plan
-from remat.report.fit import FitOption
+from remat.report.fit import ExcludedOption, FitOption
 from remat.report.training_memory import TrainingMemory
 from remat.solve import solve
 
 _MAX_SOLVES = 3
 
 
-def plan_options(question: FitQuestion) -> Iterator[FitOption]:
+def plan_options(question: FitQuestion) -> Iterator[FitOption | ExcludedOption]:
     """Yield the fastest plan that fits, with the largest optimizer that leaves room for one; if
     none fits, the smallest."""
     smallest: FitOption | None = None
-    for optimizer in question.optimizers_to_combine():
+    optimizers = list(question.optimizers_to_combine())
+    if not optimizers:
+        yield ExcludedOption("plan of remat", question.reason_of_optimizers())
+        return
+    for optimizer in optimizers:
         if question.deadline.is_set():
             break
         option = _plan_option(question, optimizer)
@@ -39,6 +43,8 @@ def plan_options(question: FitQuestion) -> Iterator[FitOption]:
             smallest = option
     if smallest is not None:
         yield smallest
+    elif not question.deadline.is_set():  # a note says that it ended the search
+        yield ExcludedOption("plan of remat", "the solver reached no schedule in its time")
 
 
 def _plan_option(question: FitQuestion, optimizer: OptimizerMemory) -> FitOption | None:

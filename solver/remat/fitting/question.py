@@ -11,6 +11,7 @@ from remat.costs.roofline import Roofline
 from remat.documents.trace import Trace, trained_parameters
 from remat.fitting.deadline import Deadline
 from remat.graph import Graph
+from remat.limits.units import format_bytes
 from remat.progress import ProgressCallback
 from remat.report.eager_step import eager_graph, with_eager_masks
 from remat.report.fit import FitOption
@@ -114,6 +115,18 @@ class FitQuestion:
                 yield optimizer
             if self.is_usable(self.step.memory(optimizer)):
                 return  # that optimizer is an option on its own
+
+    def reason_of_optimizers(self) -> str:
+        """Return why `optimizers_to_combine` yields none."""
+        names = (self.optimizer_name, *smaller_optimizers(self.optimizer_name))
+        sizes = {
+            name: optimizer_step_bytes(self.step.graph, self.step.optimizer(name)) for name in names
+        }
+        name = min(sizes, key=lambda name: sizes[name])
+        return (
+            f"the step of {name} alone takes {format_bytes(sizes[name])}: parameters, gradients "
+            "and state, which recomputation does not reduce"
+        )
 
     def name_with_optimizer(self, name: str, optimizer: OptimizerMemory) -> str:
         """Return the name of an option, with its optimizer if that is not the user's."""

@@ -7,14 +7,15 @@ from collections.abc import Iterator
 from remat.allocator.prediction import is_on_cuda
 from remat.fitting.checkpoints import checkpoint_schedule
 from remat.fitting.question import FitQuestion
-from remat.report.fit import FitOption
+from remat.limits.units import format_bytes
+from remat.report.fit import ExcludedOption, FitOption
 from remat.report.sharded_memory import sharded_peak_bytes
 from remat.schedule import Schedule
 
 _MAX_GPUS = 1024
 
 
-def sharding_options(question: FitQuestion) -> Iterator[FitOption]:
+def sharding_options(question: FitQuestion) -> Iterator[FitOption | ExcludedOption]:
     """Yield the smallest power of two of GPUs over which the step fits, without recomputation or
     with a checkpoint for each block."""
     step, optimizer = question.step, question.optimizer
@@ -22,6 +23,7 @@ def sharding_options(question: FitQuestion) -> Iterator[FitOption]:
         return
     fragments = question.fragments(optimizer)
     keep_all = Schedule.keep_all(step.graph)
+    smallest_bytes: list[int] = []
     for suffix, schedule in (
         ("", keep_all),
         (", checkpoint each block", checkpoint_schedule(step)),
@@ -44,4 +46,11 @@ def sharding_options(question: FitQuestion) -> Iterator[FitOption]:
                     gpus,
                 )
                 return
+            smallest_bytes.append(reserved_bytes)
             gpus *= 2
+    if smallest_bytes:
+        yield ExcludedOption(
+            "FSDP",
+            f"each of {_MAX_GPUS:,} GPUs would reserve {format_bytes(min(smallest_bytes))}: "
+            "activations are not sharded, nor the parameters of the block that runs",
+        )

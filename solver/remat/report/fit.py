@@ -36,6 +36,14 @@ class FitOption:
 
 
 @dataclass(frozen=True, slots=True)
+class ExcludedOption:
+    """An option that is impossible for a training loop, and the `reason`."""
+
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class LongestFit:
     """The longest sequences that fit with an option, in eager mode if `option` is "".
 
@@ -55,7 +63,8 @@ class Fit:
     that of eager mode, and `step_s` the time of its forward and backward. `options` are empty if
     the loop fits; the first one is the fastest that does. With batches of several lengths, all of
     this is that of the longest ones, and `lengths` are the lengths that fit in eager mode and with
-    the best option. `notes` are what else to know about the answer.
+    the best option. `notes` are what else to know about the answer, and `excluded` are options
+    that are impossible.
     """
 
     model: str
@@ -69,6 +78,7 @@ class Fit:
     cost_source: str
     lengths: tuple[LongestFit, ...] = ()
     notes: tuple[str, ...] = ()
+    excluded: tuple[ExcludedOption, ...] = ()
 
     @property
     def fits(self) -> bool:
@@ -106,6 +116,8 @@ class Fit:
         lines += [_line("note", note) for note in self.notes]
         if self.options:
             lines += ["", *self._table(), "", *self._code_lines()]
+        if self.excluded:
+            lines += ["", *(f"no {option.name}: {option.reason}" for option in self.excluded)]
         return "\n".join(lines)
 
     def _length_lines(self) -> list[str]:

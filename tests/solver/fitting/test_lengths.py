@@ -60,15 +60,15 @@ def test_the_option_is_a_list_shares_or_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("512,long", "'long' is not a number of tokens"),
-        ("512:1,1024", "1024: has no share"),
-        ("512:one", "512:one has no share"),
-        ("", "'' is not a number of tokens"),
-        ("missing.json", "cannot read missing.json: No such file"),
+        ("512,long", "in --lengths, 'long' is not a number of tokens"),
+        ("512:1,1024", "in --lengths, '1024' has no number as its share"),
+        ("512:one", "in --lengths, '512:one' has no number as its share"),
+        ("", "in --lengths, '' is not a number of tokens"),
+        ("missing.json", "cannot read missing.json, the file of --lengths: No such file"),
     ],
 )
 def test_a_wrong_option_is_refused(text: str, message: str) -> None:
-    with pytest.raises(UsageError, match=f"--lengths: {message}"):
+    with pytest.raises(UsageError, match=message):
         parse_lengths(text)
 
 
@@ -78,5 +78,5 @@ def test_a_wrong_option_is_refused(text: str, message: str) -> None:
 def test_a_wrong_file_is_refused(tmp_path: Path, data: str) -> None:
     file = tmp_path / "lengths.json"
     file.write_text(data)
-    with pytest.raises(UsageError, match="--lengths: "):
+    with pytest.raises(UsageError, match="in --lengths, "):
         parse_lengths(str(file))

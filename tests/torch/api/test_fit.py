@@ -204,6 +204,22 @@ def test_shards_of_more_gpus_are_smaller() -> None:
     assert all(o.fits for o in sizes)
 
 
+def test_options_that_are_impossible_have_their_reason() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4)))
+
+    def call(batch: int) -> Call:
+        return model, (torch.empty(batch, 512, device="meta"),), {}
+
+    answer = remat.fit(*call(4096), device="h100", memory=1000, batch=4096, with_batch=call)
+    reasons = {excluded.name: excluded.reason for excluded in answer.excluded}
+    assert reasons.keys() == {"plan of remat", "checkpoints of blocks", "smaller batch", "FSDP"}
+    assert "the step of adamw-8bit alone takes" in reasons["plan of remat"]
+    assert "a batch of 1 would reserve about" in reasons["smaller batch"]
+    assert "each of 1,024 GPUs would reserve" in reasons["FSDP"]
+    assert "no plan of remat: the step of" in str(answer)
+
+
 def narrow_and_wide(length: int) -> Call:
     """Return blocks that are wide inside, and sequences of a length."""
     with torch.device("meta"):

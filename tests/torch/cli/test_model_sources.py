@@ -141,7 +141,7 @@ def test_a_cached_configuration_of_the_hub_is_used() -> None:
     write("org/model/config.json", json.dumps({"model_type": "gpt2", "n_positions": 16}))
     step = load_training_step("hf:org/model", BatchSizes(tokens=16), overrides=TINY["gpt2"])
     assert step.name == "model"
-    assert "at most --tokens 16" in problem("hf:org/model", tokens=17, overrides=TINY["gpt2"])
+    assert "at most 16 tokens" in problem("hf:org/model", tokens=17, overrides=TINY["gpt2"])
 
 
 def test_an_unreachable_hub_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,7 +171,7 @@ def test_a_diffusion_model_gives_a_training_step() -> None:
         ("hf:detr", {}, "no training step for the model type 'detr'"),
         ("hf:whisper", {}, "no training step for the model type 'whisper'"),
         ("hf:gpt2", {"tokens": 1025}, "has positions for 1,024 tokens, but --tokens is 1,025"),
-        ("hf:roberta", {"tokens": 511}, "use at most --tokens 510"),
+        ("hf:roberta", {"tokens": 511}, "use at most 510 tokens"),
         ("hf:gpt2", {"overrides": ["layers=2"]}, "has no 'layers'; near are n_layer"),
         ("hf:gpt2", {"overrides": ["n_layer"]}, "is not of the form NAME=VALUE"),
         ("hf:gpt2", {"overrides": ["n_layer=two"]}, "it has n_layer=12, n_embd=768"),

@@ -60,6 +60,15 @@ def test_lengths_replace_the_number_of_tokens() -> None:
     ended = quick("fit", *GPT2, *device, "--lengths", "16,32", "--tokens", 32)
     assert ended.code == 2
     assert "give --tokens (one length) or --lengths (several)" in ended.err
+    ended = quick("fit", *GPT2, *device, "--lengths", "16,5000")
+    assert "tokens, but the longest of --lengths is 5,000; use at most" in ended.err
+
+
+@pytest.mark.parametrize("change", ["n_layer=0", "num_hidden_layers=-1", "n_layer=100000"])
+def test_sizes_of_a_configuration_are_checked(change: str) -> None:
+    ended = quick("trace", "hf:gpt2", "--set", change)
+    assert ended.code == 1
+    assert f"has {change}, and no model of that size can be built" in ended.err
 
 
 @pytest.mark.parametrize("command", ["trace", "estimate", "fit"])

@@ -44,7 +44,8 @@ function parts(memory) {
 }
 
 function options(fit) {
-  if (!fit.options.length) return h("section", {});
+  const excluded = fit.excluded.map(({ name, reason }) => h("p", { class: "hint" }, `No ${name}: ${reason}.`));
+  if (!fit.options.length) return h("section", {}, excluded);
   const rows = fit.options.map((option) => {
     const time = option.step_s === null ? "" : overhead(option.step_s / fit.step_s - 1);
     const code = [h("code", {}, option.code), option.note && h("span", { class: "hint" }, ` ${option.note}`)];
@@ -53,7 +54,9 @@ function options(fit) {
       number(bytes(option.reserved_bytes)), number(bytes(option.peak_bytes)), number(time));
   });
   const numbers = ["Reserved", "Peak", "Extra time"];
-  return table("options-title", "What makes it fit", ["Option", "Fits", "Change"], numbers, rows);
+  const section = table("options-title", "What makes it fit", ["Option", "Fits", "Change"], numbers, rows);
+  section.append(...excluded);
+  return section;
 }
 
 const number = (text) => h("td", { class: "number" }, text);

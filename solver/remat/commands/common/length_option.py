@@ -39,9 +39,9 @@ def parse_lengths(text: str) -> LengthDistribution:
             data = dict(pairs)
         return LengthDistribution.of(data)  # type: ignore[arg-type]  # it checks the type
     except OSError as error:
-        raise UsageError(f"--lengths: cannot read {text}: {error.strerror}") from None
+        raise UsageError(f"cannot read {text}, the file of --lengths: {error.strerror}") from None
     except (DocumentError, RematError) as error:
-        raise UsageError(f"--lengths: {error}") from None
+        raise UsageError(f"in --lengths, {error}") from None
 
 
 def _parse_list(text: str) -> list[int] | dict[int, float]:
@@ -51,12 +51,13 @@ def _parse_list(text: str) -> list[int] | dict[int, float]:
     if not any(colon for _, colon, _ in pairs):
         return lengths
     weights: dict[int, float] = {}
-    for length, (part, _, weight) in zip(lengths, pairs, strict=True):
+    for length, (part, colon, weight) in zip(lengths, pairs, strict=True):
         try:
             weights[length] = weights.get(length, 0.0) + float(weight)
         except ValueError:
             raise RematError(
-                f"{part}:{weight} has no share: give each length one, as in 512:70,2048:30"
+                f"{(part + colon + weight)[:40]!r} has no number as its share; give each length "
+                "one, as in 512:70,2048:30"
             ) from None
     return weights
 

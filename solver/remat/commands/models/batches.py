@@ -30,11 +30,12 @@ model of another task.
 @dataclass(frozen=True)
 class BatchSizes:
     """Size of a batch: samples, tokens per sample, and height and width of an image in pixels
-    (None: the model's default)."""
+    (None: the model's default). `tokens_option` is where the user named the tokens."""
 
     batch: int = 2
     tokens: int = 128
     image: int | None = None
+    tokens_option: str = "--tokens"
 
     def __post_init__(self) -> None:
         for name, size in (("batch", self.batch), ("tokens", self.tokens), ("image", self.image)):

@@ -22,6 +22,7 @@ from remat.commands.models.batches import (
     make_batch,
     special_token_ids,
 )
+from remat.commands.models.model_sizes import LAYERS, SIZES, check_sizes
 from remat.errors import TraceError, one_line, similar_names_hint
 from remat.frontend.memory.device_memory import free_bytes
 from remat.limits.units import format_bytes
@@ -86,7 +87,8 @@ def _build_step(
             if torch.get_default_device().type != "meta":
                 _check_memory(model_class, config, source)
             model = model_class(config)
-            _check_positions(model, config, sizes.tokens if "input_ids" in kwargs else 0, source)
+            if "input_ids" in kwargs:
+                _check_positions(model, config, sizes, source)
         except TraceError:
             raise
         except Exception as error:
@@ -169,6 +171,11 @@ def _build_configuration(
                 raise diffusion.unknown_field_error(
                     key, [*unchanged.to_dict(), *unchanged.attribute_map], source
                 )
+        aliases = config_class.attribute_map
+        layers = LAYERS | {aliases.get(name, name) for name in LAYERS}
+        check_sizes(
+            data | changes, source, layers, SIZES | {aliases.get(name, name) for name in SIZES}
+        )
         if sizes.image is not None and hasattr(unchanged, "image_size"):
             changes = {"image_size": sizes.image, **changes}
         fields = {config_class.attribute_map.get(k, k): value for k, value in changes.items()}
@@ -261,7 +268,7 @@ def _check_memory(model_class: type[nn.Module], config: Any, source: str) -> Non
         )
 
 
-def _check_positions(model: nn.Module, config: Any, tokens: int, source: str) -> None:
+def _check_positions(model: nn.Module, config: Any, sizes: BatchSizes, source: str) -> None:
     """Raise `TraceError` if there are more tokens than the model has positions."""
     max_tokens = getattr(config.get_text_config(), "max_position_embeddings", None)
     if not isinstance(max_tokens, int) or max_tokens < 1:
@@ -271,9 +278,9 @@ def _check_positions(model: nn.Module, config: Any, tokens: int, source: str) ->
             # RoBERTa and similar models start positions after the padding index.
             max_tokens -= 0 if module.padding_idx is None else module.padding_idx + 1
             break
-    if tokens > max_tokens:
+    if sizes.tokens > max_tokens:
         raise TraceError(
-            f"{source} has positions for {max_tokens:,} tokens, but --tokens is {tokens:,}; use at "
-            f"most --tokens {max_tokens}, or more positions: --set "
-            f"max_position_embeddings={2 * tokens}"
+            f"{source} has positions for {max_tokens:,} tokens, but {sizes.tokens_option} is "
+            f"{sizes.tokens:,}; use at most {max_tokens} tokens, or more positions: --set "
+            f"max_position_embeddings={2 * sizes.tokens}"
         )

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from remat.commands.models.batches import BatchSizes
+from remat.commands.models.model_sizes import check_sizes
 from remat.errors import TraceError, one_line, similar_names_hint
 
 ModelCall = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
@@ -64,6 +65,7 @@ def denoising_step(
             "(model, args)"
         )
     model_class = getattr(diffusers, name)
+    check_sizes(data | changes, source)
     try:
         unet = model_class.from_config(data | changes)
     except Exception as error:
