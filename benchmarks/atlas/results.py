@@ -37,6 +37,24 @@ offload tensors."""
 
 _Seconds = Annotated[float, Field(ge=0)]
 
+Machine = dict[str, str | int | float | None]
+"""The result of `benchmarks.harness.machine.describe`; values that differ between several machines
+are joined by semicolons."""
+
+
+def joined_machines(first: Machine, second: Machine) -> Machine:
+    """Return the description of two machines; of their load, the larger one."""
+    joined: Machine = {name: _joined(first.get(name), second.get(name)) for name in second}
+    loads = [load for m in (first, second) if isinstance(load := m.get("load_1min"), float)]
+    return first | joined | ({"load_1min": max(loads)} if loads else {})
+
+
+def _joined(first: str | float | None, second: str | float | None) -> str | float | None:
+    """Return a value if both are the same, or the text of the distinct ones."""
+    if first == second:
+        return first
+    return "; ".join(dict.fromkeys([*str(first).split("; "), str(second)]))
+
 
 @dataclass(frozen=True)
 class Cell:
@@ -87,7 +105,7 @@ class ModelResult(Document):
     """The digest of the graph's file."""
     date: str
     remat: str
-    machine: dict[str, str | int | float | None]
+    machine: Machine
     operations: Natural
     baseline_peak_bytes: Size
     constant_bytes: Size
@@ -104,12 +122,17 @@ class ModelResult(Document):
             return next(peaks, None)
         return Budget.parse(budget).in_bytes(self.baseline_peak_bytes, self.library_bytes)
 
-    def with_rows(self, rows: list[Row]) -> ModelResult:
-        """Return the result with more rows, which replace those of the same cells."""
+    def with_rows(self, rows: list[Row], machine: Machine) -> ModelResult:
+        """Return the result with more rows, which replace those of the same cells, and which this
+        version computed on a machine. `remat` and `machine` name all that rows come from."""
         by_key = {row.key: row for row in (*self.rows, *rows)}
-        return self.model_copy(
-            update={"rows": tuple(by_key.values()), "date": datetime.date.today().isoformat()}
-        )
+        update = {
+            "rows": tuple(by_key.values()),
+            "date": datetime.date.today().isoformat(),
+            "remat": _joined(self.remat, remat.__version__) if self.rows else remat.__version__,
+            "machine": joined_machines(self.machine, machine) if self.rows else machine,
+        }
+        return self.model_copy(update=update)
 
 
 class SolverResult(Document):
@@ -120,8 +143,10 @@ class SolverResult(Document):
 
     solver: Annotated[str, Field(max_length=100)]
     command: str
+    files: str = ""
+    """The digest of the files that the command names, such as the solver's program."""
     date: str
-    machine: dict[str, str | int | float | None]
+    machine: Machine
     graphs: dict[str, str] = Field(default_factory=dict)
     rows: dict[str, tuple[Row, ...]] = Field(default_factory=dict)
 
@@ -136,7 +161,7 @@ class ResultFolder:
         """Return the path of a model's result."""
         return self.folder / f"{model}.json.gz"
 
-    def load(self, graph: AtlasGraph, machine: dict[str, str | int | float | None]) -> ModelResult:
+    def load(self, graph: AtlasGraph, machine: Machine) -> ModelResult:
         """Return the stored result of a graph, or one without rows if there is none."""
         path = self.path(graph.name)
         if path.exists():

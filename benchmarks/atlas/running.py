@@ -60,7 +60,7 @@ def run(
             failures += 1
             print(f"{cell}: FAILED: {outcome}", file=sys.stderr, flush=True)
             continue
-        results[cell.model] = results[cell.model].with_rows(outcome)
+        results[cell.model] = results[cell.model].with_rows(outcome, facts)
         folder.save(results[cell.model])
         minutes = (time.monotonic() - began_s) / 60
         print(f"[{number}/{len(cells)}, {minutes:.0f} min] {cell}: {_summary(outcome)}", flush=True)

@@ -8,6 +8,7 @@ than 0. Its schedules are simulated here: no figure comes from the solver itself
 from __future__ import annotations
 
 import datetime
+import hashlib
 import json
 import re
 import shutil
@@ -22,7 +23,7 @@ import torch
 
 import remat
 from benchmarks.atlas.graph_file import AtlasGraph, path_of
-from benchmarks.atlas.results import METHODS, Cell, ResultFolder, Row, SolverResult
+from benchmarks.atlas.results import METHODS, Cell, ResultFolder, Row, SolverResult, joined_machines
 from benchmarks.harness import machine
 from remat.graph import Graph
 from remat.limits.budget import Budget
@@ -46,8 +47,8 @@ def score(
     limit_s: float,
     processes: int,
 ) -> SolverResult:
-    """Run a solver on cells, write its rows, and return them. Stored rows of the same graphs and
-    the same command are used as they are."""
+    """Run a solver on cells, write its rows, and return them. Stored rows of the same graphs, the
+    same command and the same files that it names are used as they are."""
     if not _NAME.fullmatch(name) or name in METHODS:
         raise SystemExit(
             f"{name!r} cannot name a solver: use small letters, digits and hyphens, and no name of "
@@ -57,10 +58,16 @@ def score(
         raise SystemExit(f"there is no program {command[0]!r}")
     path = solver_path(results.folder, name)
     facts = machine.describe(torch.device("cpu"))
-    result = SolverResult(solver=name, command=" ".join(command), date=_today(), machine=facts)
+    result = SolverResult(
+        solver=name,
+        command=" ".join(command),
+        files=_digest_of_files(command),
+        date=_today(),
+        machine=facts,
+    )
     if path.exists():
         stored = SolverResult.load(path)
-        if stored.command == result.command:
+        if (stored.command, stored.files) == (result.command, result.files):
             result = stored
     digests = {model: AtlasGraph.load(path_of(model)).digest for model in {c.model for c in cells}}
     rows = {
@@ -77,12 +84,23 @@ def score(
             result = result.model_copy(
                 update={
                     "date": _today(),
+                    "machine": joined_machines(result.machine, facts),
                     "graphs": result.graphs | digests,
                     "rows": {model: tuple(by_key.values()) for model, by_key in rows.items()},
                 }
             )
             result.save(path)
     return result
+
+
+def _digest_of_files(command: Sequence[str]) -> str:
+    """Return the digest of the files among a program and its arguments. Files that these import are
+    not part of it."""
+    digest = hashlib.sha256()
+    for path in map(Path, command):
+        if path.is_file():
+            digest.update(hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()
 
 
 def _row(cell: Cell, name: str, command: Sequence[str], limit_s: float) -> Row:

@@ -169,7 +169,11 @@ def _models() -> list[nodes.Node]:
 
 
 def _summary() -> list[nodes.Node]:
-    count, (blocks, *optima) = medians("h100")
+    count, columns = medians("h100")
+    if not count:
+        text = "There are no results on an H100 yet."
+        return [nodes.paragraph("", text)]
+    blocks, *optima = columns
     text = (
         f"At the peak of per-block checkpointing, over {count} models with repeated blocks on an "
         f"H100, the median of the extra time is {100 * blocks:.1f}% for per-block "

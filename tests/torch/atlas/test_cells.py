@@ -32,7 +32,7 @@ STORED = sorted(path.name.removesuffix(".json.gz") for path in RESULTS.glob("*.j
 def stored(folder: ResultFolder, rows: list[Row]) -> None:
     """Write rows to the results of `SMALLEST`."""
     result = folder.load(AtlasGraph.load(path_of(SMALLEST)), {})
-    folder.save(result.with_rows(rows))
+    folder.save(result.with_rows(rows, result.machine))
 
 
 @pytest.mark.slow

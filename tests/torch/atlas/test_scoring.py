@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from benchmarks.atlas import graph_file, scoring
 from benchmarks.atlas.graph_file import AtlasGraph
-from benchmarks.atlas.results import Cell, ResultFolder, Row, SolverResult
+from benchmarks.atlas.results import Cell, Machine, ResultFolder, Row, SolverResult
 from tests.helpers.doc_snippets import ROOT
 
 import remat
@@ -111,6 +111,35 @@ def test_wrong_names_and_programs_are_refused(
     with pytest.raises(SystemExit, match=message):
         scoring.score(name, [program], CELLS, folder, limit_s=1.0, processes=1)
     assert not folder.folder.exists()
+
+
+def test_an_edited_solver_is_scored_once_more(folder: ResultFolder) -> None:
+    assert "never runs" in row_of(folder, "print([0, 1])").note
+    assert "no JSON list" in row_of(folder, "print('[true]')").note
+    path = scoring.solver_path(folder.folder, "mine")
+    stored = SolverResult.load(path)
+    (row,) = stored.rows["chain"]
+    marked = row.model_copy(update={"note": "stored"})
+    stored.model_copy(update={"rows": {"chain": (marked,)}}).save(path)
+    assert row_of(folder, "print('[true]')").note == "stored"  # the same program
+
+
+def test_rows_of_another_version_or_machine_are_named(
+    folder: ResultFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graph = AtlasGraph.load(folder.folder.parent / "chain.json.gz")
+    first: Machine = {"cpu": "A", "cores": 2, "load_1min": 0.5}
+    result = folder.load(graph, first).with_rows([Row(gpu="h100", budget="80%", method="x")], first)
+    assert (result.remat, result.machine) == (remat.__version__, first)
+    monkeypatch.setattr(remat, "__version__", "9.9")
+    second: Machine = {"cpu": "B", "cores": 2, "load_1min": 0.2}
+    for _ in range(2):
+        result = result.with_rows([Row(gpu="h100", budget="60%", method="x")], second)
+    assert result.remat.endswith("; 9.9")
+    assert result.remat.count("9.9") == 1
+    assert result.machine == {"cpu": "A; B", "cores": 2, "load_1min": 0.5}
+    folder.save(result)
+    assert folder.load(graph, second) == result
 
 
 def test_stored_rows_of_another_graph_are_not_used(folder: ResultFolder) -> None:
