@@ -58,7 +58,14 @@ def rewrite(trace: Trace, schedule: Schedule) -> Program:
     if not isinstance(schedule, Schedule):
         raise wrong_type("rewrite", "a Schedule", schedule, "pass plan.schedule")
     graph = trace.graph()
-    timeline = simulate(graph, schedule)
+    try:
+        timeline = simulate(graph, schedule)
+    except GraphError as error:
+        raise GraphError(
+            f"the schedule is of another trace than this one ({error}): rewrite the trace that was "
+            "solved. remat.solve_step returns it with the plan: remat.rewrite(step.trace, "
+            "step.plan.schedule)"
+        ) from None
     overwritten = overwritten_copies(graph, schedule, timeline.copies)
     overwriting_runs = {timeline.copies[index].end for index in overwritten}
     writer = _ProgramWriter(trace, schedule, overwriting_runs)

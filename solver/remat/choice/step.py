@@ -19,6 +19,11 @@ from remat.plan_data import NOT_OFFLOADED_STAT
 from remat.progress import Cancel
 from remat.simulate import baseline_of
 
+_HINT_AT_END = (
+    "Gradients and results alone exceed this budget, so no pieces and no offloading were tried: "
+    'with these, "min" may reach a smaller peak'
+)
+
 _MAX_ROUNDS = 4
 """The maximum number of times that the largest operations are split to reach a budget."""
 
@@ -60,7 +65,12 @@ def solve_step(
         )
 
     if _exceeds_at_end(trace, budget):
-        return TracePlan(trace, solve_in_full(trace, budget))
+        try:
+            return TracePlan(trace, solve_in_full(trace, budget))
+        except InfeasibleBudget as error:
+            if not pieces and offload is None:
+                raise
+            raise error.with_hint(_HINT_AT_END) from None
     if offload is None:
         return solve_without_offload()
     if offload.host_bytes == 0:

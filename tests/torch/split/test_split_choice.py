@@ -92,6 +92,7 @@ def test_nothing_is_split_for_a_budget_below_the_gradients(trace: remat.Trace) -
             measure=measure,
         )
     assert raised.value.is_proved
+    assert 'no pieces and no offloading were tried: with these, "min"' in str(raised.value)
 
 
 def test_an_infeasible_budget_raises_the_error_of_the_smallest_pieces(trace: remat.Trace) -> None:
@@ -100,6 +101,13 @@ def test_an_infeasible_budget_raises_the_error_of_the_smallest_pieces(trace: rem
     smallest = raised.value.min_feasible_bytes
     assert smallest is not None
     assert smallest < remat.solve(trace, "min", STRATEGY).peak_bytes
+
+
+def test_the_schedule_of_a_split_trace_is_of_no_other(trace: remat.Trace) -> None:
+    split, plan = choose(trace, "50%", (4,))
+    assert remat.rewrite(split, plan.schedule)
+    with pytest.raises(remat.RematError, match=r"of another trace .*rewrite\(step\.trace, "):
+        remat.rewrite(trace, plan.schedule)
 
 
 def test_recorded_splits_make_the_same_trace(trace: remat.Trace) -> None:
