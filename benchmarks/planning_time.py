@@ -3,7 +3,7 @@
     python -m benchmarks.planning_time
     python -m benchmarks.planning_time --before ../remat-before --rounds 3
 
-Each case runs in a process of its own, in seconds of the wall clock and of the processor (of all
+Each case runs in a process of its own, in seconds of the wall clock and of CPU time (of all
 threads; on a shared machine these vary less). Imports, and building the model, are not counted.
 `--before` names another checkout of remat: its code runs the same cases, interleaved.
 
@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             cache.cleanup()
     result: dict[str, Any] = {
         "benchmark": "planning-time",
-        "units": "seconds of the wall clock and of the processor, bytes; each row is one process",
+        "units": "seconds of the wall clock and of CPU time, bytes; each row is one process",
         "machine": machine.describe(torch.device("cpu")),
         "code": {name: _commit(folder) for name, folder in checkouts.items()},
         "rows": rows,
@@ -115,7 +115,7 @@ def _measure_here(case: str, options: argparse.Namespace) -> report.Row:
 
 
 def _processor_s() -> float:
-    """Return the processor seconds of this process and of those that it waited for."""
+    """Return the CPU time of this process and of those that it waited for."""
     usages = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
@@ -179,7 +179,7 @@ def _print_least(rows: Sequence[report.Row]) -> None:
         key = (row["case"], row["code"])
         wall_s, processor_s = least.get(key, (float("inf"), float("inf")))
         least[key] = (min(wall_s, row["wall_s"]), min(processor_s, row["processor_s"]))
-    header = ("case", "code", "wall s", "processor s")
+    header = ("case", "code", "wall s", "CPU s")
     cells = [(*key, *(f"{seconds:.1f}" for seconds in times)) for key, times in least.items()]
     print("\n".join(align_columns([header, *cells], left=2)))
 
