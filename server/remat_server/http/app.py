@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import re
 import signal
 import threading
@@ -15,12 +16,15 @@ import structlog
 from anyio.to_thread import run_sync
 from fastapi import FastAPI
 from fastapi.middleware.gzip import GZipMiddleware
-from fastapi.responses import FileResponse
+from fastapi.responses import FileResponse, Response
 from fastapi.staticfiles import StaticFiles
 
 import remat
+from remat.costs.devices import DEVICES
+from remat.costs.optimizer_memory import OPTIMIZERS
 from remat.documents.base import NAMESPACE_PATTERN
 from remat.errors import ServiceError
+from remat.fitting.data_sheet import GPUS
 from remat.service.wire import (
     DryRunResult,
     FitRequest,
@@ -94,6 +98,11 @@ def create_app(settings: Settings | None = None) -> FastAPI:
     problem_responses.install_exception_handlers(app)
     for module in modules:
         app.include_router(module.router)
+
+    @app.get("/static/choices.js", include_in_schema=False)
+    async def choices() -> Response:
+        return Response(_choices(), media_type="text/javascript")
+
     app.mount("/static", StaticFiles(directory=_STATIC), name="static")
 
     @app.get("/", include_in_schema=False)
@@ -106,6 +115,12 @@ def create_app(settings: Settings | None = None) -> FastAPI:
     )
     _complete_openapi(app)
     return app
+
+
+def _choices() -> str:
+    """Return the JavaScript module with the names that the page's form offers."""
+    names = {"DEVICES": [*DEVICES], "GPUS": GPUS, "OPTIMIZERS": OPTIMIZERS}
+    return "".join(f"export const {name} = {json.dumps(items)};\n" for name, items in names.items())
 
 
 def check_keys(app: FastAPI) -> None:

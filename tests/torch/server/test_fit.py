@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,8 +15,10 @@ from tests.helpers.service.server import Server, chain
 from torch import nn
 
 import remat
+from remat.costs.devices import DEVICES
+from remat.costs.optimizer_memory import OPTIMIZERS
 from remat.errors import BudgetError
-from remat.fitting.data_sheet import fit_trace
+from remat.fitting.data_sheet import GPUS, fit_trace
 from remat.progress import Progress
 from remat.report.fit import FitOption
 from remat.service.wire import FitResult
@@ -150,6 +153,15 @@ def test_no_solve_starts_after_the_time_limit() -> None:
     assert not reports
     assert any("plan" in option.name for option in options(20.0))
     assert max(report.elapsed_s for report in reports) <= 20
+
+
+def test_the_page_has_the_names_of_the_service(http: httpx2.Client) -> None:
+    answer = http.get("/static/choices.js")
+    assert answer.headers["content-type"].startswith("text/javascript")
+    lists = dict(re.findall(r"export const (\w+) = (.*);", answer.text))
+    assert json.loads(lists["OPTIMIZERS"]) == [*OPTIMIZERS]
+    assert json.loads(lists["GPUS"]) == [*GPUS]
+    assert json.loads(lists["DEVICES"]) == [*DEVICES]
 
 
 def test_errors_name_the_fields_of_this_request(http: httpx2.Client) -> None:

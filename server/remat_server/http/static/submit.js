@@ -1,16 +1,10 @@
 /** The form that submits a job: a file, one or more budgets, and solve options. */
 
 import { json } from "./api.js";
+import { DEVICES, GPUS, OPTIMIZERS } from "./choices.js"; // the service writes it
 import { byId, h, setText, showMessage } from "./dom.js";
 import { readFile, gzipped, requestText } from "./file.js";
 import { bytes, plural, sentence } from "./format.js";
-
-const OPTIMIZERS = [
-  ...["adamw", "adamw-fused", "adamw-8bit", "adam", "adam-fused", "adam-8bit"],
-  ...["adafactor", "sgd", "sgd-momentum", "none"],
-];
-const GPUS = ["v100", "t4", "a100", "l4", "l40s", "rtx4090", "h100", "h200", "gh200", "b200"];
-const DEVICES = ["h200", "h100", "b200", "a100", "l40s", "l4", "rtx4090", "v100", "t4", "mi300x", "cpu"];
 
 let chosenDocument = null; // the result of readFile
 let latestFile = 0;
