@@ -21,7 +21,8 @@ def module_lines(plan: PlanData, path: str, ops: Sequence[int]) -> list[str]:
     recomputed = plan.schedule.recomputed(graph)
 
     def output_bytes(ops: Sequence[int]) -> int:
-        return sum(graph.values[v].size_bytes for op in ops for v in graph.operations[op].outputs)
+        outputs = (v for op in ops for v in graph.operations[op].outputs)
+        return sum(graph.values[v].size_bytes for v in outputs if not _is_part_of_sum(graph, v))
 
     def recomputations(ops: Sequence[int]) -> int:
         return sum(recomputed.get(op, 0) for op in ops)
@@ -55,6 +56,15 @@ def module_lines(plan: PlanData, path: str, ops: Sequence[int]) -> list[str]:
         *split_lines_of(plan, ops),
         *align_columns(table, left=3),
     ]
+
+
+def _is_part_of_sum(graph: Graph, value: int) -> bool:
+    """True for an output of a piece that other pieces of the same operation add to: the operation
+    has one output, which is their sum."""
+    name = graph.operations[graph.producer[value]].piece_of
+    return bool(name) and any(
+        graph.operations[op].piece_of == name for op in graph.consumers[value]
+    )
 
 
 def phase(graph: Graph, op: int) -> str:

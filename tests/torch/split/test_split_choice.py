@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from remat.documents.plan import PlanDocument
 from remat.heuristics.peak_bounds import end_bytes
 from remat.limits.budget import Budget
 from remat.limits.pieces import PIECES
+from remat.limits.units import format_bytes
 from remat.passes.split.recorded_splits import with_recorded_splits
 from remat.plan import Plan
 from remat.plan_data import UNSPLIT_MIN_BYTES_STAT
@@ -101,6 +103,15 @@ def test_an_infeasible_budget_raises_the_error_of_the_smallest_pieces(trace: rem
     smallest = raised.value.min_feasible_bytes
     assert smallest is not None
     assert smallest < remat.solve(trace, "min", STRATEGY).peak_bytes
+
+
+def test_an_output_that_is_summed_over_pieces_counts_once(trace: remat.Trace) -> None:
+    plan = choose(trace, "50%", (4,)).plan
+    (weight,) = [p.tensor for p in trace.placeholders if p.target == "head.weight"]
+    gradient = format_bytes(4 * math.prod(weight.shape))
+    rows = [line for line in plan.explain("head").splitlines() if " x 4 " in line]
+    backward = [line.split("retained")[1] for line in rows if "backward" in line]
+    assert any(line.strip().startswith(f"{gradient} ") for line in backward)
 
 
 def test_the_schedule_of_a_split_trace_is_of_no_other(trace: remat.Trace) -> None:
