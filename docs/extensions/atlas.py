@@ -112,7 +112,7 @@ def _page(result: ModelResult, solver_rows: list[Row]) -> Iterable[str]:
         yield (
             "CPU time in seconds for all budgets: "
             + ", ".join(f"{m} {_processor_s(rows.values(), m):.1f}" for m in OPTIMA)
-            + "."
+            + ", each in addition to the one before."
         )
     yield ""
     yield f"remat {result.remat}, {result.date}; {result.machine['cpu']}."

@@ -62,7 +62,7 @@ def rewrite(trace: Trace, schedule: Schedule) -> Program:
         timeline = simulate(graph, schedule)
     except GraphError as error:
         raise GraphError(
-            f"the schedule is of another trace than this one ({error}): rewrite the trace that was "
+            f"the schedule does not fit this trace ({error}): rewrite the trace that was "
             "solved. remat.solve_step returns it with the plan: remat.rewrite(step.trace, "
             "step.plan.schedule)"
         ) from None

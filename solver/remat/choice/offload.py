@@ -191,8 +191,9 @@ def _solve_smallest(
     cancel: Cancel | None,
     limit_s: float,
 ) -> StepPlan[S]:
-    """Return the fastest plan that was found within 1% of the smallest peak, and within the peak of
-    the plan without offloading. It is not proved that there is no smaller peak."""
+    """Return the fastest plan that was found within 1% of the peak of the plan that offloads
+    everything, and within the peak of the plan without offloading. It is not proved that there is
+    no smaller peak."""
     without = solve_without()
     peak_bytes = without.plan.peak_bytes
     is_solvable = len(without.step.graph()) <= MAX_OPERATIONS

@@ -35,7 +35,8 @@ def answer_question(question: FitQuestion, notes: Sequence[str] = ()) -> Fit:
     """Return the answer, with options if the loop does not fit."""
     step = question.step
     memory = step.memory(question.optimizer)
-    options, excluded = ((), ()) if question.is_usable(memory) else find_options(question)
+    is_usable = question.is_usable(memory)
+    options, excluded = ((), ()) if is_usable else find_options(question)
     deadline_notes = [_DEADLINE_NOTE.format(question.deadline.limit_s)]
     return Fit(
         model=step.trace.model.rpartition(".")[2],
@@ -50,7 +51,7 @@ def answer_question(question: FitQuestion, notes: Sequence[str] = ()) -> Fit:
         notes=(
             *notes,
             *routing_notes(step.trace),
-            *(deadline_notes if question.deadline.is_set() else ()),
+            *(deadline_notes if question.deadline.is_set() and not is_usable else ()),
         ),
         excluded=excluded,
     )

@@ -87,8 +87,12 @@ def _solved(question: FitQuestion, optimizer: OptimizerMemory) -> TracePlan:
         budget_bytes = min(budget_bytes, chosen.plan.peak_bytes) - excess
         try:
             chosen = _solved_within(question, budget_bytes)
-        except InfeasibleBudget:
+        except (InfeasibleBudget, SolverTimeout):
             break
+        except RematError:
+            if question.deadline.is_set():  # which cancelled the solve
+                break
+            raise
     return chosen
 
 
@@ -96,8 +100,16 @@ def _solved_within(question: FitQuestion, budget_bytes: int) -> TracePlan:
     """Return a plan without splitting, which takes less time to choose, if there is one."""
     try:
         return _solved_in_pieces(question, budget_bytes, ())
-    except InfeasibleBudget:
+    except InfeasibleBudget as error:
+        infeasible = error
+    try:
         return _solved_in_pieces(question, budget_bytes, pieces_to_try("auto"))
+    except InfeasibleBudget:
+        raise
+    except RematError:
+        if question.deadline.is_set():  # the smallest peak so far is part of the answer
+            raise infeasible from None
+        raise
 
 
 def _solved_in_pieces(

@@ -117,7 +117,7 @@ def test_an_output_that_is_summed_over_pieces_counts_once(trace: remat.Trace) ->
 def test_the_schedule_of_a_split_trace_is_of_no_other(trace: remat.Trace) -> None:
     split, plan = choose(trace, "50%", (4,))
     assert remat.rewrite(split, plan.schedule)
-    with pytest.raises(remat.RematError, match=r"of another trace .*rewrite\(step\.trace, "):
+    with pytest.raises(remat.RematError, match=r"does not fit this trace .*rewrite\(step\.trace, "):
         remat.rewrite(trace, plan.schedule)
 
 

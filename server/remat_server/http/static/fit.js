@@ -44,7 +44,7 @@ function parts(memory) {
 }
 
 function options(fit) {
-  const excluded = fit.excluded.map(({ name, reason }) => h("p", { class: "hint" }, `No ${name}: ${reason}.`));
+  const excluded = (fit.excluded ?? []).map(({ name, reason }) => h("p", { class: "hint" }, `No ${name}: ${reason}.`));
   if (!fit.options.length) return h("section", {}, excluded);
   const rows = fit.options.map((option) => {
     const time = option.step_s === null ? "" : overhead(option.step_s / fit.step_s - 1);

@@ -1,8 +1,9 @@
 """Timers: the time of one call, and the memory that it needs in addition to its operands.
 
-Calls are timed in blocks, after a warm-up: for about 20 ms in total, or three calls if one takes
-more than 50 ms. On the CPU the fastest block counts, since concurrent processes only add time, and
-there are no more blocks once several agree with it; on CUDA, which runs nothing else, the median.
+Calls are timed in blocks, after a warm-up: for about 20 ms in total, or three calls, on the CPU
+with the warm-up, if one takes more than 50 ms. On the CPU the fastest block counts, since
+concurrent processes only add time, and there are no more blocks once several agree with it; on
+CUDA, which runs nothing else, the median.
 """
 
 from __future__ import annotations
@@ -152,8 +153,8 @@ def _seconds_per_call(
     """Return the `average` of the seconds per call over several blocks of calls.
 
     `time_block` runs a block with a number of calls and returns its seconds. No more blocks are run
-    once `is_enough` is True for the seconds of those so far. The warm-up counts as one of them if
-    calls are timed one by one, where it is a large share of all calls.
+    once `is_enough` is True for the seconds of those so far. The warm-up counts as one of them for
+    calls of more than 50 ms.
     """
     first_call_s = time_block(1)
     if first_call_s > SLOW_CALL_S:
@@ -165,7 +166,9 @@ def _seconds_per_call(
         blocks = max(MIN_BLOCKS, min(50, total_blocks))
     block_times_s: list[float] = []
     if calls == 1:
-        block_times_s = [first_call_s] if warm_up_s is None else [warm_up_s, first_call_s]
+        block_times_s = [first_call_s]
+    if first_call_s > SLOW_CALL_S and warm_up_s is not None:
+        block_times_s.append(warm_up_s)
     while len(block_times_s) < blocks and not (block_times_s and is_enough(block_times_s)):
         block_times_s.append(time_block(calls))
     return max(MIN_COST_S, average(block_s / calls for block_s in block_times_s))

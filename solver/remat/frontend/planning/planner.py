@@ -11,7 +11,7 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Self
 
@@ -55,6 +55,14 @@ logger = logging.getLogger("remat")
 
 _MAX_REUSED_PLANS = 64
 """Number of cached plans that reuse a schedule; to make such a plan once more takes little time."""
+
+_COLLECTION = {
+    "trace": cycles_not_collected,
+    "rewrite": cycles_not_collected,
+    "lower": cycles_not_collected,
+    "solve": older_objects_not_collected,
+}
+"""How the garbage collector is restricted in a phase: not at all in those that run models."""
 
 
 class PlanLimits(NamedTuple):
@@ -227,13 +235,11 @@ class Planner:
 
     @contextmanager
     def _timed(self, phase: str) -> Iterator[None]:
-        """Record the seconds spent inside of this context in `timings_s`. Meanwhile the
-        cyclic garbage collector is off, because it would search the captured graph several times.
-        While measuring, which allocates memory, and solving, which may take long, it only leaves
-        out older objects."""
+        """Record the seconds spent inside of this context in `timings_s`. The cyclic garbage
+        collector, which would search the captured graph several times, is off in phases that take
+        seconds and no tensors, and leaves out older objects while solving."""
         start = time.perf_counter()
-        is_long = phase in ("measure", "solve")
-        with older_objects_not_collected() if is_long else cycles_not_collected():
+        with _COLLECTION.get(phase, nullcontext)():
             yield
         self.timings_s[phase] = time.perf_counter() - start
 

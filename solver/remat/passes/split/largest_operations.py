@@ -30,6 +30,10 @@ def split_largest_operations(trace: Trace, pieces: int, max_piece_nodes: float =
             break
         smaller = _split_at_once(regions, pieces)
         still_large = large_operations(smaller.graph_of_sizes, least_bytes)
+        if len(still_large) >= len(large) and len(regions) > 1:
+            regions = regions[:1]
+            smaller = _split_at_once(regions, pieces)
+            still_large = large_operations(smaller.graph_of_sizes, least_bytes)
         if len(still_large) >= len(large):
             break
         trace, large, count = smaller, still_large, count + len(regions)

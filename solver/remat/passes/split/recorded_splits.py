@@ -18,7 +18,8 @@ AnySplit = Split | SplitRecord
 def with_recorded_splits(trace: Trace, splits: Iterable[AnySplit]) -> Trace:
     """Return the trace with the same operations split into as many pieces. Pieces have no costs.
 
-    Raises `RematError` if an operation does not exist, or has fewer rows than pieces.
+    Raises `RematError` if an operation does not exist, or has fewer rows than pieces, or if splits
+    that were made at once have tensors in common.
     """
     for together in _groups_of(splits):
         index = TraceIndex(trace)
@@ -28,14 +29,14 @@ def with_recorded_splits(trace: Trace, splits: Iterable[AnySplit]) -> Trace:
 
 
 def _groups_of(splits: Iterable[AnySplit]) -> list[list[AnySplit]]:
-    """Return the splits in lists: those of a list are of regions of one trace."""
-    lists: list[list[AnySplit]] = []
+    """Group the splits that were made at once."""
+    groups: list[list[AnySplit]] = []
     for split in splits:
-        if split.with_previous and lists:
-            lists[-1].append(split)
+        if split.with_previous and groups:
+            groups[-1].append(split)
         else:
-            lists.append([split])
-    return lists
+            groups.append([split])
+    return groups
 
 
 def _region_of(index: TraceIndex, split: AnySplit) -> Region:

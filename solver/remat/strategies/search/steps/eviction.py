@@ -40,9 +40,13 @@ def evict_by_advice(state: SearchState, clock: Clock) -> None:
 
 
 _LEAST_GRACE_S = 10.0
-"""As long as there is no schedule, eviction goes on for these seconds after the deadline, or for as
-long as the time limit: a slow machine has a plan, too. In a long recurrent network an attempt that
+"""Without a schedule, eviction may exceed the deadline by this many seconds, or by the time limit
+if that is longer, so that slow machines get a plan. In a long recurrent network an attempt that
 fails takes half a minute."""
+
+_CANCEL_GRACE_S = 2.0
+"""Seconds that eviction may take without a schedule although the caller cancelled: small graphs
+get a schedule even then."""
 
 
 def evict_for_cost(state: SearchState, clock: Clock) -> None:
@@ -76,6 +80,10 @@ def _evicted_schedules(
     advisor = state.advisor
     grace_s = max(_LEAST_GRACE_S, state.options.time_limit)
 
+    def must_stop() -> bool:
+        is_cancelled = clock.is_cancelled() and clock.elapsed_s > _CANCEL_GRACE_S
+        return is_cancelled or clock.remaining_s < -grace_s
+
     def is_good_enough(time_s: float) -> bool:
         is_late = clock.elapsed_s > _GAP_SHARE_TIME * state.options.time_limit
         return state.is_good_enough(time_s, 1.0 if is_late else _GAP_SHARE)
@@ -88,7 +96,7 @@ def _evicted_schedules(
         is_good_enough=is_good_enough,
         max_runs=max_runs or max(_MIN_RUNS, _RUNS_PER_OPERATION * len(graph)),
         stop=clock.is_over,
-        must_stop=lambda: clock.remaining_s < -grace_s,
+        must_stop=must_stop,
     )
     return [candidate.schedule for candidate in candidates]
 
