@@ -13,6 +13,7 @@ from remat.documents.trace import Trace
 from remat.errors import InfeasibleBudget, RematError, SolverTimeout
 from remat.fitting.question import FitQuestion
 from remat.limits.budget import Budget
+from remat.limits.outputs import OUTPUTS_HELD
 from remat.limits.pieces import pieces_to_try
 from remat.plan import Plan
 from remat.report.fit import ExcludedOption, FitOption
@@ -139,10 +140,11 @@ def _memory_of_plan(chosen: TracePlan, optimizer: OptimizerMemory) -> TrainingMe
 
 
 def _plan_code(question: FitQuestion, optimizer: OptimizerMemory, budget_bytes: int) -> str:
-    before = question.script.before_plan
-    if not optimizer.code:
-        return f"{before}remat.enable(model, {budget_bytes:_})"
-    return (
-        f"{before}optimizer = {optimizer.code}; "
-        f"remat.enable(model, {budget_bytes:_}, reserve=optimizer)"
-    )
+    script = question.script
+    arguments = f"model, {budget_bytes:_}"
+    if optimizer.code:
+        arguments += ", reserve=optimizer"
+    if script.outputs != OUTPUTS_HELD:
+        arguments += f', outputs="{script.outputs}"'
+    optimizer_line = f"optimizer = {optimizer.code}; " if optimizer.code else ""
+    return f"{script.before_plan}{optimizer_line}remat.enable({arguments})"

@@ -11,6 +11,7 @@ from remat.costs.roofline import Roofline
 from remat.documents.trace import Trace, trained_parameters
 from remat.fitting.deadline import Deadline
 from remat.graph import Graph
+from remat.limits.outputs import OUTPUTS_HELD
 from remat.limits.units import format_bytes
 from remat.progress import ProgressCallback
 from remat.report.eager_step import eager_graph, with_eager_masks
@@ -58,10 +59,12 @@ class EagerStep:
 @dataclass(frozen=True, slots=True)
 class ScriptChanges:
     """The code that a model's training script needs: `checkpoints` to checkpoint each block, or ""
-    if the model has no method for that, and `before_plan` what precedes a plan."""
+    if the model has no method for that, and `before_plan` what precedes a plan. `outputs` is the
+    option of `remat.enable`."""
 
     checkpoints: str = ""
     before_plan: str = ""
+    outputs: str = OUTPUTS_HELD
 
 
 @dataclass(frozen=True)
@@ -124,8 +127,8 @@ class FitQuestion:
         }
         name = min(sizes, key=lambda name: sizes[name])
         return (
-            f"the step of {name} alone takes {format_bytes(sizes[name])}: parameters, gradients "
-            "and state, which recomputation does not reduce"
+            f"the step of {name} alone takes {format_bytes(sizes[name])}: parameters, gradients, "
+            "state, and outputs that the caller keeps, which recomputation does not reduce"
         )
 
     def name_with_optimizer(self, name: str, optimizer: OptimizerMemory) -> str:

@@ -40,7 +40,7 @@ def _reason(question: FitQuestion, batch: int) -> str:
     constant_bytes = _constant_bytes(question)
     sample_bytes = -(-_activation_bytes(question) // batch)
     return (
-        f"a batch of 1 would reserve about {format_bytes(constant_bytes + sample_bytes)}, of which "
+        f"a batch of 1 takes at least {format_bytes(constant_bytes + sample_bytes)}, of which "
         f"{format_bytes(constant_bytes)} are parameters, gradients and the optimizer's state"
     )
 

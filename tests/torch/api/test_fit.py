@@ -204,6 +204,21 @@ def test_shards_of_more_gpus_are_smaller() -> None:
     assert all(o.fits for o in sizes)
 
 
+def test_the_code_of_a_plan_has_the_outputs_that_it_was_made_for() -> None:
+    with torch.device("meta"):
+        model, x = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6))), torch.empty(4096, 64)
+    eager = remat.fit(model, (x,), device="cpu", outputs="dropped", memory="1TiB")
+    memory = int(0.8 * eager.memory.reserved_bytes)
+    answer = remat.fit(model, (x,), device="cpu", outputs="dropped", memory=memory)
+    assert option(answer, "plan of remat").code.endswith('outputs="dropped")')
+
+
+def test_a_trace_is_refused() -> None:
+    trace = remat.trace(nn.Linear(3, 3), (torch.ones(2, 3),))
+    with pytest.raises(TypeError, match=r"got a Trace: a trace is what remat\.Client\.fit takes"):
+        remat.fit(trace)  # type: ignore[arg-type]
+
+
 def test_options_that_are_impossible_have_their_reason() -> None:
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4)))
@@ -215,7 +230,7 @@ def test_options_that_are_impossible_have_their_reason() -> None:
     reasons = {excluded.name: excluded.reason for excluded in answer.excluded}
     assert reasons.keys() == {"plan of remat", "checkpoints of blocks", "smaller batch", "FSDP"}
     assert "the step of adamw-8bit alone takes" in reasons["plan of remat"]
-    assert "a batch of 1 would reserve about" in reasons["smaller batch"]
+    assert "a batch of 1 takes at least" in reasons["smaller batch"]
     assert "each of 1,024 GPUs would reserve" in reasons["FSDP"]
     assert "no plan of remat: the step of" in str(answer)
 

@@ -12,7 +12,7 @@ from torch import nn
 from remat.costs.optimizer_memory import check_optimizer
 from remat.costs.trace_costs import with_roofline_costs
 from remat.documents.trace import Trace
-from remat.errors import BudgetError, RematError
+from remat.errors import BudgetError, RematError, wrong_type
 from remat.fitting.answer import answer_question
 from remat.fitting.arguments import check_batch, parse_memory
 from remat.fitting.data_sheet import usable_bytes
@@ -69,6 +69,10 @@ def fit(
     Raises `TraceError` where the model cannot be captured, `BudgetError` for a memory that is not a
     number of bytes, and `RematError` for another optimizer, batch or lengths.
     """
+    if isinstance(model, Trace):
+        raise wrong_type(
+            "fit", "a torch.nn.Module", model, "a trace is what remat.Client.fit takes"
+        )
     check_optimizer(optimizer)
     memory_bytes = None if memory is None else parse_memory(memory)
     check_batch(batch)
@@ -96,7 +100,7 @@ def fit(
         _usable_bytes(trace, model, device) if memory_bytes is None else memory_bytes,
         roofline_for_trace(trace),
         strategy or DEFAULT_STRATEGY,
-        _script_changes(model),
+        replace(_script_changes(model), outputs=outputs),
         batch,
         None if with_batch is None else lambda size: traced(with_batch(size), accumulates=True),
     )
