@@ -61,7 +61,7 @@ def _row_problems(row: Row, result: ModelResult) -> list[str]:
     if row.peak_bytes is None or row.overhead is None:
         return [] if row.note else ["a row without a plan needs a reason"]
     problems: list[str] = []
-    budget_bytes = result.budget_bytes(row.budget)
+    budget_bytes = result.budget_bytes(row.gpu, row.budget)
     if budget_bytes is not None and row.peak_bytes > budget_bytes:
         problems.append(f"the peak, {row.peak_bytes}, exceeds the budget, {budget_bytes}")
     if row.bound is not None and row.overhead < row.bound - _ROUNDING:

@@ -114,11 +114,11 @@ class ModelResult(Document):
     """Seconds of a step without recomputation, by GPU."""
     rows: tuple[Row, ...] = ()
 
-    def budget_bytes(self, budget: str) -> int | None:
+    def budget_bytes(self, gpu: str, budget: str) -> int | None:
         """Return a budget in bytes; None for "min", and for per-block checkpointing without
-        blocks."""
+        blocks. Costs decide between sets of blocks, so that its peak may depend on the GPU."""
         if budget == AT_BLOCKS:
-            peaks = (r.peak_bytes for r in self.rows if r.key[1:] == (AT_BLOCKS, AT_BLOCKS))
+            peaks = (r.peak_bytes for r in self.rows if r.key == (gpu, AT_BLOCKS, AT_BLOCKS))
             return next(peaks, None)
         return Budget.parse(budget).in_bytes(self.baseline_peak_bytes, self.library_bytes)
 
