@@ -30,7 +30,7 @@ from remat.limits.budget import Budget
 from remat.limits.pieces import PIECES as SPLIT_CHOICES
 from remat.passes.split.peak_region import find_peak_region, large_operations
 from remat.passes.split.regions import TraceIndex
-from remat.passes.split.rewriting import split_region
+from remat.passes.split.rewriting import split_regions
 
 Row = dict[str, Any]
 
@@ -123,7 +123,7 @@ def split_graph(trace: remat.Trace, pieces: int) -> remat.Graph:
     largest = large_operations(trace.graph_of_sizes, 0)[0]
     region = find_peak_region(TraceIndex(trace), largest)
     assert region is not None
-    return remat.measure(split_region(region, pieces), COSTS).graph()
+    return remat.measure(split_regions([region], [pieces]), COSTS).graph()
 
 
 def plan_figures(graph: remat.Graph, budget: str, peak_bytes: int, unsplit_s: float) -> Row:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Iterable
-from dataclasses import is_dataclass, replace
+from dataclasses import replace
 from typing import Protocol
 
 from remat.allocator.prediction import with_prediction
@@ -22,7 +22,7 @@ from remat.schedule import Schedule
 from remat.simulate import baseline_of, peak_and_time, simulate
 from remat.solution import Solution, Stats, merge_stats
 from remat.strategies.auto import Auto
-from remat.strategies.base import Strategy, Task, checked_strategy
+from remat.strategies.base import Strategy, Task, checked_strategy, with_limits
 from remat.strategies.search.step import warn_of_failure
 
 _MIN_TIME_LIMIT_S = 1.0
@@ -206,7 +206,10 @@ def _solve(
         stats |= smallest.step_stats | smallest.failure_stats
         if smallest.bound is not None:
             stats["peak_bound_bytes"] = int(smallest.bound)
-        strategy = _with_remaining_time(strategy, time.monotonic() - started_at)
+        limit_s = getattr(strategy, "time_limit", None)
+        if isinstance(limit_s, int | float):
+            remaining_s = max(_MIN_TIME_LIMIT_S, limit_s - (time.monotonic() - started_at))
+            strategy = with_limits(strategy, time_limit=remaining_s)
     progress_for_budget = _for_budget(progress, budget_bytes)
     try:
         solution = strategy.run(Task(graph, budget_bytes, start, progress_for_budget, cancel))
@@ -247,11 +250,3 @@ def _budget_for_min(peak_bytes: int, smallest: Solution, strategy: Strategy) -> 
     return max(
         peak_bytes, int(peak_bytes * (1 + tolerance))
     )  # int() rounds sizes that no float represents
-
-
-def _with_remaining_time(strategy: Strategy, spent_s: float) -> Strategy:
-    """Return the strategy with its time limit reduced by `spent_s`, if it has one."""
-    limit = getattr(strategy, "time_limit", None)
-    if not is_dataclass(strategy) or not isinstance(limit, int | float):
-        return strategy
-    return replace(strategy, time_limit=max(_MIN_TIME_LIMIT_S, limit - spent_s))

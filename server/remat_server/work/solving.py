@@ -5,8 +5,7 @@ from __future__ import annotations
 import gzip
 import time
 from collections.abc import Callable
-from dataclasses import asdict, fields, is_dataclass, replace
-from typing import Any
+from dataclasses import asdict
 
 from pydantic import ValidationError
 
@@ -29,7 +28,7 @@ from remat.rewrite import rewrite
 from remat.service import wire
 from remat.solution import FAILURES
 from remat.solve import solve, sweep
-from remat.strategies.base import Strategy
+from remat.strategies.base import Strategy, with_limits
 from remat_server.problems import make_problem, problem_from_error
 from remat_server.work.messages import AnswerMessage, FailureMessage, ProgressMessage
 
@@ -72,7 +71,7 @@ def solve_request(
         request = read_request(kind, body)
         if isinstance(request, wire.FitRequest):
             return _fit_answer(request, threads, time_limit_s, _throttled(on_progress))
-        strategy = within_limits(request.options.strategy, threads, time_limit_s)
+        strategy = with_limits(request.options.strategy, threads=threads, time_limit=time_limit_s)
         graph = wire.graph_of(request)
         costs = "as given"
         if isinstance(graph, Trace):
@@ -138,7 +137,7 @@ def _fit_answer(
         gpu=request.gpu,
         memory_bytes=request.memory_bytes,
         batch=request.batch,
-        strategy=within_limits(DEFAULT_STRATEGY, threads, time_limit_s),
+        strategy=with_limits(DEFAULT_STRATEGY, threads=threads, time_limit=time_limit_s),
         time_limit_s=min(request.time_limit or wire.FIT_LIMIT_S, time_limit_s),
         progress=progress,
     )
@@ -148,20 +147,6 @@ def _fit_answer(
 
 def _zipped(answer: str) -> bytes:
     return gzip.compress(answer.encode(), compresslevel=5, mtime=0)
-
-
-def within_limits(strategy: Strategy, threads: int, time_limit_s: float) -> Strategy:
-    """Return the strategy with at most `threads` threads and a time limit of at most
-    `time_limit_s`."""
-    if not is_dataclass(strategy):
-        return strategy
-    limits = {"threads": threads, "time_limit": time_limit_s}
-    options: dict[str, Any] = {
-        f.name: min(limits[f.name], getattr(strategy, f.name))
-        for f in fields(strategy)
-        if f.name in limits
-    }
-    return replace(strategy, **options)
 
 
 def summarize_plan(plan: Plan) -> wire.PlanSummary:
@@ -220,9 +205,8 @@ def _solve_in_part_of_the_time(
     """Return a function that solves a trace in a share of the strategy's time limit: the rest is
     for the choice, and for other solves."""
     time_limit = getattr(strategy, "time_limit", None)
-    if is_dataclass(strategy) and time_limit is not None:
-        shorter: dict[str, Any] = {"time_limit": share * time_limit}
-        strategy = replace(strategy, **shorter)
+    if time_limit is not None:
+        strategy = with_limits(strategy, time_limit=share * time_limit)
     return lambda trace, budget: solve(trace, budget, strategy, progress=progress)
 
 

@@ -9,7 +9,7 @@ from remat.allocator.prediction import is_on_cuda
 from remat.costs.optimizer_memory import OptimizerMemory, optimizer_memory, smaller_optimizers
 from remat.costs.roofline import Roofline
 from remat.documents.trace import Trace, trained_parameters
-from remat.fitting.deadline import Deadline
+from remat.fitting.answer_deadline import Deadline
 from remat.graph import Graph
 from remat.limits.outputs import OUTPUTS_HELD
 from remat.limits.units import format_bytes

@@ -18,8 +18,8 @@ from remat.documents.plan import GraphRecord
 from remat.documents.program import Program
 from remat.documents.trace import Trace
 from remat.errors import InfeasibleBudget, RematError, ServiceError, wrong_type
-from remat.fitting.arguments import check_batch, parse_memory
 from remat.fitting.data_sheet import gpu_name
+from remat.fitting.fit_arguments import check_batch, parse_memory
 from remat.graph import Graph
 from remat.limits.budget import Budget
 from remat.limits.offload import OFFLOAD_OFF, parse_host_budget

@@ -6,8 +6,8 @@ be trusted: `remat.solve` simulates every schedule that it returns.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol, cast
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any, Protocol, cast
 
 from remat.graph import Graph
 from remat.progress import Cancel, ProgressCallback
@@ -42,6 +42,19 @@ class Strategy(Protocol):
     def run(self, task: Task) -> Solution:
         """Return a schedule for `task`. Raises `InfeasibleBudget` or `SolverTimeout`."""
         ...
+
+
+def with_limits(strategy: Strategy, **limits: float) -> Strategy:
+    """Return the strategy with options, such as `time_limit` or `threads`, of at most these
+    values. Options that it does not have are left out."""
+    if not is_dataclass(strategy):
+        return strategy
+    options: dict[str, Any] = {
+        f.name: min(limits[f.name], value)
+        for f in fields(strategy)
+        if f.name in limits and isinstance(value := getattr(strategy, f.name), int | float)
+    }
+    return replace(strategy, **options)
 
 
 def checked_strategy(strategy: object) -> Strategy:

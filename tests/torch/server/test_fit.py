@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import httpx2
 import pytest
 import torch
-from tests.helpers.service import server as servers
 from tests.helpers.service.server import Server, chain
 from torch import nn
 
@@ -29,18 +27,6 @@ from remat_server.work import solving
 from remat_server.work.messages import ProgressMessage
 
 MEMORY_BYTES = 140 << 20
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with servers.running(tmp_path_factory.mktemp("fit")) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def http(server: Server) -> Iterator[httpx2.Client]:
-    with server.http() as client:
-        yield client
 
 
 def model_and_input() -> tuple[nn.Module, torch.Tensor]:

@@ -30,12 +30,12 @@ from tests.helpers.training.models import PLAIN
 
 import remat
 from remat.strategies import KeepAll
+from remat.strategies.base import with_limits
 from remat_server.http.auth import ANONYMOUS
 from remat_server.settings import Settings
 from remat_server.store import jobs, tables
 from remat_server.store.database import Database, now
 from remat_server.store.jobs import NewJob
-from remat_server.work.solving import within_limits
 
 OPERATIONS, VALUES, BODY_BYTES = 75, 73, 64_000
 
@@ -196,8 +196,8 @@ def test_the_threads_and_the_time_of_a_solve_are_limited(requested: int, granted
     requests, limited = (
         remat.Auto(threads=number, time_limit=10.0 * number) for number in (requested, granted)
     )
-    assert within_limits(requests, 2, 20.0) == limited
-    assert within_limits(KeepAll(), 2, 20.0) == KeepAll()
+    assert with_limits(requests, threads=2, time_limit=20.0) == limited
+    assert with_limits(KeepAll(), threads=2, time_limit=20.0) == KeepAll()
 
 
 @pytest.mark.parametrize("name", ["auto", "exact", "checkmate", "lp_rounding"])

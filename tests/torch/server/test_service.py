@@ -36,18 +36,6 @@ QUICK = remat.Auto(gap=0.02)
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with servers.running(tmp_path_factory.mktemp("service")) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def http(server: Server) -> Iterator[httpx2.Client]:
-    with server.http() as client:
-        yield client
-
-
-@pytest.fixture(scope="module")
 def graph() -> remat.Graph:
     return GraphRecord.model_validate_json(json.dumps(chain())).to_graph()
 

@@ -20,13 +20,13 @@ from remat.documents.targets import (
 )
 from remat.documents.trace import Trace
 from remat.frontend.runtime.pieces import write_rows
-from remat.passes.split.rewriting import split_region
+from remat.passes.split.rewriting import split_regions
 
 
 @pytest.fixture(scope="module")
 def split() -> Trace:
     model, batch = built(["mlp"], "mean")
-    return split_region(head_region(remat.trace(model, batch)), 4)
+    return split_regions([head_region(remat.trace(model, batch))], [4])
 
 
 def test_sums_and_buffers_take_their_memory_once(split: Trace) -> None:
@@ -141,7 +141,7 @@ class Head(nn.Module):
 def test_a_product_that_is_added_is_timed_like_any_product() -> None:
     batch = (torch.randn(1024, 256), torch.randint(0, 2048, (1024,)))
     whole = remat.trace(Head(), batch)
-    trace = remat.measure(split_region(head_region(whole), 2), cache=False)
+    trace = remat.measure(split_regions([head_region(whole)], [2]), cache=False)
     (added,) = (n for n in trace.nodes if n.target == ADD_PRODUCT_TARGET)
     product = next(
         node

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import remat
 from remat.documents.trace import Trace
 from remat.passes.split.regions import Region, TraceIndex, find_region
-from remat.passes.split.rewriting import split_region
+from remat.passes.split.rewriting import split_regions
 from remat.passes.split.stages import stages
 from remat.passes.split.states import PartialSum, Rows, candidate_rows
 
@@ -162,7 +162,7 @@ def test_pieces_compute_what_the_whole_computed(
     region = data.draw(st.sampled_from(candidates), label="region")
     pieces = data.draw(st.integers(2, region.rows), label="pieces")
     expected = step(model, model, batch)
-    actual = split_step(split_region(region, pieces), model, batch)
+    actual = split_step(split_regions([region], [pieces]), model, batch)
     for one, other in zip(actual, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
 
@@ -229,7 +229,7 @@ def test_every_region_of_unusual_models_computes_the_same(name: str) -> None:
     assert different
     for region in different.values():
         for pieces in {2, region.rows}:
-            split = split_region(region, pieces)
+            split = split_regions([region], [pieces])
             actual = split_step(split, model, batch)
             for one, other in zip(actual, expected, strict=True):
                 torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
@@ -268,7 +268,7 @@ def test_the_head_of_a_language_model_is_one_region(loss: str) -> None:
     products = [i for i in region.split_calls if trace.nodes[i].target == "aten.mm.default"]
     assert len(products) == 3
     assert sum(isinstance(s, PartialSum) for s in states.values()) >= 2
-    split = split_region(region, 4)
+    split = split_regions([region], [4])
     elements = [prod(r.tensor.shape) for node in split.nodes for r in node.results]
     assert max(elements) < BATCH * TOKENS * CLASSES
     if loss != "smoothed":
@@ -301,7 +301,7 @@ def test_a_split_step_runs_where_one_operation_made_the_smallest_peak(pieces: in
     model = Model([LAYERS["mlp"]()], Head(500)).double()
     batch = torch.randn(8, 8, WIDTH, dtype=torch.float64), torch.randint(0, 500, (8, 8))
     trace = remat.trace(model, batch)
-    split = split_region(head_region(trace), pieces)
+    split = split_regions([head_region(trace)], [pieces])
     logits_bytes = 64 * 500 * 8
     whole_peak, split_peak = (
         remat.solve(remat.measure(t, remat.Roofline("cpu")), "min").peak_bytes
@@ -317,7 +317,7 @@ def test_a_split_step_runs_where_one_operation_made_the_smallest_peak(pieces: in
 def test_a_loss_with_all_labels_ignored_is_nan_as_in_eager_mode() -> None:
     model, (x, labels) = built(["norm"], "mean")
     batch = (x, torch.full_like(labels, -100))
-    split = split_region(head_region(remat.trace(model, batch)), 3)
+    split = split_regions([head_region(remat.trace(model, batch))], [3])
     assert torch.isnan(step(model, model, batch)[0])
     assert torch.isnan(split_step(split, model, batch)[0])
 
@@ -336,4 +336,4 @@ def test_the_number_of_pieces_is_checked(pieces: int) -> None:
     model, batch = built(["mlp"], "mean")
     region = head_region(remat.trace(model, batch))
     with pytest.raises(remat.RematError, match="12 rows cannot be split into"):
-        split_region(region, pieces)
+        split_regions([region], [pieces])

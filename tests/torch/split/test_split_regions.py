@@ -13,7 +13,7 @@ import remat
 from remat.passes.split.largest_operations import split_largest_operations
 from remat.passes.split.recorded_splits import with_recorded_splits
 from remat.passes.split.regions import Region
-from remat.passes.split.rewriting import split_region, split_regions
+from remat.passes.split.rewriting import split_regions
 
 LAYERS = 3
 Batch = tuple[torch.Tensor, ...]
@@ -69,6 +69,6 @@ def test_regions_with_tensors_in_common_are_not_split_at_once() -> None:
 
 def test_recorded_splits_of_one_region_are_not_applied_at_once() -> None:
     trace = remat.trace(*wide_layers())
-    (record,) = split_region(regions(trace)[0], 2).splits
+    (record,) = split_regions([regions(trace)[0]], [2]).splits
     with pytest.raises(remat.RematError, match="tensors in common"):
         with_recorded_splits(trace, [record, record.model_copy(update={"with_previous": True})])

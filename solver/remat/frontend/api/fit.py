@@ -14,8 +14,8 @@ from remat.costs.trace_costs import with_roofline_costs
 from remat.documents.trace import Trace
 from remat.errors import BudgetError, RematError, wrong_type
 from remat.fitting.answer import answer_question
-from remat.fitting.arguments import check_batch, parse_memory
 from remat.fitting.data_sheet import usable_bytes
+from remat.fitting.fit_arguments import check_batch, parse_memory
 from remat.fitting.lengths import LengthDistribution, longest_fits
 from remat.fitting.question import DEFAULT_STRATEGY, EagerStep, FitQuestion, ScriptChanges
 from remat.frontend.api.batch_search import ModelFnResult, parse_model_fn_result

@@ -28,15 +28,14 @@ def split_largest_operations(trace: Trace, pieces: int, max_piece_nodes: float =
         regions = _separate_regions(trace, large, max_piece_nodes / pieces)[: _MAX_REGIONS - count]
         if not regions:
             break
-        smaller = _split_at_once(regions, pieces)
-        still_large = large_operations(smaller.graph_of_sizes, least_bytes)
-        if len(still_large) >= len(large) and len(regions) > 1:
-            regions = regions[:1]
-            smaller = _split_at_once(regions, pieces)
+        for attempted in (regions, regions[:1])[: len(regions)]:
+            smaller = _split_at_once(attempted, pieces)
             still_large = large_operations(smaller.graph_of_sizes, least_bytes)
-        if len(still_large) >= len(large):
+            if len(still_large) < len(large):
+                trace, large, count = smaller, still_large, count + len(attempted)
+                break
+        else:
             break
-        trace, large, count = smaller, still_large, count + len(regions)
     return trace
 
 

@@ -36,20 +36,14 @@ from remat.passes.split.trace_writer import TraceWriter
 from remat.simulate import baseline_of
 
 
-def split_region(region: Region, pieces: int) -> Trace:
-    """Return the trace with the region's operations in so many pieces.
+def split_regions(regions: Sequence[Region], pieces: Sequence[int]) -> Trace:
+    """Return the trace of these regions with the operations of each in so many pieces.
 
     The first pieces have one row more if the rows cannot be divided evenly. Operations of pieces
-    have no costs: measure the trace once more. Raises `RematError` unless there are at
-    least two pieces and at most as many as rows.
+    have no costs: measure the trace once more. Raises `RematError` unless there are at least two
+    pieces and at most as many as rows, if one of the regions reads or produces tensors that another
+    produces, or if there is no order in which their pieces can run.
     """
-    return split_regions([region], [pieces])
-
-
-def split_regions(regions: Sequence[Region], pieces: Sequence[int]) -> Trace:
-    """Return the trace with the operations of several of its regions in pieces, as `split_region`
-    does for one. Raises `RematError` if one of the regions reads or produces tensors that another
-    produces, or if there is no order in which their pieces can run."""
     old = regions[0].trace
     for region, number in zip(regions, pieces, strict=True):
         if not 2 <= number <= region.rows:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass, field, is_dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field
 
-from remat.strategies.base import Strategy
+from remat.strategies.base import Strategy, with_limits
+
+_LEAST_LIMIT_S = 0.1
+"""Strategies need a time limit above 0."""
 
 
 @dataclass(frozen=True)
@@ -28,8 +30,4 @@ class Deadline:
 
     def shortened(self, strategy: Strategy) -> Strategy:
         """Return the strategy with a time limit of at most the remaining time, if it has one."""
-        limit_s, remaining_s = getattr(strategy, "time_limit", None), self.remaining_s
-        if not is_dataclass(strategy) or limit_s is None or not remaining_s:
-            return strategy
-        shorter: dict[str, Any] = {"time_limit": min(limit_s, remaining_s)}
-        return replace(strategy, **shorter)
+        return with_limits(strategy, time_limit=max(_LEAST_LIMIT_S, self.remaining_s))
