@@ -55,9 +55,9 @@ def roofline_of(trace: Trace) -> Roofline | None:
         return None
     if device not in DEVICES:
         raise RematError(
-            f"the costs of this trace are of the rates of {device!r}, which it does not have: "
-            "pieces and copies have no costs: pass the Roofline as `costs` to remat.optimize, or "
-            "solve without split and offload"
+            f"the costs of this trace are of the rates of {device!r}, which it does not have, "
+            "so pieces and copies would have no costs: pass the Roofline as `costs` to "
+            "remat.optimize, or solve without split and offload"
         )
     return Roofline(device)
 
