@@ -48,7 +48,11 @@ def score(
     processes: int,
 ) -> SolverResult:
     """Run a solver on cells, write its rows, and return them. Stored rows of the same graphs, the
-    same command and the same files that it names are used as they are."""
+    same command and the same files that it names are used as they are.
+
+    Ends the program for a solver that does not run, and for one that has changed if rows of other
+    cells are stored.
+    """
     if not _NAME.fullmatch(name) or name in METHODS:
         raise SystemExit(
             f"{name!r} cannot name a solver: use small letters, digits and hyphens, and no name of "
@@ -69,6 +73,8 @@ def score(
         stored = SolverResult.load(path)
         if (stored.command, stored.files) == (result.command, result.files):
             result = stored
+        else:
+            _check_replaced(stored, cells, path)
     digests = {model: AtlasGraph.load(path_of(model)).digest for model in {c.model for c in cells}}
     rows = {
         model: {row.key: row for row in stored_rows}
@@ -76,6 +82,9 @@ def score(
         if result.graphs[model] == digests.get(model, result.graphs[model])
     }
     missing = [c for c in cells if (c.gpu, c.budget, name) not in rows.get(c.model, {})]
+    if missing:
+        smallest = min(missing, key=lambda c: path_of(c.model).stat().st_size)
+        _check_runs(smallest, command, limit_s)
     path.parent.mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor(processes) as pool:
         for cell, row in pool.map(lambda c: (c, _row(c, name, command, limit_s)), missing):
@@ -91,6 +100,54 @@ def score(
             )
             result.save(path)
     return result
+
+
+def _check_replaced(stored: SolverResult, cells: Sequence[Cell], path: Path) -> None:
+    """End the program if rows of an earlier version of a solver would be lost: those of cells that
+    are not among `cells`."""
+    rows = {Cell(model, r.gpu, r.budget): r for model, rs in stored.rows.items() for r in rs}
+    if lost := rows.keys() - set(cells):
+        raise SystemExit(
+            f"{path} has rows of another version of {stored.solver} (its command: "
+            f"{stored.command!r}), and these rows would be lost, as their cells are not selected: "
+            f"{min(map(str, lost))} ({len(lost)} in all). Select them too (--models, --gpus, "
+            "--budgets), use another name, or delete the file"
+        )
+
+
+def _check_runs(cell: Cell, command: Sequence[str], limit_s: float) -> None:
+    """End the program if a solver does not start, or fails where keeping all values fits. An answer
+    that takes too long is none of these."""
+    _, baseline_bytes = _graph(cell.model, cell.gpu)
+    try:
+        ran = _run(cell, command, baseline_bytes, limit_s)
+    except subprocess.TimeoutExpired:
+        return
+    except OSError as error:
+        raise SystemExit(f"the program {command[0]!r} does not start: {error}") from None
+    if ran.returncode:
+        raise SystemExit(
+            f"the solver fails for {cell.model} with a budget of {baseline_bytes} bytes, where no "
+            f"recomputation is needed: {_failure(ran)}; mend it, nothing is stored"
+        )
+
+
+def _run(
+    cell: Cell, command: Sequence[str], budget_bytes: int | None, limit_s: float
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*command, str(path_of(cell.model)), cell.gpu, str(budget_bytes)],
+        capture_output=True,
+        text=True,
+        errors="replace",
+        timeout=limit_s,
+    )
+
+
+def _failure(ran: subprocess.CompletedProcess[str]) -> str:
+    """Return the last line that a failed program wrote to its error output, or its exit code."""
+    lines = ran.stderr.strip().splitlines() or [f"exit code {ran.returncode}"]
+    return lines[-1][:300]
 
 
 def _digest_of_files(command: Sequence[str]) -> str:
@@ -110,19 +167,12 @@ def _row(cell: Cell, name: str, command: Sequence[str], limit_s: float) -> Row:
     row = Row(gpu=cell.gpu, budget=cell.budget, method=name)
     began_s = time.perf_counter()
     try:
-        ran = subprocess.run(
-            [*command, str(path_of(cell.model)), cell.gpu, str(budget_bytes)],
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=limit_s,
-        )
+        ran = _run(cell, command, budget_bytes, limit_s)
     except subprocess.TimeoutExpired:
         return row.model_copy(update={"wall_s": limit_s, "note": f"no schedule in {limit_s:.0f} s"})
     wall_s = round(time.perf_counter() - began_s, 2)
     if ran.returncode:
-        lines = ran.stderr.strip().splitlines() or [f"exit code {ran.returncode}"]
-        return row.model_copy(update={"wall_s": wall_s, "note": lines[-1][:300]})
+        return row.model_copy(update={"wall_s": wall_s, "note": _failure(ran)})
     try:
         runs = json.loads(ran.stdout)
         if not isinstance(runs, list) or any(type(op) is not int for op in runs):

@@ -85,7 +85,7 @@ def test_the_greedy_solver_of_the_docs_meets_a_budget(folder: ResultFolder) -> N
         ("print('[true, false]')", "no JSON list of integers"),
         ("import sys; sys.stdout.buffer.write(bytes([255]))", "not a schedule"),
         (f"print({list(range(16))})", "the peak is"),
-        ("raise SystemExit('it is too small')", "it is too small"),
+        ("import sys; int(sys.argv[3]) == 9000 or sys.exit('it is too small')", "it is too small"),
         ("import time; time.sleep(60)", "no schedule in 1 s"),
     ],
 )
@@ -111,6 +111,48 @@ def test_wrong_names_and_programs_are_refused(
     with pytest.raises(SystemExit, match=message):
         scoring.score(name, [program], CELLS, folder, limit_s=1.0, processes=1)
     assert not folder.folder.exists()
+
+
+@pytest.mark.parametrize(
+    ("program", "message"),
+    [
+        (None, "No such file"),
+        ("import no_such_module", "No module named 'no_such_module'"),
+        ("raise SystemExit(3)", "exit code 3"),
+    ],
+)
+def test_a_solver_that_never_runs_has_no_row(
+    folder: ResultFolder, program: str | None, message: str
+) -> None:
+    path = folder.folder.parent / "solver.py"
+    if program is not None:
+        path.write_text(program)
+    with pytest.raises(SystemExit, match=f"the solver fails for chain .*{message}"):
+        scoring.score("mine", [sys.executable, str(path)], CELLS, folder, limit_s=60, processes=1)
+    assert not folder.folder.exists()
+
+
+def test_a_program_that_is_no_executable_does_not_start(folder: ResultFolder) -> None:
+    path = folder.folder.parent / "solver"
+    path.write_bytes(bytes(64))
+    path.chmod(0o755)
+    with pytest.raises(SystemExit, match="does not start"):
+        scoring.score("mine", [str(path)], CELLS, folder, limit_s=60, processes=1)
+    assert not folder.folder.exists()
+
+
+def test_rows_of_an_earlier_version_are_not_lost_with_some_cells_selected(
+    folder: ResultFolder,
+) -> None:
+    row_of(folder, "print('[true]')")
+    path = scoring.solver_path(folder.folder, "mine")
+    stored = SolverResult.load(path)
+    other = Row(gpu="h100", budget="60%", method="mine", note="stored")
+    stored = stored.model_copy(update={"rows": stored.rows | {"other": (other,)}})
+    stored.save(path)
+    with pytest.raises(SystemExit, match=r"not selected: other on h100 at 60% \(1 in all\)"):
+        row_of(folder, "print([0, 1])")
+    assert SolverResult.load(path) == stored
 
 
 def test_an_edited_solver_is_scored_once_more(folder: ResultFolder) -> None:
