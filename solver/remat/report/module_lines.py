@@ -43,7 +43,7 @@ def module_lines(plan: PlanData, path: str, ops: Sequence[int]) -> list[str]:
         if name not in listed:
             continue
         times = recomputations(members)
-        state = f"recomputed {times}x" if times else _retained_text(graph, members[0])
+        state = f"recomputed {times}x" if times else _retained_text(graph, members)
         label = line_label(graph, name, members)
         table.append((label, phase(graph, members[0]), state, *totals(members)))
     rest = [op for name, members in rows.items() if name not in listed for op in members]
@@ -77,12 +77,15 @@ def plural(word: str, count: int) -> str:
     return word if count == 1 else f"{word}s"
 
 
-def _retained_text(graph: Graph, op: int) -> str:
-    """Return the state of an operation that is not recomputed, as text."""
+def _retained_text(graph: Graph, ops: Sequence[int]) -> str:
+    """Return the state of an operation that is not recomputed, or of its pieces, as text."""
+    op = ops[0]
     operation = graph.operations[op]
+    outputs = {v for op in ops for v in graph.operations[op].outputs}
+    outputs = {v for v in outputs if not _is_part_of_sum(graph, v)}
     if op not in graph.renewal.values() and not graph.renewal.keys().isdisjoint(operation.outputs):
         return "offloaded"
-    if operation.outputs and all(v in graph.results for v in operation.outputs):
+    if outputs and outputs <= graph.results:
         return "retained (result)"
     if not operation.recomputable:
         return "retained (not recomputable)"

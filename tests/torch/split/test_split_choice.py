@@ -105,13 +105,13 @@ def test_an_infeasible_budget_raises_the_error_of_the_smallest_pieces(trace: rem
     assert smallest < remat.solve(trace, "min", STRATEGY).peak_bytes
 
 
-def test_an_output_that_is_summed_over_pieces_counts_once(trace: remat.Trace) -> None:
+def test_an_output_that_is_summed_over_pieces_is_one_result(trace: remat.Trace) -> None:
     plan = choose(trace, "50%", (4,)).plan
     (weight,) = [p.tensor for p in trace.placeholders if p.target == "head.weight"]
     gradient = format_bytes(4 * math.prod(weight.shape))
     rows = [line for line in plan.explain("head").splitlines() if " x 4 " in line]
     backward = [line.split("retained")[1] for line in rows if "backward" in line]
-    assert any(line.strip().startswith(f"{gradient} ") for line in backward)
+    assert any(line.strip().startswith(f"(result)  {gradient} ") for line in backward)
 
 
 def test_the_schedule_of_a_split_trace_is_of_no_other(trace: remat.Trace) -> None:
