@@ -60,17 +60,20 @@ def answer_question(question: FitQuestion, notes: Sequence[str] = ()) -> Fit:
 def find_options(
     question: FitQuestion,
 ) -> tuple[tuple[FitOption, ...], tuple[ExcludedOption, ...]]:
-    """Return all options that apply: those that fit first, the fastest first; and the impossible
-    ones. Of options that are equally fast (to 0.1%), the one that is simpler to apply is first.
-    After the deadline, no more options are searched for."""
+    """Return all options that apply, and the impossible ones. Those that fit come first, the
+    fastest of them first, then the others, the one that exceeds the memory least first. Of options
+    that are equally fast (to 0.1%), the one that is simpler to apply is first. After the deadline,
+    no more options are searched for."""
     options: dict[_Kind, list[FitOption | ExcludedOption]] = {}
     for kind in sorted(_KINDS, key=lambda kind: kind is plan_options):  # plans, which take longest
         options[kind] = [] if question.deadline.is_set() else list(kind(question))
     step_s = question.step.time_s or 1.0
 
     def sort_key(option: FitOption) -> tuple[bool, float]:
+        if not option.fits:
+            return True, option.reserved_bytes
         relative = math.inf if option.step_s is None else round(option.step_s / step_s, 3)
-        return not option.fits, relative
+        return False, relative
 
     in_order = [option for kind in _KINDS for option in options[kind]]
     possible = [option for option in in_order if isinstance(option, FitOption)]

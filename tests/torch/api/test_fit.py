@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 import torch
 from benchmarks.software_gpu.families import build
+from tests.helpers.doc_snippets import ROOT
 from torch import nn
 
 import remat
 from remat.frontend.memory.meter import LiveStorageMeter, unique_bytes
 from remat.report.fit import Fit, FitOption
 
+FIT_PAGE = ROOT / "docs" / "how-to" / "fit.md"
 TOLERANCE = 0.02
 BATCH, TOKENS = 8, 64
 
@@ -155,6 +157,7 @@ def test_the_plan_keeps_its_promise(answer: Fit) -> None:
 def test_checkpointing_keeps_its_promise(answer: Fit) -> None:
     promised = option(answer, "checkpoint each block")
     model, args, kwargs = gpt2()
+    assert f"`{promised.code.removeprefix('model.')}` of transformers" in FIT_PAGE.read_text()
     eval(promised.code, {"model": model})
     peak_bytes = trained_peak((model, args, kwargs), torch.optim.AdamW(model.parameters()))
     assert promised.peak_bytes == pytest.approx(peak_bytes, rel=TOLERANCE)
@@ -191,6 +194,20 @@ def test_blocks_may_be_sequences_of_layers() -> None:
     needed = eager.memory.peak_bytes
     answer = remat.fit(model, args, device="cpu", optimizer="none", memory=needed - 1)
     assert option(answer, "checkpoint each block").peak_bytes < 0.8 * needed
+
+
+def test_of_options_that_do_not_fit_the_smallest_is_first() -> None:
+    """Also if its time is unknown, as that of a plan for which the memory is too small."""
+    model, args, _ = narrow_and_wide(1000)
+    eager = remat.fit(model, args, device="cpu", optimizer="none", memory="1TiB")
+    answer = remat.fit(
+        model, args, device="cpu", optimizer="none", memory=eager.memory.reserved_bytes // 5,
+        strategy=remat.Auto(time_limit=0.1),
+    )  # fmt: skip
+    plan, checkpoints = answer.options
+    assert not plan.fits
+    assert plan.step_s is None
+    assert plan.reserved_bytes < checkpoints.reserved_bytes
 
 
 def test_shards_of_more_gpus_are_smaller() -> None:

@@ -18,7 +18,7 @@ class PerBlock(Checked):
 
     Blocks come from the operations' module paths (see `module_blocks`). Values that cross a block's
     border are retained, and so is everything outside blocks. Equivalent to
-    `model.gradient_checkpointing_enable()` of transformers.
+    `model.activation_checkpointing_enable()` of transformers.
     """
 
     name = "per_block"
