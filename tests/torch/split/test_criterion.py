@@ -183,3 +183,36 @@ def test_a_loss_of_several_elements_is_refused() -> None:
 def test_an_infeasible_budget_of_a_model_without_a_loss_mentions_the_option() -> None:
     with pytest.raises(remat.InfeasibleBudget, match=r"600 KiB are outputs .* as `loss`, and they"):
         remat.optimize(model(), "20%", inputs()[:1], costs=COSTS)
+
+
+def constant(output: torch.Tensor, target: torch.Tensor) -> dict[str, int]:
+    return {"loss": 1}
+
+
+def detached(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return output.detach().mean()
+
+
+def branching(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return output.mean() if target.sum() > 0 else output.sum()
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (nn.CrossEntropyLoss(), "^the criterion CrossEntropyLoss cannot be captured at "),
+        (branching, r"^the criterion branching cannot be captured at .*in branching: return out"),
+        (constant, "^the criterion constant returns no tensor, but an object of the type dict"),
+        (detached, "^no gradient comes from the result of the criterion detached"),
+    ],
+)
+def test_errors_of_the_criterion_name_it(loss: Any, message: str) -> None:
+    batch = (torch.ones(2, 4), torch.ones(5, 7))
+    with pytest.raises(remat.TraceError, match=message):
+        remat.optimize(nn.Linear(4, 3), "100%", batch, loss=loss, costs=COSTS)
+
+
+def test_errors_of_the_model_name_the_model_not_the_wrapper() -> None:
+    batch = (torch.ones(2, 4), torch.ones(2, 3))
+    with pytest.raises(remat.TraceError, match=r"^Linear cannot be captured"):
+        remat.optimize(nn.Linear(5, 3), "100%", batch, loss=nn.MSELoss(), costs=COSTS)

@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from remat.errors import TraceError
+from remat.frontend.common.failing_part import errors_of
 
 Criterion = Callable[[Any, Any], Any]
 """A function or module that computes a loss from a model's output and a target."""
@@ -37,7 +39,7 @@ class ModelWithLoss(nn.Module):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Return the loss of one batch. Raises `TraceError` without a target, and for a loss
-        of several elements."""
+        of several elements, or that no gradient comes from."""
         if len(inputs) + len(kwargs) < 2 or not inputs:
             raise TraceError(
                 "with loss=, the last positional argument is the target of the loss, and those "
@@ -45,10 +47,41 @@ class ModelWithLoss(nn.Module):
                 "then the target"
             )
         *model_inputs, target = inputs
-        loss = self.loss(self.model(*model_inputs, **kwargs), target)
+        with errors_of(type(self.model).__name__):
+            output = self.model(*model_inputs, **kwargs)
+        with errors_of(self.criterion_name):
+            loss = self.loss(output, target)
+        self._check(loss, output)
+        return loss
+
+    @property
+    def criterion_name(self) -> str:
+        """The criterion, as errors name it."""
+        return f"the criterion {getattr(self.loss, '__name__', type(self.loss).__name__)}"
+
+    def _check(self, loss: Any, output: Any) -> None:
+        """Raise `TraceError` for a result of the criterion that cannot be trained with."""
         if isinstance(loss, torch.Tensor) and loss.numel() != 1:
             raise TraceError(
                 f"the loss has the shape {tuple(loss.shape)}: reduce it to one number, such as its "
                 "mean"
             )
-        return loss
+        if not _tensors(loss):
+            raise TraceError(
+                f"{self.criterion_name} returns no tensor, but an object of the type "
+                f"{type(loss).__name__}; it must return the loss"
+            )
+        is_trained = self.training and torch.is_grad_enabled() and _requires_grad(output)
+        if is_trained and not _requires_grad(loss):
+            raise TraceError(
+                f"no gradient comes from the result of {self.criterion_name}: it is detached, "
+                "computed without gradients, or does not use the model's output"
+            )
+
+
+def _requires_grad(tree: Any) -> bool:
+    return any(tensor.requires_grad for tensor in _tensors(tree))
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]

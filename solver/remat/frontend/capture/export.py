@@ -24,6 +24,7 @@ from remat.frontend.capture.model.preserved_state import model_state_preserved
 from remat.frontend.capture.reading.constant_folding import ConstantFolding, ConstantQuery
 from remat.frontend.capture.tracing_speed import fast_tracing
 from remat.frontend.common.code_origin import is_framework_code
+from remat.frontend.common.failing_part import failing_part
 
 log = logging.getLogger("remat")
 
@@ -137,7 +138,8 @@ def _is_data_dependent(error: BaseException) -> bool:
 
 
 def _error_message(model: nn.Module, error: Exception) -> str:
-    """Return one message for a failed capture: what failed, the line of the model, the remedy."""
+    """Return one message for a failed capture: what failed, the line of its code, the remedy."""
+    part = failing_part(error)
     cause = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
     if _is_data_dependent(error) and _loops_over_experts(model):
         remedy = (
@@ -146,19 +148,19 @@ def _error_message(model: nn.Module, error: Exception) -> str:
         )
     elif _is_data_dependent(error):
         remedy = (
-            "a branch, index or shape depends on tensor values. Decide it outside of the model and "
-            "pass the result as a Python value, or replace it by torch.where or a mask"
+            "a branch, index or shape depends on tensor values. Decide it before the step and pass "
+            "the result as a Python value, or replace it by torch.where or a mask"
         )
     elif "convert all Tensors to FakeTensors" in str(error):
         cause = "a tensor is used that is no parameter, buffer or input of the model"
         remedy = "register it as a buffer of its module: self.register_buffer(name, tensor)"
     else:
         remedy = (
-            "first check that model(*inputs) and its backward run in eager mode; if they do, wrap "
-            "the part that fails in a module of its own and optimise the modules around it"
+            "first check that the call and its backward run in eager mode; if they do, wrap the "
+            "part that fails in a module of its own and optimise the modules around it"
         )
     return (
-        f"{type(model).__name__} cannot be captured at {_model_line(error)}: {cause}. "
+        f"{part or type(model).__name__} cannot be captured at {_model_line(error)}: {cause}. "
         f"Remedy: {remedy}"
     )
 
