@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from remat.documents.trace import trained_parameters
+from remat.documents.trace import Trace, trained_parameters
+from remat.errors import TraceError, one_line
 from remat.fitting.question import EagerStep, FitQuestion
 from remat.limits.units import format_bytes
 from remat.report.fit import ExcludedOption, FitOption
@@ -14,34 +15,40 @@ _NAME = "smaller batch"
 
 
 def smaller_batch_options(question: FitQuestion) -> Iterator[FitOption | ExcludedOption]:
-    """Yield the largest of some smaller batches that fits."""
+    """Yield the largest of some smaller batches that fits, else the smallest of these."""
     if question.trace_of_batch is None or question.batch is None:
         return
     if question.batch < 2:
         yield ExcludedOption(_NAME, "the batch is 1")
         return
-    optimizer = question.optimizer
-    option: FitOption | None = None
-    for batch in _promising_batches(question, question.batch)[:_MAX_BATCHES]:
-        count = question.batch // batch
-        step = EagerStep.of(question.trace_of_batch(batch))
-        option = question.option(
-            f"{count} batches of {batch}",
-            step.memory(optimizer),
-            count * step.time_s,
-            f"(loss / {count}).backward() for {count} batches, then optimizer.step()",
-        )
+    constant_bytes = _constant_bytes(question)
+    if constant_bytes > question.usable_bytes:
+        constant = format_bytes(constant_bytes)
+        reason = f"parameters, gradients, optimizer state and libraries take {constant}"
+        yield ExcludedOption(_NAME, f"{reason} with any batch")
+        return
+    option: FitOption | ExcludedOption | None = None
+    for batch in _promising_batches(question, question.batch)[:_MAX_BATCHES] or [1]:
+        try:
+            option = _option(question, batch, question.trace_of_batch(batch))
+        except TraceError as error:  # such as batch norm of one sample
+            option = ExcludedOption(_NAME, f"of a batch of {batch}, {one_line(error)}")
+            break
         if option.fits:
             break
-    yield option or ExcludedOption(_NAME, _reason(question, question.batch))
+    if option is not None:
+        yield option
 
 
-def _reason(question: FitQuestion, batch: int) -> str:
-    constant_bytes = _constant_bytes(question)
-    sample_bytes = -(-_activation_bytes(question) // batch)
-    return (
-        f"a batch of 1 takes at least {format_bytes(constant_bytes + sample_bytes)}, of which "
-        f"{format_bytes(constant_bytes)} are parameters, gradients and the optimizer's state"
+def _option(question: FitQuestion, batch: int, trace: Trace) -> FitOption:
+    """Return the option to accumulate the gradients of smaller batches, of which one is traced."""
+    count = (question.batch or 1) // batch
+    step = EagerStep.of(trace)
+    return question.option(
+        f"{count} batches of {batch}",
+        step.memory(question.optimizer),
+        count * step.time_s,
+        f"(loss / {count}).backward() for {count} batches, then optimizer.step()",
     )
 
 
@@ -52,11 +59,14 @@ def _activation_bytes(question: FitQuestion) -> int:
 
 
 def _constant_bytes(question: FitQuestion) -> int:
-    """Return the bytes that do not depend on the batch, libraries included."""
+    """Return the bytes that do not depend on the batch, libraries and buffers included."""
     step = question.step
     parameters = {p.storage for p in trained_parameters(step.trace)}
     gradient_bytes = sum(map(step.trace.allocated_bytes, parameters))
-    return step.graph.constant_bytes + gradient_bytes + question.optimizer.state_bytes
+    inputs = {p.storage for p in step.trace.placeholders if p.kind == "input"}
+    input_bytes = sum(map(step.trace.allocated_bytes, inputs))
+    constant_bytes = step.graph.constant_bytes - input_bytes
+    return constant_bytes + gradient_bytes + question.optimizer.state_bytes
 
 
 def _promising_batches(question: FitQuestion, batch: int) -> list[int]:

@@ -247,9 +247,42 @@ def test_options_that_are_impossible_have_their_reason() -> None:
     reasons = {excluded.name: excluded.reason for excluded in answer.excluded}
     assert reasons.keys() == {"plan of remat", "checkpoints of blocks", "smaller batch", "FSDP"}
     assert "the step of adamw-8bit alone takes" in reasons["plan of remat"]
-    assert "a batch of 1 takes at least" in reasons["smaller batch"]
+    assert "optimizer state and libraries take 80.0 MiB" in reasons["smaller batch"]
     assert "each of 1,024 GPUs would reserve" in reasons["FSDP"]
     assert "no plan of remat: the step of" in str(answer)
+
+
+def test_a_batch_of_one_has_the_bytes_that_the_allocator_reserves() -> None:
+    """Segments are larger than the tensors of one sample."""
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4)))
+
+    def call(batch: int) -> Call:
+        return model, (torch.empty(batch, 512, device="meta"),), {}
+
+    one = remat.fit(*call(1), device="h100", optimizer="sgd", memory="1TiB").memory
+    memory = one.peak_bytes  # no divisor of the batch is expected to fit
+    answer = remat.fit(
+        *call(4096), device="h100", optimizer="sgd", memory=memory, batch=4096, with_batch=call
+    )
+    promised = option(answer, "4096 batches of 1")
+    assert promised.reserved_bytes > memory
+    # Gradients of earlier batches are in memory, too.
+    assert promised.reserved_bytes >= one.reserved_bytes
+    assert not promised.fits
+
+
+def test_a_batch_that_cannot_be_captured_is_excluded() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64))
+
+    def call(batch: int) -> Call:
+        return model, (torch.empty(batch, 64),), {}
+
+    answer = remat.fit(
+        *call(4096), device="cpu", optimizer="none", memory=40 << 10,
+        batch=4096, with_batch=call,
+    )  # fmt: skip
+    assert "more than 1 value per channel" in str(answer)
 
 
 def narrow_and_wide(length: int) -> Call:
