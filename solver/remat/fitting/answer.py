@@ -6,10 +6,14 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 
 from remat.fitting.checkpoints import checkpoint_options
-from remat.fitting.plans import plan_options
+from remat.fitting.plans import loss_only_options, plan_options
 from remat.fitting.question import FitQuestion
 from remat.fitting.routing import routing_notes
-from remat.fitting.settings import optimizer_options, segment_options
+from remat.fitting.settings import (
+    optimizer_options,
+    released_output_options,
+    segment_options,
+)
 from remat.fitting.shards import sharding_options
 from remat.fitting.smaller_batches import smaller_batch_options
 from remat.report.fit import ExcludedOption, Fit, FitOption
@@ -19,12 +23,17 @@ _Kind = Callable[[FitQuestion], Iterator[FitOption | ExcludedOption]]
 _KINDS: tuple[_Kind, ...] = (
     optimizer_options,
     segment_options,
+    released_output_options,
     plan_options,
+    loss_only_options,
     checkpoint_options,
     smaller_batch_options,
     sharding_options,
 )
 """Kinds of options, the one that is simplest to apply first."""
+
+_SLOW_KINDS = (plan_options, loss_only_options)
+"""Kinds of options that take long to search for, and are the last."""
 
 _DEADLINE_NOTE = (
     "the time limit of {:g} s ended the search: with a longer one, there may be other options"
@@ -65,7 +74,7 @@ def find_options(
     that are equally fast (to 0.1%), the one that is simpler to apply is first. After the deadline,
     no more options are searched for."""
     options: dict[_Kind, list[FitOption | ExcludedOption]] = {}
-    for kind in sorted(_KINDS, key=lambda kind: kind is plan_options):  # plans, which take longest
+    for kind in sorted(_KINDS, key=_SLOW_KINDS.count):
         options[kind] = [] if question.deadline.is_set() else list(kind(question))
     step_s = question.step.time_s or 1.0
 

@@ -1,8 +1,10 @@
-"""The option of a plan: recomputation, and operations in pieces."""
+"""The options of a plan: recomputation, and operations in pieces; also for a step that returns its
+loss only."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from remat.choice.split import CHOICE_LIMIT_S
 from remat.choice.step import solve_step
@@ -11,30 +13,61 @@ from remat.costs.optimizer_memory import OptimizerMemory
 from remat.costs.trace_costs import with_roofline_costs
 from remat.documents.trace import Trace
 from remat.errors import InfeasibleBudget, RematError, SolverTimeout
-from remat.fitting.question import FitQuestion
+from remat.fitting.question import EagerStep, FitQuestion
 from remat.limits.budget import Budget
-from remat.limits.outputs import OUTPUTS_HELD
+from remat.limits.outputs import OUTPUTS_HELD, OUTPUTS_LOSS
 from remat.limits.pieces import pieces_to_try
+from remat.passes.outputs import returns_loss, unreturned_bytes, with_outputs
 from remat.plan import Plan
 from remat.report.fit import ExcludedOption, FitOption
 from remat.report.training_memory import TrainingMemory
+from remat.schedule import Schedule
+from remat.simulate import peak_and_time
 from remat.solve import solve
 
 _MAX_SOLVES = 3
+_PLAN = "plan of remat"
+_LOSS_ONLY_PLAN = "plan that returns the loss only"
+_LOSS_ONLY_NOTE = "in training, the model does not return its other outputs; using one is an error"
+
+_LARGE_OUTPUTS = 0.01
+"""The share of the step's peak from which on outputs other than the loss are worth an option."""
 
 
 def plan_options(question: FitQuestion) -> Iterator[FitOption | ExcludedOption]:
     """Yield the fastest plan that fits, with the largest optimizer that leaves room for one; if
     none fits, the smallest."""
+    return _plan_options(question, _PLAN)
+
+
+def loss_only_options(question: FitQuestion) -> Iterator[FitOption]:
+    """Yield a plan for the option `outputs="loss"`, if the step returns large outputs, such as
+    logits, in addition to its loss: those need not exist as a whole."""
+    step = question.step
+    peak_bytes = peak_and_time(step.graph, Schedule.keep_all(step.graph))[0]
+    if not returns_loss(step.trace) or (unreturned_bytes(step.trace) < _LARGE_OUTPUTS * peak_bytes):
+        return
+    script = replace(question.script, outputs=OUTPUTS_LOSS)
+    loss_only = EagerStep.of(with_outputs(step.trace, OUTPUTS_LOSS))
+    question = replace(question, step=loss_only, script=script)
+    options = _plan_options(question, _LOSS_ONLY_PLAN)
+    yield from (
+        replace(option, note="; ".join(filter(None, (_LOSS_ONLY_NOTE, option.note))))
+        for option in options
+        if isinstance(option, FitOption)
+    )
+
+
+def _plan_options(question: FitQuestion, name: str) -> Iterator[FitOption | ExcludedOption]:
     smallest: FitOption | None = None
     optimizers = list(question.optimizers_to_combine())
     if not optimizers:
-        yield ExcludedOption("plan of remat", question.reason_of_optimizers())
+        yield ExcludedOption(name, question.reason_of_optimizers())
         return
     for optimizer in optimizers:
         if question.deadline.is_set():
             break
-        option = _plan_option(question, optimizer)
+        option = _plan_option(question, optimizer, name)
         if option is None:
             continue
         if option.fits:
@@ -45,12 +78,12 @@ def plan_options(question: FitQuestion) -> Iterator[FitOption | ExcludedOption]:
     if smallest is not None:
         yield smallest
     elif not question.deadline.is_set():  # a note says that it ended the search
-        yield ExcludedOption("plan of remat", "the solver reached no schedule in its time")
+        yield ExcludedOption(name, "the solver reached no schedule in its time")
 
 
-def _plan_option(question: FitQuestion, optimizer: OptimizerMemory) -> FitOption | None:
+def _plan_option(question: FitQuestion, optimizer: OptimizerMemory, name: str) -> FitOption | None:
     """Return the plan with an optimizer; None if the solver reached no answer in its time."""
-    name = question.name_with_optimizer("plan of remat", optimizer)
+    name = question.name_with_optimizer(name, optimizer)
     try:
         chosen = _solved(question, optimizer)
     except SolverTimeout:

@@ -1,4 +1,5 @@
-"""Options that leave the step as it is: other optimizers, and another setting of the allocator."""
+"""Options that leave the step as it is: other optimizers, another setting of the allocator, and
+outputs that the training loop releases."""
 
 from __future__ import annotations
 
@@ -6,7 +7,9 @@ from collections.abc import Iterator
 
 from remat.allocator.prediction import is_on_cuda
 from remat.costs.optimizer_memory import smaller_optimizers
-from remat.fitting.question import FitQuestion
+from remat.fitting.question import EagerStep, FitQuestion
+from remat.limits.outputs import OUTPUTS_DROPPED
+from remat.passes.outputs import returns_loss, with_outputs
 from remat.report.fit import FitOption
 
 
@@ -36,3 +39,16 @@ def segment_options(question: FitQuestion) -> Iterator[FitOption]:
             "export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
             "before Python starts",
         )
+
+
+def released_output_options(question: FitQuestion) -> Iterator[FitOption]:
+    """Yield that the training loop releases the outputs but the loss before the backward, if less
+    is reserved then."""
+    step = question.step
+    if step.trace.outputs_dropped or not returns_loss(step.trace):
+        return
+    released = EagerStep.of(with_outputs(step.trace, OUTPUTS_DROPPED))
+    memory = released.memory(question.optimizer)
+    if memory.reserved_bytes < step.memory(question.optimizer).reserved_bytes:
+        code = "loss = model(...).loss: no variable references other outputs during backward()"
+        yield question.option("other outputs released", memory, step.time_s, code)

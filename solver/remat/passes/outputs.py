@@ -28,20 +28,24 @@ def unreturned_bytes(trace: Trace) -> int:
     return sum(trace.allocated_bytes(storage) for storage in storages)
 
 
+def returns_loss(trace: Trace) -> bool:
+    """True if gradients come from an output of one element."""
+    return any(o.tangent and prod(trace.tensors[o.name].shape) == 1 for o in trace.outputs)
+
+
 def differentiated_bytes(trace: Trace) -> int:
     """Return the bytes of the outputs that gradients come from, if none of them has one element: a
     loss that is computed of them is not part of the step."""
-    outputs = [output.name for output in trace.outputs if output.tangent]
-    if any(prod(trace.tensors[name].shape) == 1 for name in outputs):
+    if returns_loss(trace):
         return 0
+    outputs = [output.name for output in trace.outputs if output.tangent]
     return sum(trace.allocated_bytes(s) for s in {trace.storage_of[name] for name in outputs})
 
 
 def _without_other_outputs(trace: Trace) -> Trace:
     """Return the step without the outputs that no gradient comes from, and without the operations
     that only they need."""
-    tangents = {p.name: p.tensor for p in trace.placeholders if p.kind == "tangent"}
-    if all(prod(tangents[o.tangent].shape) != 1 for o in trace.outputs if o.tangent):
+    if not returns_loss(trace):
         raise no_loss_returned(trace.model or "the model")
     dropped = {n for n, output in enumerate(trace.outputs) if not _is_returned(trace, output)}
     if not dropped:

@@ -130,6 +130,8 @@ def test_the_first_option_is_the_fastest_that_fits(answer: Fit) -> None:
     names = {o.name for o in answer.options}
     assert names >= {"plan of remat", "checkpoint each block", "optimizer adamw-8bit"}
     assert any("batches of" in name for name in names)
+    assert 'outputs="loss"' in option(answer, "plan that returns the loss only").code
+    assert "outputs=" not in option(answer, "plan of remat").code
     assert not any(name.startswith(("FSDP", "expandable")) for name in names)  # not on a CPU
     fitting = [o for o in answer.options if o.fits]
     assert fitting == list(answer.options[: len(fitting)])
@@ -139,8 +141,12 @@ def test_the_first_option_is_the_fastest_that_fits(answer: Fit) -> None:
         assert o.fits == (o.reserved_bytes <= answer.usable_bytes)
 
 
-def test_the_plan_keeps_its_promise(answer: Fit) -> None:
-    promised = option(answer, "plan of remat")
+@pytest.mark.parametrize(
+    "name",
+    ["plan of remat", pytest.param("plan that returns the loss only", marks=pytest.mark.slow)],
+)
+def test_plans_keep_their_promise(answer: Fit, name: str) -> None:
+    promised = option(answer, name)
     model, args, kwargs = gpt2()
     optimizer = torch.optim.AdamW(model.parameters())
     cache, _, code = promised.code.split("; ")
@@ -152,6 +158,45 @@ def test_the_plan_keeps_its_promise(answer: Fit) -> None:
     assert promised.fits
     assert peak_bytes <= answer.usable_bytes
     assert peak_bytes <= (1 + TOLERANCE) * promised.peak_bytes
+
+
+def test_released_outputs_keep_their_promise() -> None:
+    """The peak is that of the head's backward, which does not read the logits."""
+
+    class WithLoss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 4096))
+
+        def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+            logits = self.layers(x)
+            return {"loss": logits.log_softmax(-1).mean(), "logits": logits}
+
+    call = WithLoss(), (torch.randn(256, 32),), {}
+
+    def answer_with(memory: int | str) -> Fit:
+        return remat.fit(
+            call[0], call[1], device="cpu", optimizer="none", memory=memory,
+            strategy=remat.Auto(time_limit=0.1),
+        )  # fmt: skip
+
+    held_bytes = answer_with("1TiB").memory.peak_bytes
+    promised = option(answer_with(held_bytes - 1), "other outputs released")
+    with LiveStorageMeter(unique_bytes([*call[0].parameters(), *call[1]])) as meter:
+        for _ in range(2):
+            loss = call[0](*call[1])["loss"]
+            loss.backward()
+            call[0].zero_grad()
+    assert promised.fits
+    assert promised.peak_bytes == pytest.approx(meter.peak_bytes, rel=0.001)
+    assert held_bytes - promised.peak_bytes == 256 * 4096 * 4
+
+
+def test_plain_outputs_have_no_options_for_others() -> None:
+    model, args, _ = narrow_and_wide(100)
+    answer = remat.fit(model, args, device="cpu", optimizer="none", memory=250_000)
+    assert not answer.fits
+    assert not any("outputs" in o.name or "loss" in o.name for o in answer.options)
 
 
 def test_checkpointing_keeps_its_promise(answer: Fit) -> None:
