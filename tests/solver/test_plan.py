@@ -203,6 +203,16 @@ def test_the_description_has_units(plan: Plan) -> None:
     assert "operations" not in repr(plan)
 
 
+def test_recomputations_are_described(plan: Plan, plan_keeping_all: Plan) -> None:
+    graph = plan.graph
+    count = len(plan.schedule.recomputed(graph))
+    assert f"recompute {count} of 16 operations, once each\n" in plan.describe()
+    schedule = Schedule((*range(7), 0, 0, *range(7, 16)))
+    twice = Plan.of(graph, 10**9, Solution(schedule), {})
+    assert "recompute 1 of 16 operations, 2 times in all\n" in twice.describe()
+    assert "recompute 0 of 6 operations\n" in f"{plan_keeping_all.describe()}\n"
+
+
 def test_the_reserve_is_described_and_the_searchs_margin_is_not(plan: Plan) -> None:
     assert "reserved" not in replace(plan, stats={"reserve_bytes": 1024}).describe()
     assert "plus 1.00 KiB reserved" in with_reserve_stat(plan, 1024).describe()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from remat.allocator.prediction import AllocatorPrediction
 from remat.errors import wrong_type
@@ -47,9 +47,7 @@ def describe(plan: PlanData, solve: bool = False) -> str:
         f"bound     {_bound_text(plan)}",
         *_labelled("split", split_lines(plan)),
         *_labelled("offload", offload_lines(plan)),
-        f"recompute {sum(recomputed.values())} runs of {len(recomputed)} of "
-        f"{count_without_copies(graph)} "
-        "operations",
+        f"recompute {_recomputation_text(graph, recomputed)}",
     ]
     if plan.stats.get("cuda_graphs"):
         lines.append("random    each random operation runs once per step, as a CUDA graph requires")
@@ -103,6 +101,15 @@ def _producer(graph: Graph, value: int) -> str:
     """Return the name of the operation that produces a value, with its module."""
     producer = graph.operations[graph.producer[value]]
     return f"{producer.name} ({producer.module})" if producer.module else producer.name
+
+
+def _recomputation_text(graph: Graph, recomputed: Mapping[int, int]) -> str:
+    """Return how many operations are recomputed, and how often, as text."""
+    text = f"{len(recomputed):,} of {count_without_copies(graph):,} operations"
+    times = sum(recomputed.values())
+    if not recomputed:
+        return text
+    return f"{text}, {'once each' if times == len(recomputed) else f'{times:,} times in all'}"
 
 
 def _labelled(label: str, texts: Sequence[str]) -> list[str]:
