@@ -168,6 +168,9 @@ def _complete_openapi(app: FastAPI) -> None:
                 options["time_limit"] |= {"maximum": limit_s, "default": default_s}
             if "solver" in options:
                 options["solver"]["enum"] = sorted({"HiGHS", *settings.solvers})
+        for choice in schemas["FitRequest"]["properties"]["time_limit"]["anyOf"]:
+            if choice["type"] == "number":
+                choice["maximum"] = settings.solve_limit_s
         words = "|".join(map(re.escape, sorted(allowed_namespaces(settings))))
         schemas["Target"]["pattern"] = schemas["Target"]["pattern"].replace(
             NAMESPACE_PATTERN, f"({words})"

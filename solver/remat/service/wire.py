@@ -143,11 +143,19 @@ OffloadData = Annotated[
 HostBudgetData = Annotated[int, Field(ge=0, lt=2**62)]
 
 
+_DESCRIBED = ConfigDict(use_attribute_docstrings=True)
+"""The docstrings of fields are their descriptions in the OpenAPI document."""
+
+
 class LinkRecord(Record):
     """The JSON form of a `remat.Link`."""
 
+    model_config = _DESCRIBED
+
     to_host_bytes_per_s: Annotated[float, Field(gt=0, le=1e18)]
+    """The bandwidth of copies from the device to the host."""
     to_device_bytes_per_s: Annotated[float, Field(gt=0, le=1e18)]
+    """The bandwidth of copies from the host to the device."""
 
     def to_link(self) -> Link:
         """Return the link."""
@@ -155,15 +163,12 @@ class LinkRecord(Record):
 
 
 class Options(Record):
-    """The strategy and the costs of a solve.
+    """The strategy and the costs of a solve."""
 
-    `costs` is "measure" (on the service's device), "roofline:DEVICE" (by a device's data sheet), or
-    null. With null, the costs are those of the trace, which is measured if it has none.
-    """
-
-    model_config = ConfigDict(arbitrary_types_allowed=True)
+    model_config = _DESCRIBED | ConfigDict(arbitrary_types_allowed=True)
 
     strategy: StrategyData = Field(default_factory=Auto)
+    """The algorithm and its options, among them the time limit."""
     costs: (
         Annotated[
             str,
@@ -173,6 +178,8 @@ class Options(Record):
         ]
         | None
     ) = None
+    """"measure" (on the service's device), "roofline:DEVICE" (by a device's data sheet), or null.
+    With null, the costs are those of the trace, which is measured if it has none."""
 
 
 _NULL_SCHEMA: dict[str, Any] = {"type": "null"}
@@ -197,11 +204,14 @@ _TRACE_OR_GRAPH_SCHEMA: dict[str, Any] = {
 class _Request(Record):
     """A trace or a bare graph, and the options to solve it with."""
 
-    model_config = ConfigDict(json_schema_extra=_TRACE_OR_GRAPH_SCHEMA)
+    model_config = _DESCRIBED | ConfigDict(json_schema_extra=_TRACE_OR_GRAPH_SCHEMA)
 
     trace: Annotated[Trace, AfterValidator(_check_trace)] | None = None
+    """The document that `remat.Trace.save` writes. The result has a program for it."""
     graph: GraphRecord | None = None
+    """Operations, values and costs alone, instead of a trace. The result has no program."""
     options: Options = Field(default_factory=Options)
+    """The strategy and the costs."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -227,6 +237,7 @@ class SolveRequest(_Request):
     is treated as missing."""
 
     budget: BudgetData
+    """The largest peak: bytes, "8GiB", "60%" of the peak without recomputation, or "min"."""
     split: SplitData = SPLIT_OFF
     """The number of pieces of the trace's largest operations, "auto", or "off"."""
     offload: OffloadData = OFFLOAD_OFF
@@ -265,10 +276,11 @@ class SolveRequest(_Request):
 
 
 class SweepRequest(_Request):
-    """The body of `POST /sweeps`. `budgets` defaults to 100%, 95%, ... of the peak, and "min". A
-    field that is null is treated as missing."""
+    """The body of `POST /sweeps`. A field that is null is treated as missing."""
 
     budgets: Annotated[tuple[BudgetData, ...], Field(min_length=1, max_length=100)] | None = None
+    """The largest peak of each plan; by default 100%, 95%, ... of the peak without recomputation,
+    and "min"."""
 
 
 FIT_LIMIT_S = 60.0
@@ -279,18 +291,21 @@ class FitRequest(Record):
     """The body of `POST /fit`: will a training loop fit a GPU? All fields but `trace` and
     `optimizer` may be null."""
 
+    model_config = _DESCRIBED
+
     trace: Annotated[Trace, AfterValidator(_check_trace)]
     """A trace for a GPU, which may be another one. It needs no costs."""
     optimizer: Annotated[str, WithJsonSchema({"enum": list(OPTIMIZERS)})] = OPTIMIZERS[0]
+    """The optimizer of the training loop, for its state and the memory of its step."""
     gpu: Annotated[str, Field(min_length=1), WithJsonSchema({"enum": list(GPUS)})] | None = None
-    """By default the GPU of the trace."""
+    """The GPU that the question is about; by default that of the trace."""
     memory_bytes: Annotated[int, Field(ge=1, lt=2**62)] | None = None
     """The bytes that torch's allocator may reserve; by default nearly all of the GPU's memory."""
     batch: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     """The batch size of the trace, to repeat it in the answer."""
     time_limit: Annotated[float, Field(gt=0)] | None = None
-    """The seconds after which the search for options ends; by default 60, or the limit of the
-    service if that is less."""
+    """The seconds after which the search for options ends, at most the limit of the service; by
+    default 60, or that limit if it is less."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

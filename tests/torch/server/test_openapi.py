@@ -92,6 +92,22 @@ def test_the_openapi_document_is_valid(server: Server) -> None:
     assert len(ids) == len(set(ids))
 
 
+def test_fields_of_requests_are_described(server: Server) -> None:
+    schemas = httpx2.get(f"{server.url}/openapi.json").json()["components"]["schemas"]
+    for name in ("SolveRequest", "SweepRequest", "FitRequest", "Options", "LinkRecord"):
+        for field, schema in schemas[name]["properties"].items():
+            assert schema.get("description", "").strip(), (name, field)
+
+
+def test_every_time_limit_has_the_maximum_of_the_service(server: Server) -> None:
+    schemas = httpx2.get(f"{server.url}/openapi.json").json()["components"]["schemas"]
+    limit, null = schemas["FitRequest"]["properties"]["time_limit"]["anyOf"]
+    assert (limit["maximum"], null) == (3600, {"type": "null"})
+    strategies = schemas["Options"]["properties"]["strategy"]["oneOf"]
+    limits = [s["properties"].get("time_limit") for s in strategies]
+    assert {limit["maximum"] for limit in limits if limit} == {3600}
+
+
 def test_problems_are_documented(server: Server) -> None:
     document = httpx2.get(f"{server.url}/openapi.json").json()
     for path, operations in document["paths"].items():
