@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import pytest
 import torch
@@ -38,6 +41,32 @@ def test_the_collector_is_off_within_the_context_and_restored_after_an_error() -
     with pytest.raises(ValueError, match="stop"):
         fail()
     assert gc.isenabled()
+
+
+def test_contexts_of_two_threads_may_overlap() -> None:
+    """The collector belongs to the process: the thread that ends first restores nothing."""
+    for context, is_restricted in (
+        (cycles_not_collected, lambda: not gc.isenabled()),
+        (older_objects_not_collected, lambda: gc.get_freeze_count() > 0),
+    ):
+        is_inside, may_end = threading.Event(), threading.Event()
+
+        def other_thread(
+            context: Callable[[], AbstractContextManager[None]] = context,
+            events: tuple[threading.Event, threading.Event] = (is_inside, may_end),
+        ) -> None:
+            with context():
+                events[0].set()
+                assert events[1].wait(60)
+
+        with context():
+            thread = threading.Thread(target=other_thread)
+            thread.start()
+            assert is_inside.wait(60)
+        assert is_restricted(), "the other thread is still inside"
+        may_end.set()
+        thread.join()
+        assert not is_restricted()
 
 
 def test_only_new_cycles_are_collected_within_the_context() -> None:
