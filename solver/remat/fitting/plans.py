@@ -4,7 +4,7 @@ loss only."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from remat.choice.split import CHOICE_LIMIT_S
 from remat.choice.step import solve_step
@@ -64,10 +64,11 @@ def _plan_options(question: FitQuestion, name: str) -> Iterator[FitOption | Excl
     if not optimizers:
         yield ExcludedOption(name, question.reason_of_optimizers())
         return
+    solves = _Solves(question)
     for optimizer in optimizers:
         if question.deadline.is_set():
             break
-        option = _plan_option(question, optimizer, name)
+        option = _plan_option(solves, optimizer, name)
         if option is None:
             continue
         if option.fits:
@@ -81,11 +82,12 @@ def _plan_options(question: FitQuestion, name: str) -> Iterator[FitOption | Excl
         yield ExcludedOption(name, "the solver reached no schedule in its time")
 
 
-def _plan_option(question: FitQuestion, optimizer: OptimizerMemory, name: str) -> FitOption | None:
+def _plan_option(solves: _Solves, optimizer: OptimizerMemory, name: str) -> FitOption | None:
     """Return the plan with an optimizer; None if the solver reached no answer in its time."""
+    question = solves.question
     name = question.name_with_optimizer(name, optimizer)
     try:
-        chosen = _solved(question, optimizer)
+        chosen = _solved(solves, optimizer)
     except SolverTimeout:
         return None
     except InfeasibleBudget as error:
@@ -105,12 +107,13 @@ def _plan_option(question: FitQuestion, optimizer: OptimizerMemory, name: str) -
     return question.option(name, _memory_of_plan(chosen, optimizer), chosen.plan.time_s, code)
 
 
-def _solved(question: FitQuestion, optimizer: OptimizerMemory) -> TracePlan:
+def _solved(solves: _Solves, optimizer: OptimizerMemory) -> TracePlan:
     """Return the plan for what the optimizer's state and the allocator's fragments leave. If more
     would be reserved than is usable, the budget is lowered by the excess."""
+    question = solves.question
     usable_bytes = question.usable_bytes
     budget_bytes = int(usable_bytes / question.fragments(optimizer)) - optimizer.state_bytes
-    chosen = _solved_within(question, budget_bytes)
+    chosen = solves.within(budget_bytes)
     for _ in range(_MAX_SOLVES - 1):
         memory = _memory_of_plan(chosen, optimizer)
         excess = memory.reserved_bytes - usable_bytes
@@ -120,7 +123,7 @@ def _solved(question: FitQuestion, optimizer: OptimizerMemory) -> TracePlan:
             break
         budget_bytes = min(budget_bytes, chosen.plan.peak_bytes) - excess
         try:
-            chosen = _solved_within(question, budget_bytes)
+            chosen = solves.within(budget_bytes)
         except (InfeasibleBudget, SolverTimeout):
             break
         except RematError:
@@ -130,20 +133,43 @@ def _solved(question: FitQuestion, optimizer: OptimizerMemory) -> TracePlan:
     return chosen
 
 
-def _solved_within(question: FitQuestion, budget_bytes: int) -> TracePlan:
-    """Return a plan without splitting, which takes less time to choose, if there is one."""
-    try:
-        return _solved_in_pieces(question, budget_bytes, ())
-    except InfeasibleBudget as error:
-        infeasible = error
-    try:
-        return _solved_in_pieces(question, budget_bytes, pieces_to_try("auto"))
-    except InfeasibleBudget:
-        raise
-    except RematError:
-        if question.deadline.is_set():  # the smallest peak so far is part of the answer
-            raise infeasible from None
-        raise
+@dataclass
+class _Solves:
+    """The solves for the plans of a question. One that an earlier solve answers is left out, as
+    optimizers with the same state have the same budget."""
+
+    question: FitQuestion
+    _plans: dict[tuple[int, tuple[int, ...]], TracePlan] = field(default_factory=dict)
+    _infeasible: dict[tuple[int, ...], tuple[int, InfeasibleBudget]] = field(default_factory=dict)
+    """The largest infeasible budget, with its error, by the pieces that were tried."""
+
+    def within(self, budget_bytes: int) -> TracePlan:
+        """Return a plan without splitting, which takes less time to choose, if there is one."""
+        try:
+            return self._in_pieces(budget_bytes, ())
+        except InfeasibleBudget as error:
+            infeasible = error
+        try:
+            return self._in_pieces(budget_bytes, pieces_to_try("auto"))
+        except InfeasibleBudget:
+            raise
+        except RematError:
+            if self.question.deadline.is_set():  # the smallest peak so far is part of the answer
+                raise infeasible from None
+            raise
+
+    def _in_pieces(self, budget_bytes: int, pieces: tuple[int, ...]) -> TracePlan:
+        infeasible_bytes, error = self._infeasible.get(pieces, (-1, None))
+        if error is not None and budget_bytes <= infeasible_bytes:
+            raise error
+        key = budget_bytes, pieces
+        try:
+            if key not in self._plans:
+                self._plans[key] = _solved_in_pieces(self.question, budget_bytes, pieces)
+        except InfeasibleBudget as error:
+            self._infeasible[pieces] = budget_bytes, error
+            raise
+        return self._plans[key]
 
 
 def _solved_in_pieces(

@@ -15,6 +15,8 @@ from torch import nn
 import remat
 from remat.frontend.memory.meter import LiveStorageMeter, unique_bytes
 from remat.report.fit import Fit, FitOption
+from remat.solution import Solution
+from remat.strategies import Task
 
 FIT_PAGE = ROOT / "docs" / "how-to" / "fit.md"
 TOLERANCE = 0.02
@@ -253,6 +255,24 @@ def test_of_options_that_do_not_fit_the_smallest_is_first() -> None:
     assert not plan.fits
     assert plan.step_s is None
     assert plan.reserved_bytes < checkpoints.reserved_bytes
+
+
+def test_no_budget_is_solved_twice() -> None:
+    """AdamW and its fused form have the same state, so the same budget remains for the step."""
+    tasks: list[tuple[int, int | None]] = []
+
+    class Recording(remat.Auto):
+        def run(self, task: Task) -> Solution:
+            tasks.append((len(task.graph), task.budget_bytes))
+            return super().run(task)
+
+    model, args, _ = narrow_and_wide(1000)
+    eager = remat.fit(model, args, device="cpu", memory="1TiB")
+    memory = eager.memory.reserved_bytes // 5
+    answer = remat.fit(model, args, device="cpu", memory=memory, strategy=Recording(time_limit=0.1))
+    assert not option(answer, "plan of remat").fits
+    unsplit, *others = tasks
+    assert unsplit not in others
 
 
 def test_shards_of_more_gpus_are_smaller() -> None:
