@@ -66,6 +66,13 @@ def answer_question(question: FitQuestion, notes: Sequence[str] = ()) -> Fit:
     )
 
 
+def search_options(question: FitQuestion) -> Iterator[tuple[_Kind, FitOption | ExcludedOption]]:
+    """Yield options with their kinds until the deadline; those that take long come last."""
+    for kind in sorted(_KINDS, key=_SLOW_KINDS.count):
+        if not question.deadline.is_set():
+            yield from ((kind, option) for option in kind(question))
+
+
 def find_options(
     question: FitQuestion,
 ) -> tuple[tuple[FitOption, ...], tuple[ExcludedOption, ...]]:
@@ -73,9 +80,9 @@ def find_options(
     fastest of them first, then the others, the one that exceeds the memory least first. Of options
     that are equally fast (to 0.1%), the one that is simpler to apply is first. After the deadline,
     no more options are searched for."""
-    options: dict[_Kind, list[FitOption | ExcludedOption]] = {}
-    for kind in sorted(_KINDS, key=_SLOW_KINDS.count):
-        options[kind] = [] if question.deadline.is_set() else list(kind(question))
+    options: dict[_Kind, list[FitOption | ExcludedOption]] = {kind: [] for kind in _KINDS}
+    for kind, option in search_options(question):
+        options[kind].append(option)
     step_s = question.step.time_s or 1.0
 
     def sort_key(option: FitOption) -> tuple[bool, float]:

@@ -10,17 +10,14 @@ import math
 import operator
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import SupportsIndex
 
 from remat.errors import RematError
-from remat.fitting.answer import find_options
-from remat.fitting.checkpoints import checkpoint_options
-from remat.fitting.plans import plan_options
+from remat.fitting.answer import find_options, search_options
 from remat.fitting.question import FitQuestion
-from remat.fitting.settings import optimizer_options, segment_options
 from remat.report.fit import ExcludedOption, Fit, FitOption, LongestFit
 
 _LARGEST = 10**15
@@ -131,12 +128,7 @@ def _count_of_first(is_true: Callable[[int], bool], lengths: Sequence[int]) -> i
 
 def _has_option(question: FitQuestion) -> bool:
     """True if an option fits; those that take no solver are tried first."""
-
-    def options() -> Iterator[FitOption | ExcludedOption]:
-        for kind in (optimizer_options, segment_options, checkpoint_options, plan_options):
-            yield from kind(question)
-
-    return any(map(_is_on_one_device, options()))
+    return any(_is_on_one_device(option) for _, option in search_options(question))
 
 
 def _is_on_one_device(option: FitOption | ExcludedOption) -> bool:
