@@ -17,8 +17,10 @@ from remat.allocator.prediction import AllocatorPrediction, is_on_cuda, with_pre
 from remat.documents.trace import Trace
 from remat.errors import InfeasibleBudget, RematError, SolverTimeout
 from remat.limits.budget import Budget
-from remat.plan_data import P
+from remat.plan_data import P, PlanData
 from remat.progress import Cancel, is_cancelled
+
+_REQUESTED_BUDGET_STAT = "requested_budget_bytes"
 
 MAX_BUDGET_REDUCTIONS = 3
 """Upper limit of the solves for a lower budget."""
@@ -47,18 +49,18 @@ def solve_within_allocator_budget(
     plan = _with_prediction_if_missing(solve(budget), trace)
     if not is_on_cuda(trace) or budget.is_min or (budget.share or 0) >= 1:
         return plan
-    requested_budget_bytes = plan.budget_bytes
+    requested_bytes = plan.budget_bytes
 
     def excess_bytes(plan: P) -> int:
         prediction = AllocatorPrediction.of_plan(plan)
         assert prediction is not None
-        excess = prediction.allocated(is_expandable=is_expandable) - requested_budget_bytes
+        excess = prediction.allocated(is_expandable=is_expandable) - requested_bytes
         if reserved_bytes is not None:
             reserved_excess = prediction.reserved(is_expandable=is_expandable) - reserved_bytes
             excess = max(excess, reserved_excess)
         return excess
 
-    best, lower_bytes = plan, requested_budget_bytes
+    best, lower_bytes = plan, requested_bytes
     for _ in range(MAX_BUDGET_REDUCTIONS):
         excess = excess_bytes(plan)
         if excess <= 0 or is_cancelled(cancel):
@@ -74,9 +76,14 @@ def solve_within_allocator_budget(
             raise
         if excess_bytes(plan) < excess_bytes(best):
             best = plan
-    if best.budget_bytes == requested_budget_bytes:
+    if best.budget_bytes == requested_bytes:
         return best
-    return replace(best, stats={**best.stats, "requested_budget_bytes": requested_budget_bytes})
+    return replace(best, stats={**best.stats, _REQUESTED_BUDGET_STAT: requested_bytes})
+
+
+def requested_budget_bytes(plan: PlanData) -> int:
+    """Return the budget of a plan before the allocator's excess was subtracted from it."""
+    return int(plan.stats.get(_REQUESTED_BUDGET_STAT, plan.budget_bytes))
 
 
 def uses_expandable_segments() -> bool:

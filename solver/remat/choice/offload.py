@@ -29,6 +29,7 @@ from remat.documents.trace import Trace
 from remat.errors import GraphError, InfeasibleBudget, SolverTimeout
 from remat.limits.budget import Budget
 from remat.passes.offload.copies import copy_times
+from remat.passes.offload.earlier_reloads import with_earlier_reloads
 from remat.plan import Plan
 from remat.plan_data import (
     COPIES_S_STAT,
@@ -230,16 +231,30 @@ def _best_plan(
     deadline."""
 
     def solve(choice: OffloadedForm[S]) -> StepPlan[S] | None:
+        step = choice.step()
         try:
-            return _with_waiting(choice, solve_in_full(choice.step, budget), link)
-        except (InfeasibleBudget, SolverTimeout, GraphError):
-            return None  # GraphError: published strategies do not know `Operation.same_copy_as`
+            plan = solve_in_full(step, budget)
+            limit_bytes = plan.peak_bytes if is_smallest else plan.budget_bytes
+            return _with_waiting(step, choice.bound_s, plan, limit_bytes, link)
+        except InfeasibleBudget:
+            infeasible.append(choice)
+        except (SolverTimeout, GraphError):
+            pass  # GraphError: published strategies do not know `Operation.same_copy_as`
+        return None
 
+    is_smallest = budget.size_bytes is None and budget.share is None
     plans: list[StepPlan[S]] = []
     tried: list[OffloadedForm[S]] = []
     best_s = math.inf
-    for choice in choices[:_MAX_ATTEMPTS]:
-        if len(plans) == _MAX_PLANS or choice.score_s > (1 - _WORTHWHILE_GAIN) * best_s:
+    infeasible: list[OffloadedForm[S]] = []
+    for choice in choices:
+        if any(choice.base is f.base and choice.free_share <= f.free_share for f in infeasible):
+            continue  # one that leaves less memory free rarely fits where another did not
+        if (
+            len(tried) == _MAX_ATTEMPTS
+            or len(plans) == _MAX_PLANS
+            or choice.score_s > (1 - _WORTHWHILE_GAIN) * best_s
+        ):
             break
         if tried and time.monotonic() > deadline:
             break
@@ -255,20 +270,28 @@ def _best_plan(
     return min(plans, key=lambda plan: plan.plan.time_s, default=None)
 
 
-def _with_waiting(choice: OffloadedForm[S], plan: Plan, link: Link) -> StepPlan[S]:
-    """Return the plan of a choice with the simulated waiting for copies as the cost of operations
-    that wait, and the bound that holds whatever is offloaded."""
-    times = copy_times(choice.step.graph(), plan.schedule.runs, link)
+def _with_waiting(
+    step: S, order_bound_s: float, plan: Plan, limit_bytes: int, link: Link
+) -> StepPlan[S]:
+    """Return the plan of a step with the simulated waiting for copies as the cost of operations
+    that wait, and the bound `order_bound_s` that holds whatever is offloaded. Copies back start
+    earlier where that saves waiting and has room within `limit_bytes`."""
+    earlier = with_earlier_reloads(step.graph(), plan.schedule, limit_bytes, link)
+    if earlier is not plan.schedule:
+        plan = step.with_schedule(plan, earlier) or plan
+    schedule = plan.schedule
+    times = copy_times(step.graph(), schedule.runs, link)
     waits_s = {wait.operation: wait.end_s - wait.start_s for wait in times.waits}
-    step = choice.step.with_waits(waits_s)
+    step = step.with_waits(waits_s)
     graph = step.graph()
-    timeline = simulate(graph, plan.schedule)
-    bound_s = min(choice.bound_s, timeline.time_s)
+    timeline = simulate(graph, schedule)
+    bound_s = min(order_bound_s, timeline.time_s)
     requested_gap = plan.stats.get(REQUESTED_GAP_STAT, 0.0)
     is_proved = timeline.time_s - bound_s <= float(requested_gap) * timeline.time_s
     changed = replace(
         plan,
         graph=graph,
+        peak_bytes=timeline.peak_bytes,
         time_s=timeline.time_s,
         lower_bound=bound_s / plan.baseline_time_s - 1 if plan.baseline_time_s else 0.0,
         bound_scope="order",

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Generic, NamedTuple, Protocol, Self, TypeVar
 
+from remat.allocator.budget_fitting import requested_budget_bytes, uses_expandable_segments
+from remat.allocator.prediction import AllocatorPrediction, with_prediction
 from remat.choice.stays import PlannedStays, values_of_candidates
 from remat.costs.link import Link
+from remat.documents.memory_reuse import reusable_arguments
 from remat.documents.targets import ARRIVE_TARGET, RELEASE_TARGET
-from remat.documents.trace import Trace
+from remat.documents.trace import Trace, storages_live_at_end
 from remat.graph import Graph
-from remat.passes.offload.candidates import offload_candidates
+from remat.passes.offload.candidates import Candidate, offload_candidates
+from remat.passes.offload.copies_in_graph import offload_values
 from remat.passes.offload.rewriting import offload_tensors
 from remat.plan import Plan
+from remat.schedule import Schedule
 
 
 class OffloadableStep(Protocol):
@@ -33,6 +39,15 @@ class OffloadableStep(Protocol):
         """Return the step with tensors offloaded."""
         ...
 
+    def graph_with_stays(self, planned: PlannedStays, link: Link) -> Graph:
+        """Return the graph of `with_stays`, in less time; values may have other indices."""
+        ...
+
+    def with_schedule(self, plan: Plan, schedule: Schedule) -> Plan | None:
+        """Return the plan of this step with a schedule whose peak may be larger;
+        None if torch's allocator would then exceed the plan's budget."""
+        ...
+
     def with_waits(self, waits_s: Mapping[str, float]) -> Self:
         """Return the step in which operations that wait for copies cost these seconds, by their
         names; those that are missing from `waits_s` cost nothing."""
@@ -49,7 +64,7 @@ class StepPlan(NamedTuple, Generic[S]):
     plan: Plan
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class TraceStep:
     """A trace as an `OffloadableStep`."""
 
@@ -61,11 +76,40 @@ class TraceStep:
 
     def offloadable_values(self, min_bytes: int) -> dict[int, str]:
         """Return the names of the trace's candidates, by their values."""
-        return values_of_candidates(self.graph(), offload_candidates(self.trace), min_bytes)
+        return values_of_candidates(self.graph(), self._candidates, min_bytes)
 
     def with_stays(self, planned: PlannedStays, link: Link) -> TraceStep:
         """Return the trace with tensors offloaded."""
         return TraceStep(offload_tensors(self.trace, planned.stays, link, planned.recomputed_s))
+
+    def graph_with_stays(self, planned: PlannedStays, link: Link) -> Graph:
+        """Return the graph of `with_stays`, without its trace."""
+        return offload_values(
+            self.graph(),
+            self.offloadable_values(0),
+            planned.stays,
+            link,
+            planned.recomputed_s,
+            self._arrival_overwrites,
+        ).graph
+
+    def with_schedule(self, plan: Plan, schedule: Schedule) -> Plan | None:
+        """Return the plan with another schedule; None if the allocator would then allocate more
+        than the requested budget, and more than for the plan, or reserve more than for the plan."""
+        changed = with_prediction(replace(plan, schedule=schedule), self.trace)
+        before, after = map(AllocatorPrediction.of_plan, (plan, changed))
+        if before is None or after is None:  # without a CUDA device
+            return changed
+        is_expandable = uses_expandable_segments()
+        limit_bytes = max(
+            requested_budget_bytes(plan), before.allocated(is_expandable=is_expandable)
+        )
+        reserved_bytes = before.reserved(is_expandable=is_expandable)
+        is_within = (
+            after.allocated(is_expandable=is_expandable) <= limit_bytes
+            and after.reserved(is_expandable=is_expandable) <= reserved_bytes
+        )
+        return changed if is_within else None
 
     def with_waits(self, waits_s: Mapping[str, float]) -> TraceStep:
         """Return the trace with these costs of the operations that wait for copies."""
@@ -76,3 +120,24 @@ class TraceStep:
             for node in self.trace.nodes
         )
         return TraceStep(self.trace.replace(nodes=nodes))
+
+    @cached_property
+    def _candidates(self) -> tuple[Candidate, ...]:
+        return offload_candidates(self.trace)
+
+    @cached_property
+    def _arrival_overwrites(self) -> dict[int, int]:
+        """The value that each operation of the graph may write over if it comes back from the
+        host."""
+        trace, graph = self.trace, self.graph()
+        if not trace.reuses_memory:
+            return {}
+        value_of = {trace.storage_of[value.name]: v for v, value in enumerate(graph.values)}
+        storages = {trace.storage_of[candidate.tensor] for candidate in self._candidates}
+        arguments = reusable_arguments(trace, storages_live_at_end(trace), storages)
+        read = {op: arguments.get(o.name) for op, o in enumerate(graph.operations)}
+        return {
+            op: value_of[storage]
+            for op, name in read.items()
+            if name is not None and (storage := trace.storage_of[name]) in storages
+        }

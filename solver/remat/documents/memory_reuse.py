@@ -8,7 +8,7 @@ Operations of the forward are left as they are: recomputing one needs its origin
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
 from remat.documents.arguments import Ref
@@ -64,16 +64,19 @@ result's strides, and with them the order in which a later reduction adds.
 """
 
 
-def reusable_arguments(trace: Trace, retained: Container[int]) -> dict[str, str]:
+def reusable_arguments(
+    trace: Trace, retained: Container[int], arriving: Iterable[int] = ()
+) -> dict[str, str]:
     """Map each operation that may write its result over its first argument to that argument, by
     names.
 
     The argument is a temporary of the backward: it is not a parameter, saved tensor, tangent,
     output or gradient (`retained`), and `AccumulateGrad` has not read it, since that may keep it as
     `.grad`. The operation is its last reader in the trace. A schedule in which another operation
-    reads it later overwrites nothing there.
+    reads it later overwrites nothing there. `arriving` are storages of which the backward would
+    have a copy from the host, which is a temporary, too.
     """
-    temporaries: set[int] = set()
+    temporaries = set(arriving)
     last_reader: dict[int, str] = {}
     for node, operands in zip(trace.nodes, trace.operands, strict=True):
         if node.view:

@@ -8,10 +8,11 @@ import pytest
 from tests.torch.offload.test_offload_tensors import FAST, measured, net_case
 
 import remat
-from remat.choice.stays import values_of_candidates
+from remat.choice.offloadable_step import TraceStep
+from remat.choice.stays import PlannedStays, values_of_candidates
 from remat.costs.link import Link
 from remat.graph import Graph
-from remat.passes.offload.candidates import offload_candidates
+from remat.passes.offload.candidates import idle_spans, offload_candidates
 from remat.passes.offload.copies import copy_times, offloaded_values, without_copies
 from remat.passes.offload.copies_in_graph import CopyOperation, offload_values
 from remat.passes.offload.places import HostStay
@@ -71,6 +72,25 @@ def test_the_graph_with_copies_is_that_of_the_trace(link: Link) -> None:
         for g in (offloaded.graph, expected)
     ]
     assert peaks[0] == peaks[1]
+
+
+@pytest.mark.parametrize("link", [FAST, LATE], ids=["fast", "late"])
+def test_the_graph_that_judges_a_step_is_that_of_its_trace(link: Link) -> None:
+    step = TraceStep(measured(net_case()))
+    spans = idle_spans(step.graph(), step.offloadable_values(256))
+    names = step.offloadable_values(256)
+    stays = [HostStay(names[v]) for v, span in spans.items() if span.next_reader is not None]
+    planned = PlannedStays(tuple(stays), {})
+    judged, expected = step.graph_with_stays(planned, link), step.with_stays(planned, link).graph()
+    assert described(judged) == described(expected)
+    overwritten = [
+        [sorted(graph.values[v].name for v in o.overwrites) for o in graph.operations]
+        for graph in (judged, expected)
+    ]
+    assert overwritten[0] == overwritten[1]
+    arriving = {expected.values[v].name for v in expected.renewal}
+    is_written_over = any(arriving & {*names} for names in overwritten[0])
+    assert is_written_over == (link is FAST), "what has arrived may be written over"
 
 
 def test_sources_name_the_operations_of_the_graph_without_copies() -> None:

@@ -15,7 +15,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from remat.allocator.budget_fitting import uses_expandable_segments
+from remat.allocator.budget_fitting import requested_budget_bytes, uses_expandable_segments
 from remat.allocator.prediction import is_on_cuda, predict_allocator_peaks, with_prediction
 from remat.blockwise.block_step import BlockOption
 from remat.blockwise.pareto_options import option_of_schedule, pareto_optimal
@@ -76,7 +76,7 @@ class ScheduleReuse:
         return cls(
             _with_scaled_baseline(scaled, trace, latest.trace),
             tuple(e.plan for e in matching if not e.is_reused and isinstance(e.plan, Plan)),
-            max(map(_requested_budget_bytes, plans)),
+            max(map(requested_budget_bytes, plans)),
         )
 
     def budget_at_largest_size(self, requested: Budget) -> Budget:
@@ -140,7 +140,7 @@ def superseded_keys(
     relative budget they may use as much memory as `entry`, the plan of a larger step."""
     if not isinstance(entry.plan, Plan):
         return []
-    budget_bytes = _requested_budget_bytes(entry.plan)
+    budget_bytes = requested_budget_bytes(entry.plan)
     return [
         key
         for key, other in entries.items()
@@ -148,7 +148,7 @@ def superseded_keys(
         and other.topology_key == entry.topology_key
         and other.plan.overhead > 0
         and other.plan.baseline_peak_bytes < entry.plan.baseline_peak_bytes
-        and _requested_budget_bytes(other.plan) < budget_bytes
+        and requested_budget_bytes(other.plan) < budget_bytes
     ]
 
 
@@ -244,11 +244,6 @@ def _with_scaled_baseline(scaled: Trace, unsplit: Trace, solved: Trace) -> Trace
     ratio = scaled.graph().total_cost_s / (solved.graph().total_cost_s or 1.0)
     time_s = solved.unsplit.time_s * ratio
     return scaled.replace(unsplit=BaselineRecord(peak_bytes=peak_bytes, time_s=time_s))
-
-
-def _requested_budget_bytes(plan: Plan) -> int:
-    """Return the budget of a plan before the allocator's fragmentation was subtracted from it."""
-    return int(plan.stats.get("requested_budget_bytes", plan.budget_bytes))
 
 
 def _allocated_peak_bytes(trace: Trace, schedule: Schedule) -> int:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import chain, count
+from types import MappingProxyType
 from typing import NamedTuple
 
 from remat.costs.link import Link
@@ -43,12 +45,14 @@ def offload_values(
     stays: Iterable[HostStay],
     link: Link,
     recomputed_s: Mapping[str, float],
+    arrival_overwrites: Mapping[int, int] = MappingProxyType({}),
 ) -> OffloadedGraph:
     """Return the graph in which values are offloaded; the costs of its operations decide where
     copies start and end.
 
-    `values` are those that can be offloaded, none of them results. For the
-    rest see `copy_places`. The graph has a boundary.
+    `values` are those that can be offloaded, none of them results. `arrival_overwrites` has the
+    value that an operation may write over if that comes back from the host. For the rest see
+    `copy_places`. The graph has a boundary.
     """
     boundary = graph.boundary
     assert boundary is not None
@@ -59,7 +63,7 @@ def offload_values(
         place._replace(released=boundary - 1) if place.released == boundary else place
         for place in copy_places(operations, boundary + 1, candidates, stays, link, recomputed_s)
     ]
-    return _insert(graph, places)
+    return _insert(graph, places, arrival_overwrites)
 
 
 def _candidates(graph: Graph, values: Collection[int]) -> Iterator[Candidate]:
@@ -69,7 +73,9 @@ def _candidates(graph: Graph, values: Collection[int]) -> Iterator[Candidate]:
         yield Candidate(graph.values[v].name, graph.values[v].size_bytes, producer, result, idle)
 
 
-def _insert(graph: Graph, places: list[CopyPlaces]) -> OffloadedGraph:
+def _insert(
+    graph: Graph, places: list[CopyPlaces], arrival_overwrites: Mapping[int, int]
+) -> OffloadedGraph:
     """Return the graph with the operations of these copies. Copies that start at the same place do
     so in the reverse order of `places`, and end so."""
     before: dict[int, list[CopyOperation]] = defaultdict(list)
@@ -84,7 +90,9 @@ def _insert(graph: Graph, places: list[CopyPlaces]) -> OffloadedGraph:
             before[place.start if kind == "reload" else place.needed].append(
                 CopyOperation(kind, value)
             )
-    insertion = _Insertion(graph)
+    arriving = {graph.operations[p.producer].outputs[p.result] for p in places}
+    overwrites = {op: v for op, v in arrival_overwrites.items() if v in arriving}
+    insertion = _Insertion(graph, overwrites)
     for op in range(len(graph)):
         for copy in (*before[op], op, *after[op]):
             insertion.add(copy)
@@ -94,8 +102,9 @@ def _insert(graph: Graph, places: list[CopyPlaces]) -> OffloadedGraph:
 class _Insertion:
     """The operations and values of a graph with copies, while it is built."""
 
-    def __init__(self, graph: Graph) -> None:
+    def __init__(self, graph: Graph, overwrites: Mapping[int, int]) -> None:
         self.old = graph
+        self.overwrites = overwrites
         self.operations: list[Operation] = []
         self.values = list(graph.values)
         self.sources: list[int | CopyOperation] = []
@@ -112,8 +121,11 @@ class _Insertion:
             self.operations.append(self._copy(source))
             return
         operation = self.old.operations[source]
-        same = self.index.get(operation.same_copy_as, -1)
-        self.operations.append(replace(operation, same_copy_as=same))
+        if operation.same_copy_as >= 0:
+            operation = replace(operation, same_copy_as=self.index[operation.same_copy_as])
+        if source in self.overwrites:
+            operation = replace(operation, overwrites=(self.overwrites[source],))
+        self.operations.append(operation)
 
     def result(self) -> OffloadedGraph:
         """Return the graph. Its times and percentages are relative to the step without copies."""
@@ -168,7 +180,7 @@ class _Insertion:
         return self.output[copy]
 
     def _new_name(self, name: str) -> str:
-        names = (name, *(f"{name}_{number}" for number in range(2, 100)))
-        unique = next(n for n in names if n not in self.names)
+        numbered = (f"{name}_{number}" for number in count(2))
+        unique = next(n for n in chain([name], numbered) if n not in self.names)
         self.names.add(unique)
         return unique

@@ -16,7 +16,9 @@ from remat.frontend.compile.joint.fx_utils import (
 from remat.frontend.compile.kernels.fusion_groups import FusionGroup
 from remat.frontend.compile.kernels.to_solver import CompileProblem, TensorCopy
 from remat.graph import Graph
-from remat.passes.offload.copies_in_graph import CopyOperation, offload_values
+from remat.passes.offload.copies_in_graph import CopyOperation, OffloadedGraph, offload_values
+from remat.plan import Plan
+from remat.schedule import Schedule
 
 
 @dataclass(frozen=True)
@@ -72,8 +74,7 @@ class OffloadableProblem:
     def with_stays(self, planned: PlannedStays, link: Link) -> OffloadableProblem:
         """Return the problem with tensors offloaded."""
         problem = self.problem
-        values = self.offloadable_values(0)
-        offloaded = offload_values(problem.graph, values, planned.stays, link, planned.recomputed_s)
+        offloaded = self._offloaded_graph(planned, link)
         groups = tuple(
             TensorCopy(source.kind, self._node_of(source.value))
             if isinstance(source, CopyOperation)
@@ -82,12 +83,25 @@ class OffloadableProblem:
         )
         return OffloadableProblem(replace(problem, graph=offloaded.graph, groups=groups))
 
+    def graph_with_stays(self, planned: PlannedStays, link: Link) -> Graph:
+        """Return the graph of `with_stays`."""
+        return self._offloaded_graph(planned, link).graph
+
+    def _offloaded_graph(self, planned: PlannedStays, link: Link) -> OffloadedGraph:
+        graph, values = self.problem.graph, self.offloadable_values(0)
+        return offload_values(graph, values, planned.stays, link, planned.recomputed_s)
+
     def _node_of(self, value: int) -> fx.Node:
         graph = self.problem.graph
         producer = graph.producer[value]
         group = self.problem.groups[producer]
         assert isinstance(group, FusionGroup)
         return group.written[graph.operations[producer].outputs.index(value)]
+
+    def with_schedule(self, plan: Plan, schedule: Schedule) -> Plan:
+        """Return the plan with another schedule. The allocator's peak is compared with the budget
+        once the code is there."""
+        return replace(plan, schedule=schedule)
 
     def with_waits(self, waits_s: Mapping[str, float]) -> OffloadableProblem:
         """Return the problem with these costs of the operations that wait for copies."""

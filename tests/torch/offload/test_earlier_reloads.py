@@ -1,0 +1,95 @@
+"""Copies back start earlier where a solved schedule waits for them and the budget has room."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from tests.torch.offload.test_offload_tensors import FAST, SMALL_BYTES, measured, net_case, run
+
+import remat
+from remat.allocator.prediction import with_prediction
+from remat.choice.offloadable_step import TraceStep
+from remat.choice.stays import PlannedStays
+from remat.costs.link import Link
+from remat.documents.trace import Trace
+from remat.passes.offload.candidates import idle_spans
+from remat.passes.offload.copies import copy_times, offloaded_values
+from remat.passes.offload.earlier_reloads import with_earlier_reloads
+from remat.passes.offload.places import HostStay
+from remat.schedule import Schedule
+from remat.simulate import simulate
+
+SLOW = Link(1e12, 3e9)
+
+
+@pytest.fixture(scope="module")
+def trace() -> Trace:
+    """Return a trace in which copies back start as late as for a fast link."""
+    step = TraceStep(measured(net_case()))
+    names = step.offloadable_values(SMALL_BYTES)
+    spans = idle_spans(step.graph(), names)
+    stays = [HostStay(names[v]) for v, span in spans.items() if span.next_reader is not None]
+    return step.with_stays(PlannedStays(tuple(stays), {}), FAST).trace
+
+
+def waiting_s(trace: Trace, schedule: Schedule) -> float:
+    return copy_times(trace.graph(), schedule.runs, SLOW).waiting_s
+
+
+@pytest.mark.parametrize("room", [0.02, 0.1, 1.0])
+def test_the_step_waits_less_within_the_budget(trace: Trace, room: float) -> None:
+    graph = trace.graph()
+    late = Schedule.keep_all(graph)
+    peak_bytes = simulate(graph, late).peak_bytes
+    budget_bytes = int((1 + room) * peak_bytes)
+    earlier = with_earlier_reloads(graph, late, budget_bytes, SLOW)
+    assert waiting_s(trace, earlier) < waiting_s(trace, late)
+    assert simulate(graph, earlier).peak_bytes <= budget_bytes
+    before, after = (copy_times(graph, s.runs, SLOW) for s in (late, earlier))
+    assert after.largest_host_bytes <= before.largest_host_bytes
+    reloads = {o.reload for o in offloaded_values(graph)}
+    others = [[op for op in s.runs if op not in reloads] for s in (late, earlier)]
+    assert others[0] == others[1], "nothing else moves"
+
+
+def test_nothing_moves_where_nothing_waits_or_fits(trace: Trace) -> None:
+    graph = trace.graph()
+    late = Schedule.keep_all(graph)
+    instant = Link(1e18, 1e18)
+    assert with_earlier_reloads(graph, late, 1 << 40, instant) is late
+    assert with_earlier_reloads(graph, late, graph.constant_bytes, SLOW) is late
+    without = measured(net_case()).graph()
+    assert with_earlier_reloads(without, Schedule.keep_all(without), 1 << 40, SLOW).keeps_order()
+
+
+def test_on_a_gpu_the_allocator_has_to_stay_within_the_budget() -> None:
+    """The simulator counts bytes of tensors, the allocator blocks and segments."""
+    case = net_case()
+    traced = remat.trace(case.model, case.args, case.kwargs, device="h100")
+    step = TraceStep(remat.measure(traced, remat.Roofline("h100")))
+    names = step.offloadable_values(SMALL_BYTES)
+    spans = idle_spans(step.graph(), names)
+    stays = [HostStay(names[v]) for v, span in spans.items() if span.next_reader is not None]
+    step = step.with_stays(PlannedStays(tuple(stays), {}), FAST)
+    graph = step.graph()
+    late = Schedule.keep_all(graph)
+    plan = with_prediction(remat.solve(graph, simulate(graph, late).peak_bytes), step.trace)
+    earlier = with_earlier_reloads(graph, plan.schedule, 1 << 40, SLOW)
+    assert not earlier.keeps_order()
+    assert step.with_schedule(plan, earlier) is None
+    unchanged = step.with_schedule(plan, plan.schedule)
+    assert unchanged is not None
+    assert unchanged.stats == plan.stats
+
+
+def test_an_earlier_copy_changes_no_number(trace: Trace) -> None:
+    case = net_case()
+    earlier = with_earlier_reloads(trace.graph(), Schedule.keep_all(trace.graph()), 1 << 40, SLOW)
+    assert not earlier.keeps_order()
+    reference = copy.deepcopy(case.model)
+    module = remat.lower(remat.rewrite(trace, earlier), case.model)
+    assert torch.equal(run(reference, case), run(module, case))
+    for p, q in zip(reference.parameters(), case.model.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad)
