@@ -116,8 +116,8 @@ def _check_replaced(stored: SolverResult, cells: Sequence[Cell], path: Path) -> 
 
 
 def _check_runs(cell: Cell, command: Sequence[str], limit_s: float) -> None:
-    """End the program if a solver does not start, or fails where keeping all values fits. An answer
-    that takes too long is none of these."""
+    """End the program if a solver does not start, or fails where keeping all values fits. A timeout
+    is not an error here."""
     _, baseline_bytes = _graph(cell.model, cell.gpu)
     try:
         ran = _run(cell, command, baseline_bytes, limit_s)
@@ -128,7 +128,7 @@ def _check_runs(cell: Cell, command: Sequence[str], limit_s: float) -> None:
     if ran.returncode:
         raise SystemExit(
             f"the solver fails for {cell.model} with a budget of {baseline_bytes} bytes, where no "
-            f"recomputation is needed: {_failure(ran)}; mend it, nothing is stored"
+            f"recomputation is needed: {_failure(ran)}; fix it; no row is stored"
         )
 
 

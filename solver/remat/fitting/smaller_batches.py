@@ -32,7 +32,8 @@ def smaller_batch_options(question: FitQuestion) -> Iterator[FitOption | Exclude
         try:
             option = _option(question, batch, question.trace_of_batch(batch))
         except TraceError as error:  # such as batch norm of one sample
-            option = ExcludedOption(_NAME, f"of a batch of {batch}, {one_line(error)}")
+            reason = f"a batch of {batch} cannot be traced: {one_line(error)}"
+            option = option or ExcludedOption(_NAME, reason)
             break
         if option.fits:
             break

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch._functorch.config
 import torch.nn.functional as F
 from tests.helpers.training.models import FAMILIES, PLAIN, Case, gpt2
 from tests.helpers.training.recorded_steps import assert_same, eager_step, run_step
@@ -553,7 +552,7 @@ def state_of_torch() -> tuple[object, ...]:
     }
     return (
         {str(operator): dict(operator.py_kernels) for operator in operators},
-        torch._functorch.config.backward_pass_autocast,
+        torch._C._dispatch_tls_is_dispatch_key_included(torch._C.DispatchKey.Functionalize),
         torch._C._get_mkldnn_enabled(),
         torch.is_autocast_enabled("cpu"),
         torch.get_autocast_dtype("cpu"),

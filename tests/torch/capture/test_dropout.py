@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch._functorch.config
 import torch.nn.functional as F
 from tests.helpers.training.models import Case
 from tests.helpers.training.recorded_steps import assert_eager_when_recomputed
@@ -110,7 +109,7 @@ def state_of_torch() -> tuple[object, ...]:
     operators = (aten.dropout.default, aten.bernoulli_.float, aten._to_copy.default)
     return (
         *(dict(operator.py_kernels) for operator in operators),
-        torch._functorch.config.backward_pass_autocast,
+        torch._C._dispatch_tls_is_dispatch_key_included(torch._C.DispatchKey.Functionalize),
         torch.clear_autocast_cache,
         torch.is_autocast_cache_enabled(),
     )

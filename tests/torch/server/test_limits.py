@@ -37,7 +37,7 @@ from remat_server.store import jobs, tables
 from remat_server.store.database import Database, now
 from remat_server.store.jobs import NewJob
 
-OPERATIONS, VALUES, BODY_BYTES = 75, 73, 64_000
+OPERATIONS, VALUES, BODY_BYTES = 69, 67, 64_000
 
 
 def test_size_settings_are_in_bytes() -> None:
@@ -103,12 +103,12 @@ def test_only_allowed_hosts_are_answered(http: httpx2.Client) -> None:
 
 
 def test_the_size_of_graphs_is_limited(http: httpx2.Client, trace: dict[str, Any]) -> None:
-    dry(http, graph=chain(36))  # 73 of both
-    dry(http, "75 values; this service accepts up to 73", 413, graph=chain(37))
-    dry(http, "77 operations; this service accepts up to 75", 413, graph=chain(38))
+    dry(http, graph=chain(33))  # 67 of both
+    dry(http, "69 values; this service accepts up to 67", 413, graph=chain(34))
+    dry(http, "71 operations; this service accepts up to 69", 413, graph=chain(35))
     dry(http, graph=None, trace=trace)
     more = {**trace, "nodes": [*trace["nodes"], trace["nodes"][-1]]}
-    dry(http, "76 operations; this service accepts up to 75", 413, graph=None, trace=more)
+    dry(http, "70 operations; this service accepts up to 69", 413, graph=None, trace=more)
 
 
 def test_the_size_of_bodies_is_limited(http: httpx2.Client) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import sympy
@@ -10,7 +11,14 @@ import torch
 
 from remat.errors import TraceError
 
-_SYMBOLIC_TYPES = (torch.SymInt, torch.SymFloat, torch.SymBool)
+SYMBOLIC_TYPES = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
+@dataclass(frozen=True)
+class SymbolicNumber:
+    """A number of a symbolic capture, as an argument of an operation."""
+
+    expression: Any
 
 
 class SymbolValues:
@@ -26,7 +34,7 @@ class SymbolValues:
 
     def concrete(self, value: Any) -> Any:
         """Return the value of a SymInt, SymFloat or SymBool; anything else unchanged."""
-        return self.evaluate(value.node.expr) if isinstance(value, _SYMBOLIC_TYPES) else value
+        return self.evaluate(value.node.expr) if isinstance(value, SYMBOLIC_TYPES) else value
 
     def evaluate(self, expression: Any) -> bool | int | float:
         """Evaluate a sympy expression. Raises `TraceError` if it has symbols without a value: those

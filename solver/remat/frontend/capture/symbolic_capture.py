@@ -18,7 +18,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from remat.documents.structure import Structure
 from remat.documents.trace import Trace
-from remat.frontend.capture.reading.joint_graph import CapturedJointGraph
+from remat.frontend.capture.reading.captured_joint_graph import CapturedJointGraph
 from remat.frontend.capture.symbol_values import SymbolValues
 from remat.frontend.capture.trace import capture_joint_graph
 

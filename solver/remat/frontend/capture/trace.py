@@ -1,8 +1,7 @@
 """`trace`: capture the joint forward and backward graph of a training step.
 
-Uses `aot_export_joint_with_descriptors`, which supports tied, frozen and unused parameters, mutated
-buffers, keyword arguments and outputs without a gradient, and describes every graph input and
-output. Nothing is computed: the capture runs on fake tensors.
+Supports tied, frozen and unused parameters, mutated buffers, keyword arguments and outputs without
+a gradient. Nothing is computed: the capture runs on fake tensors.
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ from remat.documents.structure import Structure
 from remat.documents.trace import Trace
 from remat.errors import TraceError
 from remat.frontend.capture.absent_gpu.convolution_layouts import cudnn_convolution_layouts
+from remat.frontend.capture.attempts import capture_step
 from remat.frontend.capture.eager_kernels.fake_layouts import fakes_with_kernel_layouts
 from remat.frontend.capture.eager_kernels.overrides import eager_kernel_overrides
-from remat.frontend.capture.export import export_joint_graph
 from remat.frontend.capture.model.checkpointing import checkpointing_disabled
 from remat.frontend.capture.model.compiled_modules import (
     compiled_code_run_eagerly,
@@ -38,7 +37,7 @@ from remat.frontend.capture.model.preserved_state import (
     module_attributes_checked,
     python_rng_forbidden,
 )
-from remat.frontend.capture.reading.joint_graph import CapturedJointGraph
+from remat.frontend.capture.reading.captured_joint_graph import CapturedJointGraph
 from remat.frontend.common.pytree import flatten
 from remat.frontend.common.target_gpu import TargetGpu, find_target_gpu, local_device
 from remat.limits.outputs import OUTPUTS_HELD, are_dropped, differentiated_with
@@ -122,7 +121,7 @@ def capture_joint_graph(
         contextlib.ExitStack() as stack,
     ):
         are_leaves = [leaf.is_leaf for leaf in leaves]
-        # torch's capture reads `.grad`, and warns if that is not of a leaf.
+        # Inputs of the step are leaves of autograd.
         leaves = [t if t.is_leaf else t.detach().requires_grad_() for t in leaves]
         flat_model = FlatModel(model, inputs, differentiate, are_leaves)
         stack.enter_context(torch.enable_grad())
@@ -138,8 +137,8 @@ def capture_joint_graph(
         stack.enter_context(fakes_with_kernel_layouts())
         if target is not None:
             stack.enter_context(cudnn_convolution_layouts())
-        module, queries = export_joint_graph(stack, flat_model, leaves)
-        joint = CapturedJointGraph(module, flat_model, inputs, environment, target, queries)
+        graph, queries = capture_step(flat_model, leaves)
+        joint = CapturedJointGraph(graph, flat_model, inputs, environment, target, queries)
     if symbolic and changed:
         name, owner = next(iter(changed.items()))
         raise TraceError(

@@ -4,6 +4,8 @@
 - `operators`: looks up torch operations by name, and converts their arguments to and from data.
 - `pytree`: flattens and rebuilds nested arguments and outputs.
 - `torch_modes`: context managers for autocast, the grad mode and dispatch modes.
+- `garbage_collection`: no searches for reference cycles while many objects are created.
+- `failing_part`: the part of a step that raised an error, such as the criterion.
 - `target_gpu`: devices by name, local or only known by their data sheet.
 - `code_origin`: tells the user's source files from those of torch, remat and installed packages.
 """

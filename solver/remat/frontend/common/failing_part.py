@@ -15,7 +15,8 @@ def errors_of(part: str) -> Iterator[None]:
         yield
     except Exception as error:
         if not hasattr(error, _ATTRIBUTE):  # an inner part is more exact
-            setattr(error, _ATTRIBUTE, part)
+            with contextlib.suppress(AttributeError, TypeError):  # errors that cannot be changed
+                setattr(error, _ATTRIBUTE, part)
         raise
 
 

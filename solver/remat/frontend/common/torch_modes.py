@@ -53,3 +53,12 @@ def isolated_modes(device: torch.device) -> Iterator[None]:
         _disable_current_modes(),
     ):
         yield
+
+
+@contextmanager
+def capture_paused() -> Iterator[None]:
+    """Within the context, a capture that is running neither records nor functionalizes operations:
+    they compute on real tensors, or on meta tensors."""
+    functionalize = torch._C.DispatchKeySet(torch._C.DispatchKey.Functionalize)
+    with torch._C._ExcludeDispatchKeyGuard(functionalize), _disable_current_modes():
+        yield

@@ -1,4 +1,4 @@
-"""Corrections to torch's capture, so that it records the operators that eager mode runs.
+"""Corrections to a recorded step, so that it has the operators that eager mode runs.
 
 overrides        registers the replacements below in torch's Python dispatcher for one capture
 autocast_cache   one cast per parameter under autocast, as by eager mode's cache

@@ -1,8 +1,9 @@
 """Autocast's weight cache, for captures; see `remat.frontend.capture.eager_kernels.overrides`.
 
 Under autocast, eager mode casts each parameter once, however often it is used, and sums the
-gradients of those uses in the lower precision. Torch's capture turns that cache off: it would cast
-at each use, store as many copies, and sum in float32.
+gradients of those uses in the lower precision. Torch's cache is off during a capture, since it
+would take any input for a parameter. Without this one, each use would be cast, as many copies
+stored, and the gradients summed in float32.
 """
 
 from __future__ import annotations

@@ -14,13 +14,13 @@ import functools
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
 from remat.frontend.capture.eager_kernels.memory_order import (
     inverse_permute,
     memory_order,
     permute,
 )
+from remat.frontend.common.torch_modes import capture_paused
 
 Tensor = torch.Tensor
 
@@ -84,7 +84,7 @@ def _sample_in_memory_order(
 @functools.cache
 def _dropout_scale(p: float, dtype: torch.dtype) -> float:
     """Return 1 / (1 - p) as the CPU's kernel computes and rounds it."""
-    with _disable_current_modes():
+    with capture_paused():
         return torch.ones((), dtype=dtype).div_(1 - p).item()
 
 

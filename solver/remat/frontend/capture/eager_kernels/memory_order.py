@@ -6,9 +6,9 @@ import functools
 from collections.abc import Sequence
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
 from remat.frontend.capture.symbol_values import hint
+from remat.frontend.common.torch_modes import capture_paused
 
 Tensor = torch.Tensor
 
@@ -17,7 +17,7 @@ def memory_order(*tensors: Tensor) -> list[int]:
     """Return the dimensions, outermost first, in which a pointwise operation on all of these lays
     out its result. The order is the same for all values of symbolic sizes, which are 2 at least."""
     if any(t._has_symbolic_sizes_strides for t in tensors):
-        with _disable_current_modes():
+        with capture_paused():
             layouts = tuple((_hints(t.shape), _hints(t.stride())) for t in tensors)
     else:
         layouts = tuple((tuple(t.shape), t.stride()) for t in tensors)
@@ -31,7 +31,7 @@ def _hints(sizes: Sequence[int | torch.SymInt]) -> tuple[int, ...]:
 @functools.lru_cache(maxsize=1 << 12)
 def _order_of_layouts(layouts: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]) -> list[int]:
     """Return the order for operands of these shapes and strides. A network has few of them."""
-    with _disable_current_modes():
+    with capture_paused():
         operands = [torch.empty_strided(*layout, device="meta") for layout in layouts]
         strides = torch.empty_like(functools.reduce(torch.mul, operands)).stride()
     return sorted(range(len(strides)), key=lambda dimension: -strides[dimension])

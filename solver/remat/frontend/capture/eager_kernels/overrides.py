@@ -1,7 +1,7 @@
-"""Overrides of operators during a capture, where torch's capture differs from eager mode.
+"""Overrides of operators during a capture, where it would differ from eager mode.
 
-Torch traces a step under its Python dispatcher, which calls an operator's Python kernel, if there
-is one, instead of its C++ kernel. During a capture, remat registers Python kernels for some
+A step is recorded under torch's Python dispatcher, which calls an operator's Python kernel, if
+there is one, instead of its C++ kernel. During a capture, remat registers Python kernels for some
 operators. Nothing else sees them: eager mode does not use the Python dispatcher.
 
 A step for an absent GPU is captured on CPU tensors. The operators then get kernels that call what
@@ -15,7 +15,6 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-import torch._functorch.config
 from torch._C import DispatchKey
 from torch._ops import OpOverload
 
@@ -74,8 +73,7 @@ def eager_kernel_overrides(
     autocast_cache: AutocastCache, target: TargetGpu | None = None, *, symbolic: bool = False
 ) -> Iterator[None]:
     """Within the context, a capture records the operators that eager mode runs: dropout, in-place
-    sampling, batch norm, and autocast with its weight cache in the forward and without autocast in
-    the backward.
+    sampling, batch norm, and autocast with its weight cache.
 
     With a `target`, these are the operators of that absent GPU, although all tensors are on the
     CPU. Use `symbolic` if the capture has symbolic sizes.
@@ -96,7 +94,6 @@ def eager_kernel_overrides(
             if target_autocast_dtype() is not None:
                 kernels = with_cuda_autocast(kernels)
                 stack.enter_context(cuda_autocast_on_cpu())
-        stack.enter_context(torch._functorch.config.patch(backward_pass_autocast="off"))
         stack.enter_context(autocast_cache.cleared_with_torch_cache())
         stack.enter_context(kernels_registered(kernels))
         yield

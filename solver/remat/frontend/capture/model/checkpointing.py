@@ -10,6 +10,10 @@ from typing import Any
 
 import torch.utils.checkpoint
 
+_GENERATOR = "_checkpoint_without_reentrant_generator"
+if hasattr(torch.utils.checkpoint, f"{_GENERATOR}_impl"):  # since torch 2.14
+    _GENERATOR = f"{_GENERATOR}_impl"
+
 
 class _ThreadState(threading.local):
     is_disabled = False
@@ -53,10 +57,7 @@ def _torch_patched() -> Iterator[None]:
     module = torch.utils.checkpoint
     with _lock:
         if not _patch_users:
-            _originals = (
-                module._checkpoint_without_reentrant_generator,
-                module.CheckpointFunction.apply,
-            )
+            _originals = getattr(module, _GENERATOR), module.CheckpointFunction.apply
             _patch_torch(*_originals)
         _patch_users += 1
     try:
@@ -88,5 +89,5 @@ def _patch_torch(generator: Callable[..., Any], apply: Callable[..., Any]) -> No
 
 def _set_torch_functions(generator: Callable[..., Any], apply: Callable[..., Any]) -> None:
     module: Any = torch.utils.checkpoint
-    module._checkpoint_without_reentrant_generator = generator
+    setattr(module, _GENERATOR, generator)
     module.CheckpointFunction.apply = apply

@@ -1,7 +1,7 @@
 """`FlatModel`: a model as a function from a flat list of tensors to a flat tuple of tensors.
 
-The capture calls it in place of the model. It rebuilds the arguments, calls the model with every
-operation annotated by its module path, and flattens the outputs. One autograd node must be able to
+The capture calls it in place of the model. It rebuilds the arguments, calls the model, notes which
+module runs when, and flattens the outputs. One autograd node must be able to
 return them, so:
 
 * a model that returns a loss is differentiated through the loss only: its other outputs are
@@ -13,25 +13,20 @@ return them, so:
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import compress
-from typing import Any
 
 import torch
-import torch.fx.traceback
 from torch import nn
 
 from remat.documents.structure import Structure
 from remat.errors import TraceError, no_loss_returned
 from remat.frontend.capture.eager_kernels.autocast_cache import AutocastCache
 from remat.frontend.capture.model.call_limit import CallLimit
+from remat.frontend.capture.model.module_paths import ModulePaths
 from remat.frontend.capture.model.preserved_state import registered_buffers
 from remat.frontend.common.pytree import flatten, unflatten
 from remat.limits.outputs import SCALARS
-
-MODULE_PATH_KEY = "remat_module"
-"""The key of the module path among the annotations of an fx node."""
 
 
 @dataclass
@@ -67,6 +62,7 @@ class FlatModel(nn.Module):
         self.are_leaves = are_leaves
         self.output_info = OutputInfo()
         self.autocast_cache = AutocastCache()
+        self.module_paths = ModulePaths()
         self.parameters_by_name = dict(model.named_parameters(remove_duplicate=False))
 
     def forward(self, *leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -75,7 +71,7 @@ class FlatModel(nn.Module):
         buffers = registered_buffers(self.model)
         cached_inputs = ([leaf] for leaf in compress(leaves, self.are_leaves))
         self.autocast_cache.start_forward([*self._tied_parameters(), *cached_inputs])
-        with module_paths_annotated(self.model), CallLimit(self.model):
+        with self.module_paths.followed_forward(self.model), CallLimit(self.model):
             returned = self.model(*args, **kwargs)
         _write_replaced_buffers(self.model, buffers)
         tensors, structure = flatten(returned, "the model's output ")
@@ -179,29 +175,3 @@ def _write_replaced_buffers(
         with torch.no_grad():
             old.copy_(new)
         module._buffers[name] = old
-
-
-@contextmanager
-def module_paths_annotated(model: nn.Module) -> Iterator[None]:
-    """Within the context, annotate every traced operation with the path of its module."""
-    active: list[Any] = []
-    paths = {module: name for name, module in model.named_modules()}
-
-    def enter(module: nn.Module, args: object) -> None:
-        annotation = torch.fx.traceback.annotate({MODULE_PATH_KEY: paths.get(module, "")})
-        annotation.__enter__()
-        active.append(annotation)
-
-    def leave(module: nn.Module, args: object, output: object) -> None:
-        if active:
-            active.pop().__exit__(None, None, None)
-
-    handles: list[Any] = []
-    for module in paths:
-        handles.append(module.register_forward_pre_hook(enter))
-        handles.append(module.register_forward_hook(leave, always_call=True))
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()

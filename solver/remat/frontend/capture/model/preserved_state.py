@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils._pytree import tree_leaves
 
 from remat.errors import TraceError
@@ -20,7 +19,7 @@ from remat.errors import TraceError
 _ABSENT = object()
 """Stands for the previous value of an attribute that did not exist."""
 
-_CAPTURE_TYPES = (FakeTensor, FunctionalTensor, torch.SymInt, torch.SymFloat, torch.SymBool)
+_CAPTURE_TYPES = (FakeTensor, torch.SymInt, torch.SymFloat, torch.SymBool)
 """Types of values that are meaningless after the capture."""
 
 
@@ -105,17 +104,24 @@ def module_attributes_checked(model: nn.Module) -> Iterator[dict[str, str]]:
         for module, before in modules:
             for name, value in list(module.__dict__.items()):
                 previous = before.get(name, _ABSENT)
-                if value is previous or _is_same_scalar(value, previous):
+                if value is previous or is_same_scalar(value, previous):
                     continue
                 changed[name] = type(module).__name__
-                if not any(isinstance(leaf, _CAPTURE_TYPES) for leaf in tree_leaves(value)):
+                if not any(map(_is_of_capture, tree_leaves(value))):
                     continue
                 del module.__dict__[name]
                 if previous is not _ABSENT:
                     module.__dict__[name] = previous
 
 
-def _is_same_scalar(a: object, b: object) -> bool:
+def _is_of_capture(leaf: object) -> bool:
+    """True for a fake tensor, a wrapper of one, and a symbol."""
+    is_wrapper = isinstance(leaf, torch.Tensor) and torch._is_functional_tensor(leaf)
+    return is_wrapper or isinstance(leaf, _CAPTURE_TYPES)
+
+
+def is_same_scalar(a: object, b: object) -> bool:
+    """True for equal scalars or strings of one type."""
     return isinstance(a, (bool, int, float, str)) and type(a) is type(b) and a == b
 
 

@@ -1,6 +1,7 @@
-"""The joint graph of AOTAutograd, read into a `Trace`.
+"""The recorded joint graph, read into a `Trace`.
 
-joint_graph        `CapturedJointGraph`: the exported graph; its trace for given symbol values
+joint_graph        `JointGraph`: forward and backward as one graph of functional operators
+captured_joint_graph  the graph with its model; its trace for given symbol values
 reader             walks the graph's nodes: graph inputs, constants, operations and outputs
 trace_builder      the trace under construction: tensors, storages and views by name
 mutations          writes of new values into mutated buffers and inputs

@@ -18,12 +18,12 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
 from remat.errors import TraceError
 from remat.frontend.capture.symbol_values import SymbolValues, hint
+from remat.frontend.common.torch_modes import capture_paused
 
 MAX_ELEMENTS = 1 << 22
 """Larger tensors are not folded. A mask of 2048 x 2048 still is."""
@@ -45,6 +45,11 @@ _SCALAR_CONVERSIONS = frozenset(
     getattr(torch.Tensor, name)
     for name in ("__bool__", "item", "__int__", "__float__", "__index__")
 )
+_MEMORY_READS = frozenset(
+    getattr(torch.Tensor, name)
+    for name in ("numpy", "__array__", "__dlpack__", "tolist", "data_ptr")
+)
+"""They read memory, or pass it on, without an operator that a capture could record."""
 _IN_PLACE_METHODS = (
     frozenset({"__setitem__"})
     | {
@@ -62,6 +67,10 @@ _NONDETERMINISTIC_NAMES = (
     "empty",
     "uniform",
 )
+
+
+class DataDependentReadError(Exception):
+    """The model's code reads the memory of a tensor that a capture has no values of."""
 
 
 class ConstantFolding(TorchFunctionMode):
@@ -87,11 +96,13 @@ class ConstantFolding(TorchFunctionMode):
         tensors = _tensors((args, kwargs))
         is_constant = all(t in self._values for t in tensors)
         if func in _SCALAR_CONVERSIONS and tensors and is_constant:
-            with _disable_current_modes():
+            with capture_paused():
                 answer = func(self._values[tensors[0]])
             if (recipe := self._recipes.get(tensors[0])) is not None:
                 self.queries.append(ConstantQuery(func, recipe, answer))
             return answer
+        if func in _MEMORY_READS and any(map(torch._is_functional_tensor, tensors)):
+            return self._read_memory(func, args, kwargs, is_constant)
         result = func(*args, **kwargs)
         if _is_in_place(func) or "out" in kwargs or kwargs.get("inplace"):
             # The written tensor may be a view of any constant: drop all values.
@@ -101,6 +112,17 @@ class ConstantFolding(TorchFunctionMode):
             self._evaluate(func, args, kwargs, result)
         return result
 
+    def _read_memory(
+        self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any], is_constant: bool
+    ) -> Any:
+        """Return what a function reads of a constant tensor. Raises `DataDependentReadError` for
+        other tensors, and for an address."""
+        if not is_constant or func is torch.Tensor.data_ptr:
+            raise DataDependentReadError(f"Tensor.{_function_name(func)} of a tensor without data")
+        with capture_paused():
+            real_args, real_kwargs = _map_leaves(self._real_argument, (args, kwargs))
+            return func(*real_args, **real_kwargs)
+
     def _evaluate(
         self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any], result: Any
     ) -> None:
@@ -109,7 +131,7 @@ class ConstantFolding(TorchFunctionMode):
         if not new_tensors or any(hint(t.numel()) > MAX_ELEMENTS for t in new_tensors):
             return
         try:
-            with _disable_current_modes(), torch.no_grad():
+            with capture_paused(), torch.no_grad():
                 real_args, real_kwargs = _map_leaves(self._real_argument, (args, kwargs))
                 real_result = func(*real_args, **real_kwargs)
         except Exception:

@@ -1,108 +1,36 @@
-"""`CapturedJointGraph`: a joint forward and backward graph that becomes a `Trace`.
-
-The reader separates forward from backward, names tensors and numbers storages, which identifies the
-views. Then `mutations` writes new values into buffers, and `gradients` gives each gradient its own
-storage.
-"""
+"""`JointGraph`: forward and backward of a training step as one graph of functional operators."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
+import torch
 from torch import fx
 
-from remat.documents.records import Environment
-from remat.documents.structure import Structure
-from remat.documents.trace import Trace
-from remat.frontend.capture.eager_kernels.fake_dtypes import correct_fake_dtypes
-from remat.frontend.capture.model.flat_model import FlatModel
-from remat.frontend.capture.reading.constant_folding import ConstantQuery
-from remat.frontend.capture.reading.reader import JointGraphReader
-from remat.frontend.capture.symbol_values import SymbolValues
-from remat.frontend.common.garbage_collection import cycles_not_collected
-from remat.frontend.common.target_gpu import CUDA_DEVICE, TargetGpu, local_gpu_name
-from remat.frontend.memory.device_memory import library_bytes
-from remat.passes.device_placement import results_on_cpu, trace_on_device
 
-_EFFICIENT_ATTENTION = "aten._scaled_dot_product_efficient_attention.default"
+@dataclass(frozen=True)
+class GraphInput:
+    """A tensor that the step reads, by the `kind` and `target` of its `Placeholder`."""
+
+    kind: str
+    target: str
 
 
-class CapturedJointGraph:
-    """The joint graph of one training step, as `aot_export_joint_with_descriptors` exported it.
+@dataclass(frozen=True, eq=False)
+class JointGraph:
+    """The forward and backward of a training step as functional operators.
 
-    Its step runs on the devices of the captured tensors, or on the GPU `target`. `queries` are the
-    constants that the capture read from tensors which depend on symbolic sizes.
+    The `val` of a node is its fake tensor, or several; `module` is the path of the module that it
+    belongs to, and `is_backward` is True if it was recorded after the forward (operators only).
+    `constants` are real tensors, by the target of their `get_attr` node. `inputs` says what each
+    placeholder is. `writes` are pairs of an input and its new value, which the forward leaves in
+    it; `gradients` are pairs of an input and its gradient. `outputs` are those of the model.
     """
 
-    def __init__(
-        self,
-        module: fx.GraphModule,
-        flat_model: FlatModel,
-        inputs: Structure,
-        environment: Environment,
-        target: TargetGpu | None = None,
-        queries: Sequence[ConstantQuery] = (),
-    ) -> None:
-        module.graph.eliminate_dead_code()
-        correct_fake_dtypes(module.graph, target)
-        self._module = module
-        self._flat_model = flat_model
-        self._inputs = inputs
-        self._environment = environment
-        self._target = target
-        self._queries = queries
-
-    def is_valid_at(self, values: SymbolValues) -> bool:
-        """True if every constant that the capture read is the same for these symbol values."""
-        return all(query.has_same_answer(values) for query in self._queries)
-
-    def trace(self, values: SymbolValues | None = None) -> Trace:
-        """Return the step as a trace, with these values for the symbols of the graph."""
-        with cycles_not_collected():
-            return self._trace(values or SymbolValues())
-
-    def _trace(self, values: SymbolValues) -> Trace:
-        reader = JointGraphReader(self._module, self._flat_model, values)
-        reader.read()
-        builder, target = reader.builder, self._target
-        model, result = self._flat_model.model, self._flat_model.output_info.structure
-        assert result is not None
-        device = builder.main_device()
-        trace = Trace(
-            model=f"{type(model).__module__}.{type(model).__qualname__}",
-            device=device if target is None else "cpu",
-            gpu=local_gpu_name(device) if target is None else target.name,
-            placeholders=tuple(builder.placeholders),
-            nodes=tuple(builder.nodes),
-            outputs=tuple(builder.outputs),
-            gradients=tuple(builder.gradients),
-            storage_bytes=tuple(builder.storage_bytes),
-            inputs=self._inputs,
-            result=result,
-            environment=self._environment,
-            reuses_memory=True,
-            library_bytes=library_bytes(
-                device,
-                (node.target for node in builder.nodes),
-                None if target is None else target.capability,
-            ),
-        )
-        return _with_attention_seeds_on_cpu(
-            trace if target is None else trace_on_device(trace, CUDA_DEVICE)
-        )
-
-
-def _with_attention_seeds_on_cpu(trace: Trace) -> Trace:
-    """Move the RNG seed and offset of memory-efficient attention with dropout to the CPU. Its
-    kernel returns them as CPU scalars, which the backward reads; their fake tensors are on the
-    GPU."""
-    return results_on_cpu(
-        trace,
-        {
-            result.storage
-            for node in trace.nodes
-            if node.target == _EFFICIENT_ATTENTION and node.random
-            for result in node.results
-            if result.position in (2, 3)
-        },
-    )
+    graph: fx.Graph
+    constants: Mapping[str, torch.Tensor]
+    inputs: Mapping[fx.Node, GraphInput]
+    writes: Sequence[tuple[fx.Node, fx.Node]]
+    outputs: Sequence[fx.Node]
+    gradients: Sequence[tuple[fx.Node, fx.Node]]

@@ -5,18 +5,17 @@ from __future__ import annotations
 import base64
 import math
 import operator
+from dataclasses import astuple
 
 import torch
 from torch import fx
-from torch._functorch._aot_autograd import descriptors as d
-from torch._ops import OpOverload
-from torch.utils._python_dispatch import _disable_current_modes
 
 from remat.documents.arguments import Argument, Ref
 from remat.documents.records import Node, Output, Placeholder, Result
 from remat.errors import TraceError
-from remat.frontend.capture.model.flat_model import MODULE_PATH_KEY, FlatModel
+from remat.frontend.capture.model.flat_model import FlatModel
 from remat.frontend.capture.reading.gradients import add_gradients
+from remat.frontend.capture.reading.joint_graph import JointGraph
 from remat.frontend.capture.reading.mutations import (
     BATCH_NORM_BACKWARDS,
     BATCH_NORM_TRAINING_INDEX,
@@ -24,8 +23,9 @@ from remat.frontend.capture.reading.mutations import (
     write_back,
 )
 from remat.frontend.capture.reading.trace_builder import TraceBuilder
-from remat.frontend.capture.symbol_values import SymbolValues
+from remat.frontend.capture.symbol_values import SymbolicNumber, SymbolValues
 from remat.frontend.common.operators import argument_from_torch, is_random
+from remat.frontend.common.torch_modes import capture_paused
 
 _FUNCTIONAL_COPY = "aten.copy.default"
 _MSE_LOSS = "aten.mse_loss.default"
@@ -33,29 +33,23 @@ _MSE_LOSS = "aten.mse_loss.default"
 MAX_CONSTANT_BYTES = 1 << 20
 """Tensor constants in the model's code are part of the trace; larger ones must be buffers."""
 
-_MODEL_PREFIX = "model."
-
 
 class JointGraphReader:
     """Reader of one joint graph. `read` fills `builder` with the records of the trace."""
 
-    def __init__(self, module: fx.GraphModule, flat_model: FlatModel, values: SymbolValues) -> None:
-        self.module = module
+    def __init__(self, joint: JointGraph, flat_model: FlatModel, values: SymbolValues) -> None:
+        self.joint = joint
         self.flat_model = flat_model
         self.builder = TraceBuilder(symbol_values=values)
         self._arguments: dict[fx.Node, Argument] = {}
         self._placeholder_by_id: dict[int, Placeholder] = {}
         """The one placeholder of each parameter, by the parameter's `id`."""
-        self._placeholder_by_target: dict[tuple[str, str], Placeholder] = {}
-        output = module.graph.find_nodes(op="output")[0]
-        self._outputs: list[tuple[fx.Node | None, object]] = list(
-            zip(output.args[0], output.meta["desc"], strict=True)  # type: ignore[arg-type]
-        )
+        self._placeholder_by_node: dict[fx.Node, Placeholder] = {}
         self._forward = self._forward_nodes()
 
     def read(self) -> None:
         """Read the whole graph: its nodes, then buffer writes, outputs and gradients."""
-        for node in self.module.graph.nodes:
+        for node in self.joint.graph.nodes:
             match node.op:
                 case "placeholder":
                     self._read_placeholder(node)
@@ -63,21 +57,15 @@ class JointGraphReader:
                     self._read_constant(node)
                 case "call_function":
                     self._read_call(node)
-        for node, desc in self._outputs:
-            if isinstance(desc, d.InputMutationAOTOutput) and node is not None:
-                buffer = self._placeholder_by_target[_kind_and_target(desc.mutated_input)]
-                write_back(self.builder, buffer, self._tensor_name(node))
+        for node, value in self.joint.writes:
+            write_back(self.builder, self._placeholder_by_node[node], self._tensor_name(value))
         forbid_batch_norm_recomputation(self.builder)
         self._read_outputs()
         add_gradients(
             self.builder,
             [
-                (
-                    self._placeholder_by_target[_kind_and_target(desc.grad_of)],
-                    self._tensor_name(node),
-                )
-                for node, desc in self._outputs
-                if isinstance(desc, d.GradAOTOutput) and node is not None
+                (self._placeholder_by_node[node], self._tensor_name(gradient))
+                for node, gradient in self.joint.gradients
             ],
         )
 
@@ -86,15 +74,11 @@ class JointGraphReader:
     def _forward_nodes(self) -> set[fx.Node]:
         """Return the nodes of the forward: ancestors of its outputs and buffer writes, and all of
         its random operations (the generator must advance as in eager mode)."""
-        stack = [
-            node
-            for node, desc in self._outputs
-            if node is not None and isinstance(desc, (d.PlainAOTOutput, d.InputMutationAOTOutput))
-        ]
+        stack = [*self.joint.outputs, *(value for _, value in self.joint.writes)]
         stack += [
             node
-            for node in self.module.graph.nodes
-            if is_random(node) and node.meta.get("partitioner_tag") != "is_backward"
+            for node in self.joint.graph.nodes
+            if is_random(node) and not node.meta["is_backward"]
         ]
         forward: set[fx.Node] = set()
         while stack:
@@ -107,16 +91,12 @@ class JointGraphReader:
     # -- graph inputs -----------------------------------------------------------------------
 
     def _read_placeholder(self, node: fx.Node) -> None:
-        kind, target = _kind_and_target(node.meta["desc"])
+        kind, target = astuple(self.joint.inputs[node])
         tensor = node.meta["val"]
-        if not isinstance(tensor, torch.Tensor):
-            raise TraceError(
-                f"graph input {node.name} of the joint graph is {tensor!r}, which is not a tensor"
-            )
         parameter = self.flat_model.parameters_by_name[target] if kind == "parameter" else None
         if (tied := self._placeholder_by_id.get(id(parameter))) is not None:
             self._arguments[node] = Ref(tied.name)
-            self._placeholder_by_target[kind, target] = tied
+            self._placeholder_by_node[node] = tied
             return
         self._arguments[node] = Ref(node.name)
         placeholder = Placeholder(
@@ -129,7 +109,7 @@ class JointGraphReader:
             aliases=self._other_names(parameter, target),
         )
         self.builder.add_placeholder(placeholder)
-        self._placeholder_by_target[kind, target] = placeholder
+        self._placeholder_by_node[node] = placeholder
         if parameter is not None:
             self._placeholder_by_id[id(parameter)] = placeholder
 
@@ -145,9 +125,7 @@ class JointGraphReader:
         return tuple(name for name, p in items if p is parameter and name != target)
 
     def _read_constant(self, node: fx.Node) -> None:
-        tensor = getattr(self.module, str(node.target))
-        if isinstance(tensor, torch.Generator):
-            raise _generator_error(*(user.target for user in node.users))
+        tensor = self.joint.constants[str(node.target)]
         size_bytes = tensor.untyped_storage().nbytes()
         if size_bytes > MAX_CONSTANT_BYTES:
             raise TraceError(
@@ -155,7 +133,7 @@ class JointGraphReader:
                 f"{tuple(tensor.shape)}), created outside of its forward; a trace includes "
                 f"constants of up to {MAX_CONSTANT_BYTES} bytes: register it as a buffer"
             )
-        with _disable_current_modes():
+        with capture_paused():
             tensor = tensor.detach().contiguous()
             data = bytes(tensor.cpu().reshape(-1).view(torch.uint8).tolist())
         name = _identifier(node.name)
@@ -176,19 +154,11 @@ class JointGraphReader:
     def _read_call(self, node: fx.Node) -> None:
         if node.target is operator.getitem:
             return  # `_read_results` names it with the operation that returns the tuple
-        target, value = node.target, node.meta.get("val")
-        if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-            self._arguments[node] = self.builder.symbol_values.concrete(value)
-            return
-        if not isinstance(target, OpOverload):
+        target, value = node.target, node.meta["val"]
+        if node.kwargs.get("generator") is not None:
             raise TraceError(
-                f"the model uses {target}, which is not a single operator (but a higher-order "
-                "operator or the Python function of a custom kernel); run that part outside of the "
-                "model"
+                f"{target} uses a torch.Generator of the model; use the default generator"
             )
-        if not isinstance(value, (torch.Tensor, list, tuple)):
-            self._read_scalar(node, value)
-            return
         results = self._read_results(node, value)
         existing = self.builder.existing_storages
         if str(target) == _FUNCTIONAL_COPY and results[0].storage not in existing:
@@ -201,8 +171,6 @@ class JointGraphReader:
         if str(target) in BATCH_NORM_BACKWARDS and args[BATCH_NORM_TRAINING_INDEX + 2] is True:
             # In training mode it does not read the running statistics: do not retain them for it.
             args = (*args[:3], None, None, *args[5:])
-        if kwargs.get("generator") is not None:
-            raise _generator_error(target)
         self.builder.nodes.append(
             Node(
                 name=_identifier(node.name),
@@ -213,7 +181,7 @@ class JointGraphReader:
                 view=is_view,
                 backward=node not in self._forward,
                 random=is_random(node),
-                module=node.meta.get("custom", {}).get(MODULE_PATH_KEY, ""),
+                module=node.meta["module"],
             )
         )
         if str(target) == _MSE_LOSS and not results[0].tensor.shape:
@@ -256,17 +224,6 @@ class JointGraphReader:
         )
         builder.nodes.append(clone)
 
-    def _read_scalar(self, node: fx.Node, value: object) -> None:
-        """Store the number that a node without a tensor returns, for the operations that read it.
-        Raises `TraceError` if it depends on the values of tensors."""
-        if value is None or isinstance(value, (bool, int, float)):
-            self._arguments[node] = value
-            return
-        raise TraceError(
-            f"{node.target} returns {value!r}, a number that depends on tensor values; compute it "
-            "outside of the model and pass it as a Python value"
-        )
-
     def _read_results(self, node: fx.Node, value: object) -> tuple[Result, ...]:
         name = _identifier(node.name)
         if isinstance(value, torch.Tensor):
@@ -296,6 +253,8 @@ class JointGraphReader:
     def _encode_node(self, value: object) -> Argument:
         if isinstance(value, fx.Node):
             return self._arguments[value]
+        if isinstance(value, SymbolicNumber):
+            return self.builder.symbol_values.evaluate(value.expression)
         raise TraceError(
             f"an operation of the graph has an argument of type {type(value).__name__}, which "
             "cannot be written as data"
@@ -311,41 +270,15 @@ class JointGraphReader:
     def _read_outputs(self) -> None:
         tangents = {p.target: p.name for p in self.builder.placeholders if p.kind == "tangent"}
         info = self.flat_model.output_info
-        for node, desc in self._outputs:
-            if isinstance(desc, d.PlainAOTOutput):
-                assert node is not None
-                index = len(self.builder.outputs)
-                assert desc.idx == index
-                tangent = tangents.get(str(index), "") if info.differentiated[index] else ""
-                self.builder.outputs.append(
-                    Output(
-                        name=self._tensor_name(node),
-                        differentiable=info.requires_grad[index],
-                        tangent=tangent,
-                    )
+        for index, node in enumerate(self.joint.outputs):
+            tangent = tangents.get(str(index), "") if info.differentiated[index] else ""
+            self.builder.outputs.append(
+                Output(
+                    name=self._tensor_name(node),
+                    differentiable=info.requires_grad[index],
+                    tangent=tangent,
                 )
-
-
-def _generator_error(*targets: object) -> TraceError:
-    users = ", ".join(map(str, targets))
-    return TraceError(f"{users} uses a torch.Generator of the model; use the default generator")
-
-
-def _kind_and_target(desc: object) -> tuple[str, str]:
-    """Return `Placeholder.kind` and `Placeholder.target` for the descriptor of a graph input."""
-    match desc:
-        case d.ParamAOTInput():
-            return "parameter", desc.target.removeprefix(_MODEL_PREFIX)
-        case d.BufferAOTInput():
-            return "buffer", desc.target.removeprefix(_MODEL_PREFIX)
-        case d.PlainAOTInput():
-            return "input", str(desc.idx)
-        case d.TangentAOTInput() if isinstance(desc.output, d.PlainAOTOutput):
-            return "tangent", str(desc.output.idx)
-    raise TraceError(
-        f"the step has a graph input of kind {type(desc).__name__}, which is not supported (tensor "
-        "subclasses and effect tokens are not)"
-    )
+            )
 
 
 def _identifier(name: str) -> str:

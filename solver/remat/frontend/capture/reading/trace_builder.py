@@ -12,6 +12,14 @@ from remat.errors import TraceError
 from remat.frontend.capture.symbol_values import SymbolValues
 
 
+def check_dense(tensor: torch.Tensor) -> None:
+    """Raise `TraceError` for a tensor that is sparse, quantized or of a subclass."""
+    if type(tensor).__name__ not in ("Tensor", "Parameter", "FakeTensor", "Buffer"):
+        raise TraceError(f"tensors of type {type(tensor).__name__} (subclasses) are not supported")
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        raise TraceError(f"only strided dense tensors are supported, not {tensor.layout}")
+
+
 @dataclass
 class TraceBuilder:
     """The records of a trace that exist so far. The passes of this folder edit them in place.
@@ -45,12 +53,7 @@ class TraceBuilder:
 
     def tensor_meta(self, tensor: torch.Tensor) -> TensorMeta:
         """Return shape, stride, dtype and device of a real or fake tensor."""
-        if type(tensor).__name__ not in ("Tensor", "Parameter", "FakeTensor", "Buffer"):
-            raise TraceError(
-                f"tensors of type {type(tensor).__name__} (subclasses) are not supported"
-            )
-        if tensor.layout is not torch.strided or tensor.is_quantized:
-            raise TraceError(f"only strided dense tensors are supported, not {tensor.layout}")
+        check_dense(tensor)
         size = self.symbol_values.size
         shape, stride = tuple(map(size, tensor.shape)), tuple(map(size, tensor.stride()))
         key = (tensor.dtype, shape, stride, size(tensor.storage_offset()), tensor.device)

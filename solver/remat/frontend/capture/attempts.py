@@ -1,4 +1,4 @@
-"""Export of a model's joint graph: as eager mode runs the model, or else as compiled code.
+"""Attempts to record a model's step: as eager mode runs the model, or else as compiled code.
 
 The model's code may ask `torch.compiler.is_compiling()`. Both answers compute the same; where the
 answer False leads to a branch on data, or to an operation that torch cannot capture, True may not.
@@ -7,42 +7,37 @@ answer False leads to a branch on data, or to an operation that torch cannot cap
 from __future__ import annotations
 
 import contextlib
-import inspect
 import logging
 import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
-from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 
 from remat.errors import RematError, TraceError, one_line
 from remat.frontend.capture.model.flat_model import FlatModel
 from remat.frontend.capture.model.preserved_state import model_state_preserved
+from remat.frontend.capture.model.stored_values import StoredValues
+from remat.frontend.capture.operator_recorder import ForeignTensorError
 from remat.frontend.capture.reading.constant_folding import ConstantFolding, ConstantQuery
-from remat.frontend.capture.tracing_speed import fast_tracing
+from remat.frontend.capture.reading.joint_graph import JointGraph
+from remat.frontend.capture.recording import record_joint_graph
 from remat.frontend.common.code_origin import is_framework_code
 from remat.frontend.common.failing_part import failing_part
+from remat.frontend.common.garbage_collection import cycles_not_collected
 
 log = logging.getLogger("remat")
 
-_EXPORT_OPTIONS = inspect.signature(aot_export_joint_with_descriptors).parameters
-_WITHOUT_FUNCTION_NAMES: dict[str, Any] = (
-    {"_disable_torch_fn_metadata_mode": True}
-    if "_disable_torch_fn_metadata_mode" in _EXPORT_OPTIONS
-    else {}
-)
-"""The option that leaves out the Python function of each node, which nothing reads; older versions
-of torch lack it."""
+_FOREIGN_TENSOR_ERRORS = ("convert all Tensors to FakeTensors", "Mixing fake modes")
+"""Parts of torch's errors for a real tensor among fake ones, and for a fake one of another call."""
 
 
-def export_joint_graph(
-    stack: contextlib.ExitStack, flat_model: FlatModel, leaves: Sequence[torch.Tensor]
-) -> tuple[torch.fx.GraphModule, Sequence[ConstantQuery]]:
-    """Export the joint graph with `torch.compiler.is_compiling()` False, as in eager mode. If a
-    branch depends on data, or torch refuses an operation, export it once more with True: Hugging
+def capture_step(
+    flat_model: FlatModel, leaves: Sequence[torch.Tensor]
+) -> tuple[JointGraph, Sequence[ConstantQuery]]:
+    """Record the joint graph with `torch.compiler.is_compiling()` False, as in eager mode. If a
+    branch depends on data, or torch refuses an operation, record it once more with True: Hugging
     Face models then build an explicit attention mask instead of reading the data, and call no
     operation that lacks a fake kernel for the dtype.
 
@@ -54,39 +49,39 @@ def export_joint_graph(
             _errors_of_fake_kernels_not_logged(),
             ConstantFolding() as folding,
         ):
-            return _export(stack, flat_model, leaves), folding.queries
+            return _record(flat_model, leaves), folding.queries
     except RematError:
         raise
     except Exception as error:
         is_data_dependent = _is_data_dependent(error)
         if is_data_dependent or _is_raised_by_framework(error):
-            exported = _export_as_compiled(stack, flat_model, leaves)
-            if not isinstance(exported, Exception):
+            recorded = _record_as_compiled(flat_model, leaves)
+            if not isinstance(recorded, Exception):
                 log.info(
                     "%s is captured as compiled code: %s", type(model).__name__, one_line(error)
                 )
-                return exported
+                return recorded
             try:
                 if is_data_dependent:  # the other branch says what remains to be done
-                    if isinstance(exported, RematError):
-                        raise exported from None
-                    raise TraceError(_error_message(model, exported)) from exported
+                    if isinstance(recorded, RematError):
+                        raise recorded from None
+                    raise TraceError(_error_message(model, recorded)) from recorded
             finally:
-                del exported  # its traceback has this frame: a reference cycle
+                del recorded  # its traceback has this frame: a reference cycle
         raise TraceError(_error_message(model, error)) from error
 
 
-def _export_as_compiled(
-    stack: contextlib.ExitStack, flat_model: FlatModel, leaves: Sequence[torch.Tensor]
-) -> tuple[torch.fx.GraphModule, Sequence[ConstantQuery]] | Exception:
-    """Export with `torch.compiler.is_compiling()` True. Return the error if that fails."""
+def _record_as_compiled(
+    flat_model: FlatModel, leaves: Sequence[torch.Tensor]
+) -> tuple[JointGraph, Sequence[ConstantQuery]] | Exception:
+    """Record with `torch.compiler.is_compiling()` True. Return the error if that fails."""
     try:
         with (
             _errors_of_fake_kernels_not_logged(),
             ConstantFolding() as folding,
             _is_compiling_set(),
         ):
-            return _export(stack, flat_model, leaves), folding.queries
+            return _record(flat_model, leaves), folding.queries
     except Exception as error:
         return error
 
@@ -109,14 +104,29 @@ def _is_raised_by_framework(error: BaseException) -> bool:
     return bool(frames) and is_framework_code(Path(frames[-1].filename))
 
 
-def _export(
-    stack: contextlib.ExitStack, flat_model: FlatModel, leaves: Sequence[torch.Tensor]
-) -> torch.fx.GraphModule:
-    with fast_tracing():
-        exported = aot_export_joint_with_descriptors(
-            stack, flat_model, tuple(leaves), **_WITHOUT_FUNCTION_NAMES
+def _record(flat_model: FlatModel, leaves: Sequence[torch.Tensor]) -> JointGraph:
+    """Record one call of the model. If it changes what the modules store, record a second call
+    instead: later calls behave like it.
+
+    Raises `TraceError` if the first call writes into a tensor that later calls do not write into,
+    and another error if the second call reads a tensor of the first."""
+    with cycles_not_collected():
+        stored = StoredValues(flat_model.model)
+        first = record_joint_graph(flat_model, leaves)
+        if not stored.have_changed():
+            return first
+        joint = record_joint_graph(flat_model, leaves)
+    if initialised := sorted(_written(first) - _written(joint)):
+        raise TraceError(
+            f"only the first call of {type(flat_model.model).__name__} writes into "
+            f"{initialised[0]}, so a plan would never do so. Remedy: call the model once before"
         )
-    return exported.graph_module
+    return joint
+
+
+def _written(joint: JointGraph) -> set[str]:
+    inputs = (joint.inputs[node] for node, _ in joint.writes)
+    return {f"{graph_input.kind} {graph_input.target}" for graph_input in inputs}
 
 
 @contextlib.contextmanager
@@ -151,9 +161,17 @@ def _error_message(model: nn.Module, error: Exception) -> str:
             "a branch, index or shape depends on tensor values. Decide it before the step and pass "
             "the result as a Python value, or replace it by torch.where or a mask"
         )
-    elif "convert all Tensors to FakeTensors" in str(error):
+    elif "_to_functional_tensor" in str(error):
+        remedy = (
+            "the model uses a higher-order operator, such as torch.cond or flex_attention, or "
+            "captures a step itself; run that part outside of the model"
+        )
+    elif _is_about_foreign_tensor(error):
         cause = "a tensor is used that is no parameter, buffer or input of the model"
-        remedy = "register it as a buffer of its module: self.register_buffer(name, tensor)"
+        remedy = (
+            "register it as a buffer of its module: self.register_buffer(name, tensor); if the "
+            "forward itself stores it for later calls, compute it in each call"
+        )
     else:
         remedy = (
             "first check that the call and its backward run in eager mode; if they do, wrap the "
@@ -163,6 +181,12 @@ def _error_message(model: nn.Module, error: Exception) -> str:
         f"{part or type(model).__name__} cannot be captured at {_model_line(error)}: {cause}. "
         f"Remedy: {remedy}"
     )
+
+
+def _is_about_foreign_tensor(error: Exception) -> bool:
+    """True if the model uses a tensor that no operation of the recorded call returned."""
+    is_of_torch = any(part in str(error) for part in _FOREIGN_TENSOR_ERRORS)
+    return is_of_torch or isinstance(error, ForeignTensorError)
 
 
 def _loops_over_experts(model: nn.Module) -> bool:

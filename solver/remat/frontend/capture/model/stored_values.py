@@ -1,0 +1,79 @@
+"""The values that a model's modules store between calls: attributes, buffers, and items of these.
+
+A forward that changes it may run differently in the next call.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from types import FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from remat.frontend.capture.model.preserved_state import is_same_scalar
+
+_OBJECT_DEPTH = 3
+"""How many objects deep the search goes: from a module to its cache, say, and to a layer of it."""
+
+_OPAQUE = (
+    bool, int, float, str, bytes, type(None), type, torch.Tensor, torch.dtype, torch.device,
+    nn.Module, FunctionType, MethodType, ModuleType,
+)  # fmt: skip
+"""Types of values that are compared as a whole. Every module is searched separately."""
+
+_ABSENT = object()
+
+
+class StoredValues:
+    """The values that the modules of a model store, when it was made."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._values: dict[tuple[int, object], Any] = {}
+        """Each value by the identity of what contains it, and its key there. The container is a
+        value itself, so nothing else gets its identity."""
+        for module in model.modules():
+            self._add_items(module, module.__dict__.items(), _OBJECT_DEPTH)
+
+    def have_changed(self) -> bool:
+        """True if the model stores other values now."""
+        now = StoredValues(self._model)._values
+        return now.keys() != self._values.keys() or not all(
+            value is now[key] or is_same_scalar(value, now[key])
+            for key, value in self._values.items()
+        )
+
+    def _add_items(
+        self, container: object, items: Iterable[tuple[object, Any]], depth: int
+    ) -> None:
+        for key, value in items:
+            position = id(container), key
+            if position in self._values:
+                return  # this container has been searched
+            self._values[position] = value
+            if not isinstance(value, _OPAQUE):
+                self._add_contents(value, depth)
+
+    def _add_contents(self, value: Any, depth: int) -> None:
+        if isinstance(value, dict):
+            self._add_items(value, list(value.items()), depth)
+        elif isinstance(value, (list, tuple, deque)):
+            self._add_items(value, list(enumerate(value)), depth)
+        elif isinstance(value, (set, frozenset)):
+            self._add_items(value, [(item, True) for item in value], depth)
+        elif depth:
+            self._add_items(value, list(_attributes(value)), depth - 1)
+
+
+def _attributes(value: object) -> Iterator[tuple[str, Any]]:
+    """Yield the attributes of an object by name, those in slots too."""
+    names = list(getattr(value, "__dict__", ()))
+    for cls in type(value).__mro__:
+        slots = cls.__dict__.get("__slots__", ())
+        names += [slots] if isinstance(slots, str) else list(slots)
+    for name in names:
+        if (item := getattr(value, name, _ABSENT)) is not _ABSENT:
+            yield name, item

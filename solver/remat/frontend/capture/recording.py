@@ -1,0 +1,248 @@
+"""Recording of a training step on fake tensors, as the joint graph of its forward and backward.
+
+Torch's functionalization (the one in C++, of `torch.func.functionalize`) turns operations that
+write in place into ones that return new tensors. Below it, a dispatch mode records each operator
+that autograd and the model's code call. `aot_export_joint_with_descriptors` of torch records the
+same operators in the same order, in two to three times the time (docs/decisions/0005); the tests
+compare the two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch._dispatch.python import enable_python_dispatcher
+from torch._guards import detect_fake_mode
+from torch._subclasses import FakeTensor, FakeTensorMode
+
+from remat.errors import TraceError
+from remat.frontend.capture.model.environment import AUTOCAST_DEVICES
+from remat.frontend.capture.model.flat_model import FlatModel
+from remat.frontend.capture.operator_recorder import OperatorRecorder
+from remat.frontend.capture.reading.joint_graph import GraphInput, JointGraph
+from remat.frontend.capture.reading.trace_builder import check_dense
+
+Tensor = torch.Tensor
+
+
+def record_joint_graph(flat_model: FlatModel, leaves: Sequence[Tensor]) -> JointGraph:
+    """Run forward and backward of the model on fake tensors, and record them. `leaves` are the real
+    or fake tensors of its arguments.
+
+    Raises `TraceError` for a step that cannot be expressed as functional operators.
+    """
+    tensors = _step_tensors(flat_model, leaves)
+    fake_mode = detect_fake_mode(list(tensors.values())) or FakeTensorMode()
+    assert isinstance(fake_mode, FakeTensorMode)
+    return _StepRecording(flat_model, fake_mode, tensors).run(len(leaves))
+
+
+def _step_tensors(flat_model: FlatModel, leaves: Sequence[Tensor]) -> dict[GraphInput, Tensor]:
+    """Return the tensors that a step reads: parameters, by all of their names, buffers, and the
+    leaves of its arguments."""
+    parameters = flat_model.model.named_parameters(remove_duplicate=False)
+    buffers = flat_model.model.named_buffers()
+    return {
+        **{GraphInput("parameter", name): parameter for name, parameter in parameters},
+        **{GraphInput("buffer", name): buffer for name, buffer in buffers},
+        **{GraphInput("input", str(index)): leaf for index, leaf in enumerate(leaves)},
+    }
+
+
+class _StepRecording:
+    """The recording of one step. Its tensors are wrapped for functionalization: a wrapper
+    refers to the fake tensor of its current value."""
+
+    def __init__(
+        self, flat_model: FlatModel, fake_mode: FakeTensorMode, tensors: dict[GraphInput, Tensor]
+    ) -> None:
+        self._flat_model = flat_model
+        self._fake_mode = fake_mode
+        self._recorder = OperatorRecorder(flat_model.module_paths)
+        self._wrappers: dict[GraphInput, Tensor] = {}
+        self._storages: dict[GraphInput, int] = {}
+        for number, (key, tensor) in enumerate(tensors.items(), start=1):
+            # Each name of a tied parameter has a fake tensor, and so a gradient, of its own.
+            fake = _fake(fake_mode, tensor).detach()
+            self._recorder.add_input(f"primals_{number}", key, fake)
+            self._storages[key] = fake.untyped_storage()._cdata
+            wrapper = torch._to_functional_tensor(fake)
+            self._wrappers[key] = wrapper.requires_grad_(tensor.requires_grad)
+
+    def run(self, leaf_count: int) -> JointGraph:
+        wrappers = self._wrappers
+        arguments = list(wrappers.values())[len(wrappers) - leaf_count :]
+        differentiable = {key: w for key, w in wrappers.items() if w.requires_grad}
+        # In the backward too: a checkpoint of the model's own calls a module there.
+        with _state_replaced(self._flat_model.model, wrappers):
+            with self._recorded():
+                outputs = self._flat_model(*arguments)
+            writes = self._writes()
+            self._check_no_backward_called()
+            gradients = self._backward(outputs, list(differentiable.values()))
+        if written := [node for node, _ in set(self._writes()) - set(writes)]:
+            key = {node: key for key, node in self._recorder.inputs.items()}[written[0]]
+            raise TraceError(
+                f"the backward of the model writes in place into {key.kind} {key.target}, as a "
+                "checkpoint of the model's own around batch norm does; use torch.utils.checkpoint, "
+                "which remat disables, or write in the forward"
+            )
+        inputs = self._recorder.inputs
+        joint = JointGraph(
+            graph=self._recorder.graph,
+            constants=self._recorder.constants,
+            inputs={node: key for key, node in inputs.items()},
+            writes=writes,
+            outputs=tuple(map(self._node_of, outputs)),
+            gradients=tuple(
+                (inputs[key], self._node_of(gradient))
+                for key, gradient in zip(differentiable, gradients, strict=True)
+                if gradient is not None
+            ),
+        )
+        pairs = (*joint.writes, *joint.gradients)
+        joint.graph.output((*joint.outputs, *(value for _, value in pairs)))
+        joint.graph.eliminate_dead_code()
+        return joint
+
+    def _backward(
+        self, outputs: Sequence[Tensor], differentiable: Sequence[Tensor]
+    ) -> Sequence[Tensor | None]:
+        is_differentiated = self._flat_model.output_info.differentiated
+        indices = [index for index, selected in enumerate(is_differentiated) if selected]
+        tangents = [
+            self._tangent(number, index, outputs[index])
+            for number, index in enumerate(indices, start=1)
+        ]
+        differentiated = [outputs[index] for index in indices]
+        self._flat_model.module_paths.follow_backward(differentiated)
+        self._recorder.is_backward = True
+        with self._recorded(), _autocast_disabled():
+            return torch.autograd.grad(differentiated, differentiable, tangents, allow_unused=True)
+
+    def _tangent(self, number: int, index: int, output: Tensor) -> Tensor:
+        """Return the gradient of output number `index`, an input of the backward. It has the
+        output's layout; a dense one if elements of the output share memory."""
+        fake = self._fake_of(output)
+        is_overlapping = torch._debug_has_internal_overlap(fake) == 1
+        with self._fake_mode, torch.no_grad():
+            if is_overlapping:
+                tangent = torch.empty_like(fake, memory_format=torch.contiguous_format)
+            else:
+                tangent = torch.empty_strided(
+                    fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device
+                )
+        self._recorder.add_input(f"tangents_{number}", GraphInput("tangent", str(index)), tangent)
+        return torch._to_functional_tensor(tangent)
+
+    def _writes(self) -> tuple[tuple[fx.Node, fx.Node], ...]:
+        """Return the graph inputs that the step has overwritten so far, each with its new value."""
+        writes: list[tuple[fx.Node, fx.Node]] = []
+        for key, wrapper in self._wrappers.items():
+            node, value = self._recorder.inputs[key], self._node_of(wrapper)
+            if value is not node:
+                self._check_write(key, wrapper)
+                writes.append((node, value))
+        return tuple(writes)
+
+    def _check_no_backward_called(self) -> None:
+        if any(wrapper.grad is not None for wrapper in self._wrappers.values()):
+            raise TraceError(
+                "the forward of the model calls backward(), whose gradients a plan does not "
+                "accumulate; use torch.autograd.grad in the forward, or call backward() after it"
+            )
+
+    def _check_write(self, key: GraphInput, wrapper: Tensor) -> None:
+        """Raise `TraceError` if a write into this graph input changes more than its own values."""
+        if torch._functionalize_has_metadata_mutation(wrapper):
+            raise TraceError(
+                f"the model changes shape or strides of {key.kind} {key.target} in place; do so "
+                "outside of the model, or to a view of it"
+            )
+        if wrapper.requires_grad and key.kind != "input":
+            raise TraceError(
+                f"the model writes in place into {key.kind} {key.target}, which requires a "
+                "gradient; write into a clone"
+            )
+        storage = self._storages[key]
+        for other, other_storage in self._storages.items():
+            if other != key and other_storage == storage:
+                raise TraceError(
+                    f"the model writes in place into {key.kind} {key.target}, which shares memory "
+                    f"with {other.kind} {other.target}; clone one of them"
+                )
+
+    def _node_of(self, wrapper: Tensor) -> fx.Node:
+        return self._recorder.node_of(self._fake_of(wrapper))
+
+    def _fake_of(self, wrapper: Tensor) -> Tensor:
+        """Return the fake tensor of the wrapper's present value. That may record operations, which
+        write into it what the step wrote into views of it."""
+        with self._recorded():
+            torch._sync(wrapper)
+        return torch._from_functional_tensor(wrapper)
+
+    @contextmanager
+    def _recorded(self) -> Iterator[None]:
+        """Within the context, functionalize and record operations. Torch's cache of autocast would
+        take the wrapper of any input for a parameter; `AutocastCache` is in its place."""
+        is_cache_enabled = torch.is_autocast_cache_enabled()
+        with self._fake_mode, self._recorder, enable_python_dispatcher():
+            torch._enable_functionalization(reapply_views=True)
+            torch.set_autocast_cache_enabled(False)
+            try:
+                yield
+            finally:
+                torch.set_autocast_cache_enabled(is_cache_enabled)
+                torch._disable_functionalization()
+
+
+def _fake(fake_mode: FakeTensorMode, tensor: Tensor) -> Tensor:
+    """Return the fake tensor of a tensor. Raises `TraceError` if it is sparse, a subclass, or a
+    buffer that an earlier call has registered."""
+    if torch._is_functional_tensor(tensor):
+        raise TraceError(
+            "the forward of the model registers a buffer; register it in __init__, or compute it "
+            "in each call"
+        )
+    if not (isinstance(tensor, FakeTensor) and tensor.fake_mode is fake_mode):
+        tensor = fake_mode.from_tensor(tensor, static_shapes=True)
+    check_dense(tensor)
+    return tensor
+
+
+@contextmanager
+def _state_replaced(model: nn.Module, wrappers: Mapping[GraphInput, Tensor]) -> Iterator[None]:
+    """Within the context, put the wrappers in the places of the parameters and buffers."""
+    buffers = {id(buffer): name for name, buffer in model.named_buffers()}
+    before: dict[tuple[int, str], tuple[dict[str, Any], Tensor]] = {}
+    for path, module in list(
+        model.named_modules(remove_duplicate=False)
+    ):  # if it has two names, the last
+        tables: dict[str, dict[str, Any]] = {
+            "parameter": module._parameters, "buffer": module._buffers,
+        }  # fmt: skip
+        for kind, table in tables.items():
+            for name, tensor in table.items():
+                if tensor is not None:
+                    _, original = before.setdefault((id(table), name), (table, tensor))
+                    full_name = f"{path}.{name}" if path else name
+                    target = buffers[id(original)] if kind == "buffer" else full_name
+                    table[name] = wrappers[GraphInput(kind, target)]
+    try:
+        yield
+    finally:
+        for (_, name), (table, original) in before.items():
+            table[name] = original
+
+
+@contextmanager
+def _autocast_disabled() -> Iterator[None]:
+    with ExitStack() as stack:
+        for device in AUTOCAST_DEVICES:
+            stack.enter_context(torch.autocast(device, enabled=False))
+        yield
