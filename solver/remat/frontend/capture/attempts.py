@@ -110,12 +110,15 @@ def _record(flat_model: FlatModel, leaves: Sequence[torch.Tensor]) -> JointGraph
 
     Raises `TraceError` if the first call writes into a tensor that later calls do not write into,
     and another error if the second call reads a tensor of the first."""
-    with cycles_not_collected():
-        stored = StoredValues(flat_model.model)
-        first = record_joint_graph(flat_model, leaves)
-        if not stored.have_changed():
-            return first
-        joint = record_joint_graph(flat_model, leaves)
+    stored = StoredValues(flat_model.model)
+    try:
+        with cycles_not_collected():
+            first = record_joint_graph(flat_model, leaves)
+            if not stored.have_changed():
+                return first
+            joint = record_joint_graph(flat_model, leaves)
+    finally:
+        stored.remove_tensors_of_capture()
     if initialised := sorted(_written(first) - _written(joint)):
         raise TraceError(
             f"only the first call of {type(flat_model.model).__name__} writes into "

@@ -107,14 +107,14 @@ def module_attributes_checked(model: nn.Module) -> Iterator[dict[str, str]]:
                 if value is previous or is_same_scalar(value, previous):
                     continue
                 changed[name] = type(module).__name__
-                if not any(map(_is_of_capture, tree_leaves(value))):
+                if not any(map(is_of_capture, tree_leaves(value))):
                     continue
                 del module.__dict__[name]
                 if previous is not _ABSENT:
                     module.__dict__[name] = previous
 
 
-def _is_of_capture(leaf: object) -> bool:
+def is_of_capture(leaf: object) -> bool:
     """True for a fake tensor, a wrapper of one, and a symbol."""
     is_wrapper = isinstance(leaf, torch.Tensor) and torch._is_functional_tensor(leaf)
     return is_wrapper or isinstance(leaf, _CAPTURE_TYPES)

@@ -5,6 +5,7 @@ A forward that changes it may run differently in the next call.
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from collections.abc import Iterable, Iterator
 from types import FunctionType, MethodType, ModuleType
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from remat.frontend.capture.model.preserved_state import is_same_scalar
+from remat.frontend.capture.model.preserved_state import is_of_capture, is_same_scalar
 
 _OBJECT_DEPTH = 3
 """How many objects deep the search goes: from a module to its cache, say, and to a layer of it."""
@@ -35,6 +36,8 @@ class StoredValues:
         self._values: dict[tuple[int, object], Any] = {}
         """Each value by the identity of what contains it, and its key there. The container is a
         value itself, so nothing else gets its identity."""
+        self._containers: list[tuple[Any, Any]] = []
+        """Each dictionary, list, deque and set, with a copy."""
         for module in model.modules():
             self._add_items(module, module.__dict__.items(), _OBJECT_DEPTH)
 
@@ -45,6 +48,15 @@ class StoredValues:
             value is now[key] or is_same_scalar(value, now[key])
             for key, value in self._values.items()
         )
+
+    def remove_tensors_of_capture(self) -> None:
+        """Restore the contents of the containers that now have tensors of a capture."""
+        for container, before in self._containers:
+            items = list(container.values() if isinstance(container, dict) else container)
+            if any(map(is_of_capture, items)):
+                container.clear()
+                is_ordered = isinstance(container, (list, deque))
+                getattr(container, "extend" if is_ordered else "update")(before)
 
     def _add_items(
         self, container: object, items: Iterable[tuple[object, Any]], depth: int
@@ -58,6 +70,10 @@ class StoredValues:
                 self._add_contents(value, depth)
 
     def _add_contents(self, value: Any, depth: int) -> None:
+        attributes = getattr(value, "__dict__", None)
+        for container in (value, attributes):
+            if isinstance(container, (dict, list, deque, set)):
+                self._containers.append((container, copy.copy(container)))
         if isinstance(value, dict):
             self._add_items(value, list(value.items()), depth)
         elif isinstance(value, (list, tuple, deque)):
