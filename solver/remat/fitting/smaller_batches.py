@@ -33,7 +33,7 @@ def smaller_batch_options(question: FitQuestion) -> Iterator[FitOption | Exclude
             option = _option(question, batch, question.trace_of_batch(batch))
         except TraceError as error:  # such as batch norm of one sample
             reason = f"a batch of {batch} cannot be traced: {one_line(error)}"
-            option = option or ExcludedOption(_NAME, reason)
+            option = ExcludedOption(_NAME, reason)
             break
         if option.fits:
             break
