@@ -15,6 +15,7 @@ from dataclasses import replace
 from remat.choice.declined import reason_to_decline, with_reason
 from remat.choice.offloadable_step import S, StepPlan, TraceStep
 from remat.choice.offloaded_forms import (
+    CLOSE_SHARE,
     LEAST_GAIN,
     OffloadedForm,
     OffloadLimits,
@@ -121,6 +122,11 @@ def choose_offloading(
     solvable = [step for step in steps if len(step.graph()) <= MAX_OPERATIONS]
     choices = offloaded_forms(solvable, budget_bytes, limits, cancel, limit_s)
     offloaded = _best_plan(choices, budget, limits.link, solve_in_full, deadline)
+    if _is_misjudged(choices, offloaded) and time.monotonic() < deadline:
+        remaining_s = deadline - time.monotonic()
+        choices = offloaded_forms(solvable, budget_bytes, limits, cancel, remaining_s, LEAST_GAIN)
+        plans = [offloaded, _best_plan(choices, budget, limits.link, solve_in_full, deadline)]
+        offloaded = min((p for p in plans if p), key=lambda p: p.plan.time_s, default=None)
     if (
         offloaded is not None
         and len(steps) == 1
@@ -147,6 +153,14 @@ def choose_offloading(
         reason = reason_to_decline(without, best, limits.min_bytes) if solvable else _TOO_LARGE
         return with_reason(without, reason)
     return offloaded
+
+
+def _is_misjudged(choices: Sequence[OffloadedForm[S]], solved: StepPlan[S] | None) -> bool:
+    """True if the search ended with a choice that is nearly as fast as the bound by its score, and
+    the plan of the best choice is not."""
+    if not choices or choices[0].score_s > (1 + CLOSE_SHARE) * choices[0].bound_s:
+        return False
+    return solved is None or solved.plan.time_s > (1 + 2 * CLOSE_SHARE) * choices[0].bound_s
 
 
 def _plan_with_late_copies(

@@ -55,9 +55,9 @@ _INTEGER_GAP = 0.01
 _REFINED_GAP = 0.002
 """Relative gap of the final solve, at the best cut and slack."""
 
-_CLOSE_SHARE = 0.005
-"""The search ends with a step whose score is above the bound by at most this share. With 0.1%,
-plans were faster by up to 0.2 percentage points, for up to twice the time."""
+CLOSE_SHARE = 0.005
+"""The search ends with a step whose score is above the bound by at most this share, by default.
+With 0.1%, plans were faster by up to 0.2 percentage points, for up to twice the time."""
 
 _RETAINING_GAP = 0.003
 """The same without recomputation, which has fewer variables."""
@@ -125,10 +125,11 @@ def offloaded_forms(
     limits: OffloadLimits,
     cancel: Cancel | None,
     limit_s: float,
+    close_share: float = CLOSE_SHARE,
 ) -> list[OffloadedForm[S]]:
     """Return forms of a step with offloaded tensors, the most promising first. Empty if the step
     fits without recomputation, or one operation does not fit. `cancel` ends the search, or the end
-    of `limit_s`."""
+    of `limit_s`, or a form whose score is above the bound by at most `close_share`."""
     deadline_s = time.monotonic() + limit_s
 
     def has_ended() -> bool:
@@ -138,7 +139,7 @@ def offloaded_forms(
         result
         for step in steps
         if smallest_need_bytes(step.graph()) <= budget_bytes
-        for result in _Search(step, budget_bytes, limits, has_ended).results()
+        for result in _Search(step, budget_bytes, limits, has_ended, close_share).results()
         if result.score_s < math.inf
     ]
     return sorted(results, key=lambda result: result.score_s)
@@ -171,8 +172,10 @@ class _Search(Generic[S]):
         budget_bytes: int,
         limits: OffloadLimits,
         has_ended: Callable[[], bool],
+        close_share: float,
     ) -> None:
         self.step = step
+        self.close_share = close_share
         self.graph = step.graph()
         self.budget_bytes = budget_bytes
         self.limits = limits
@@ -211,7 +214,7 @@ class _Search(Generic[S]):
     def _refined(self) -> Iterator[OffloadedForm[S]]:
         """Yield the step of the best cut and slack, solved to a smaller gap, unless it is nearly as
         fast as the bound."""
-        if self._best is None or self.best_s <= self.bound_s * (1 + _CLOSE_SHARE):
+        if self._best is None or self.best_s <= self.bound_s * (1 + self.close_share):
             return
         cut = self._integral_cut(self._best, recomputes=True, gap=_REFINED_GAP)
         if cut is not None and self._is_new(cut):
@@ -247,7 +250,7 @@ class _Search(Generic[S]):
                 if expected_s < self.best_s:
                     self.best_s, self._best = expected_s, program if recomputes else None
                 yield result
-                if expected_s <= self.bound_s * (1 + _CLOSE_SHARE):
+                if expected_s <= self.bound_s * (1 + self.close_share):
                     return
                 if last_s * (1 - LEAST_GAIN) < expected_s < math.inf:
                     break
