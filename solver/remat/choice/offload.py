@@ -1,6 +1,6 @@
 """The choice of the tensors to offload, for a step and a budget.
 
-Of the steps with offloaded tensors (`offloaded_forms`), up to two of the most promising are
+Of the steps with offloaded tensors (`offload_search`), up to two of the most promising are
 solved in full, and one without recomputation if that may be faster. The plan without offloading is
 returned where it is as fast.
 """
@@ -13,15 +13,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from remat.choice.declined import reason_to_decline, with_reason
+from remat.choice.offload_search import CLOSE_SHARE, offloaded_forms
 from remat.choice.offloadable_step import S, StepPlan, TraceStep
 from remat.choice.offloaded_forms import (
-    CLOSE_SHARE,
     LEAST_GAIN,
     OffloadedForm,
     OffloadLimits,
     form_with_everything_offloaded,
     least_time_s,
-    offloaded_forms,
     smallest_need_bytes,
 )
 from remat.choice.trace_plan import TracePlan

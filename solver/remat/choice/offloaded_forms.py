@@ -1,38 +1,21 @@
-"""Forms of a step with offloaded tensors, for a budget, each with a guess of its plan's time.
-
-The relaxation (`remat.milp.offload_relaxation`) is solved at the checkpoint cuts that need the most
-memory.
-Its linear program is solved for the whole budget and bandwidth, which gives a bound; the integer
-programs, for tensors of the forward, have a budget that is lower by 3%, 8% and 15% of the memory
-that is not constant (not lower where that has no solution), and 95% of the bandwidth. Each of their
-solutions is judged by a bound and the waiting of its copies, on the graph with those copies. Only
-the forms that are solved are rewritten into steps. Where nothing else fits, everything is
-offloaded, tensors of the backward too.
-
-The search ends early: with a step that is nearly as fast as the bound, and after a cut whose best
-step does not wait for copies. Without that, ResNet-152 took 6 s instead of 0.3.
-"""
+"""A step with offloaded tensors, and bounds that judge it."""
 
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, islice
-from typing import Generic, NamedTuple
+from itertools import accumulate
+from typing import Generic
 
 from remat.choice.offloadable_step import OffloadableStep, S
-from remat.choice.stays import PlannedStays, node_name, stays_of_cut
+from remat.choice.stays import PlannedStays, node_name
 from remat.costs.link import Link
 from remat.graph import Graph
 from remat.heuristics.peak_bounds import peak_lower_bound_bytes
 from remat.milp.checkpoint_cuts import candidate_operations, linear_bound_s
-from remat.milp.offload_relaxation import HostLimits, OffloadCut, solve_offload_cut
 from remat.passes.offload.candidates import idle_spans
 from remat.passes.offload.copies import copy_times
 from remat.passes.offload.places import HostStay
-from remat.progress import Cancel, is_cancelled
 from remat.schedule import Schedule
 from remat.simulate import simulate
 
@@ -42,47 +25,14 @@ MIN_BYTES = 1 << 20
 LEAST_GAIN = 0.001
 """The share of the step's time that offloading must save, at least."""
 
-_CANDIDATE_CUTS = 12
-_CUTS = 3
-"""Checkpoint cuts at which the relaxation is solved."""
+CANDIDATE_CUTS = 12
+"""Checkpoint cuts of which the ones that need the most memory are used."""
 
 _JUDGED_CUTS = 4
 """Cuts whose bounds judge a rewritten step."""
 
-_INTEGER_GAP = 0.01
-"""Relative gap of the integer programs."""
-
-_REFINED_GAP = 0.002
-"""Relative gap of the final solve, at the best cut and slack."""
-
-CLOSE_SHARE = 0.005
-"""The search ends with a step whose score is above the bound by at most this share, by default.
-With 0.1%, plans were faster by up to 0.2 percentage points, for up to twice the time."""
-
-_RETAINING_GAP = 0.003
-"""The same without recomputation, which has fewer variables."""
-
-_INTEGER_TIME_LIMIT_S = 2.0
-
-_COPY_COST = 0.01
-"""Seconds that each second of a copy costs where it is hidden: on an H200, copies in both
-directions slow down concurrent matrix products by 2%."""
-
-_PRUNING_MARGIN = 0.05
-"""Solutions of the relaxation that take longer than the best step by more than this share are not
-rewritten. A step's score is a guess: with 2%, plans within 20% of the memory of a Llama took 2.6
-points more time."""
-
-_USED_BANDWIDTH = 0.95
-"""The share of the bandwidth that the relaxation chooses tensors for: copies start and are awaited
-between operations, so that their engines idle at times."""
-
 _INSTANT_COPIES_FACTOR = 1e6
 """Copies are placed for a link that is faster by this factor where they must not overlap."""
-
-_SLACK_SHARES = (0.03, 0.08, 0.15, 0.0)
-"""Shares of the memory above the constant that the relaxation leaves free, for copies on their way
-and for recomputation. The last is for budgets that are too tight for the others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,32 +69,6 @@ class OffloadedForm(Generic[S]):
         return self.base.with_stays(self.planned, self.link)
 
 
-def offloaded_forms(
-    steps: Sequence[S],
-    budget_bytes: int,
-    limits: OffloadLimits,
-    cancel: Cancel | None,
-    limit_s: float,
-    close_share: float = CLOSE_SHARE,
-) -> list[OffloadedForm[S]]:
-    """Return forms of a step with offloaded tensors, the most promising first. Empty if the step
-    fits without recomputation, or one operation does not fit. `cancel` ends the search, or the end
-    of `limit_s`, or a form whose score is above the bound by at most `close_share`."""
-    deadline_s = time.monotonic() + limit_s
-
-    def has_ended() -> bool:
-        return is_cancelled(cancel) or time.monotonic() >= deadline_s
-
-    results = [
-        result
-        for step in steps
-        if smallest_need_bytes(step.graph()) <= budget_bytes
-        for result in _Search(step, budget_bytes, limits, has_ended, close_share).results()
-        if result.score_s < math.inf
-    ]
-    return sorted(results, key=lambda result: result.score_s)
-
-
 def smallest_need_bytes(graph: Graph) -> int:
     """Return a lower bound on the peak of every plan of the order, whatever it offloads: only
     results have to stay on the device, recomputable or not."""
@@ -153,184 +77,6 @@ def smallest_need_bytes(graph: Graph) -> int:
         for op, operation in enumerate(graph.operations)
     )
     return peak_lower_bound_bytes(replace(graph, operations=tuple(operations)))
-
-
-class _CutAndSlack(NamedTuple):
-    """An integer program: its checkpoint cut, an operation, and the share of the memory that it
-    leaves free."""
-
-    cut: int
-    slack: float
-
-
-class _Search(Generic[S]):
-    """The search for the offloaded tensors of one form of a step."""
-
-    def __init__(
-        self,
-        step: S,
-        budget_bytes: int,
-        limits: OffloadLimits,
-        has_ended: Callable[[], bool],
-        close_share: float,
-    ) -> None:
-        self.step = step
-        self.close_share = close_share
-        self.graph = step.graph()
-        self.budget_bytes = budget_bytes
-        self.limits = limits
-        self.has_ended = has_ended
-        names = offloadable_names(step, limits)
-        self.values = {
-            v: name
-            for v, name in names.items()
-            if not self.graph.operations[self.graph.producer[v]].backward
-        }
-        during_bytes = simulate(self.graph, Schedule.keep_all(self.graph)).during_bytes
-        self.range_bytes = max(during_bytes, default=0) - self.graph.constant_bytes
-        cuts = candidate_operations(during_bytes, budget_bytes, _CANDIDATE_CUTS)[:_CUTS]
-        self.host_limits = {op: _limits_at(self.graph, op, names, limits) for op in cuts}
-        """The limits that the bound is proved for."""
-        used = replace(limits, link=limits.link.scaled(_USED_BANDWIDTH))
-        self.used_limits = {op: _limits_at(self.graph, op, self.values, used) for op in cuts}
-        self.bound_s = self._bound_s(recomputes=True)
-        self.best_s = math.inf
-        self._best: _CutAndSlack | None = None
-        self._seen: set[frozenset[int]] = {frozenset()}
-
-    def results(self) -> Iterator[OffloadedForm[S]]:
-        """Yield steps with recomputation; then, if the bound without recomputation is lower than
-        the best of them, steps without. One without comes first if it may be as fast as any."""
-        as_fast_s = self.bound_s * (1 + LEAST_GAIN)
-        if self._bound_s(recomputes=False, until_s=as_fast_s) <= as_fast_s:
-            yield from islice(self._results_of_cuts(recomputes=False), 1)
-            if self.best_s <= as_fast_s:
-                return
-        yield from self._results_of_cuts(recomputes=True)
-        yield from self._refined()
-        if self._bound_s(recomputes=False, until_s=self.best_s) < self.best_s:
-            yield from self._results_of_cuts(recomputes=False)
-
-    def _refined(self) -> Iterator[OffloadedForm[S]]:
-        """Yield the step of the best cut and slack, solved to a smaller gap, unless it is nearly as
-        fast as the bound."""
-        if self._best is None or self.best_s <= self.bound_s * (1 + self.close_share):
-            return
-        cut = self._integral_cut(self._best, recomputes=True, gap=_REFINED_GAP)
-        if cut is not None and self._is_new(cut):
-            result = self._judged(cut, self._best.slack)
-            self.best_s = min(self.best_s, result.score_s)
-            yield result
-
-    def _results_of_cuts(self, *, recomputes: bool) -> Iterator[OffloadedForm[S]]:
-        """Yield steps for each cut, with more and more memory left free as long as that helps.
-        Solutions that are slower than the best step by `_PRUNING_MARGIN` are not judged.
-
-        Ends with a step that is nearly as fast as the bound, and with a cut whose best step does
-        not wait for copies: then only recomputation costs time, and other cuts rarely avoid it."""
-        best_s = best_waiting_s = math.inf
-        for cut_operation in self.host_limits:
-            last_s, is_solved = math.inf, False
-            for slack in _SLACK_SHARES:
-                if self.has_ended():
-                    return
-                if slack == 0.0 and is_solved:
-                    break
-                program = _CutAndSlack(cut_operation, slack)
-                cut = self._integral_cut(program, recomputes=recomputes)
-                is_solved |= cut is not None
-                if cut is None or not self._is_new(cut):
-                    continue
-                if recomputes and cut.bound_s > (1 + _PRUNING_MARGIN) * best_s:
-                    break
-                result = self._judged(cut, slack)
-                expected_s = result.score_s if recomputes else result.without_recompute_s
-                if expected_s < best_s:
-                    best_s, best_waiting_s = expected_s, result.waiting_s
-                if expected_s < self.best_s:
-                    self.best_s, self._best = expected_s, program if recomputes else None
-                yield result
-                if expected_s <= self.bound_s * (1 + self.close_share):
-                    return
-                if last_s * (1 - LEAST_GAIN) < expected_s < math.inf:
-                    break
-                last_s = expected_s
-            if best_waiting_s <= LEAST_GAIN * self.graph.total_cost_s:
-                return
-
-    def _is_new(self, cut: OffloadCut) -> bool:
-        """True the first time that these values are offloaded."""
-        is_new = cut.offloaded not in self._seen
-        self._seen.add(cut.offloaded)
-        return is_new
-
-    def _bound_s(self, *, recomputes: bool, until_s: float = math.inf) -> float:
-        """Return the time that every plan takes, whatever it offloads, or a bound above `until_s`;
-        infinity if none fits."""
-        bound_s = self.graph.total_cost_s
-        for operation, host_limits in self.host_limits.items():
-            if bound_s > until_s:
-                break
-            cut = solve_offload_cut(
-                self.graph, self.budget_bytes, operation, host_limits, recomputes=recomputes
-            )
-            if cut is not None:
-                bound_s = max(bound_s, cut.bound_s)
-            elif not recomputes:
-                return math.inf
-        return bound_s
-
-    def _integral_cut(
-        self, program: _CutAndSlack, *, recomputes: bool, gap: float | None = None
-    ) -> OffloadCut | None:
-        """Return the solution of an integer program."""
-        return solve_offload_cut(
-            self.graph,
-            self.budget_bytes - int(program.slack * self.range_bytes),
-            program.cut,
-            self.used_limits[program.cut],
-            gap=gap or (_INTEGER_GAP if recomputes else _RETAINING_GAP),
-            copy_cost=_COPY_COST,
-            time_limit=_INTEGER_TIME_LIMIT_S,
-            recomputes=recomputes,
-            is_cancelled=self.has_ended,
-        )
-
-    def _judged(self, cut: OffloadCut, slack: float) -> OffloadedForm[S]:
-        """Return the step with what a solution offloads that leaves this share free."""
-        link = self.limits.link
-        planned = stays_of_cut(self.graph, cut, self.values, self.budget_bytes)
-        graph = self.step.graph_with_stays(planned, link)
-        runs = range(len(graph))
-        timeline = simulate(graph, Schedule.keep_all(graph))
-        fits = timeline.peak_bytes <= self.budget_bytes
-        expected = copy_times(graph, runs, link, planned.recomputed_s)
-        least_s = _least_time_s(graph, self.budget_bytes, timeline.during_bytes, math.inf)
-        return OffloadedForm(
-            self.step,
-            planned,
-            link,
-            score_s=least_s + expected.waiting_s,
-            waiting_s=expected.waiting_s,
-            bound_s=self.bound_s,
-            without_recompute_s=copy_times(graph, runs, link).step_s if fits else math.inf,
-            free_share=slack,
-        )
-
-
-def _limits_at(graph: Graph, cut: int, values: Iterable[int], limits: OffloadLimits) -> HostLimits:
-    """Return the limits of copies at a cut: values of the forward that it no longer reads, and
-    those of the backward that are idle there, can be on the host."""
-    allowed = {
-        v
-        for v, span in idle_spans(graph, values).items()
-        if span.last_use < cut
-        and (
-            not graph.operations[graph.producer[v]].backward
-            or (span.next_reader is not None and cut <= span.next_reader)
-        )
-    }
-    return HostLimits(limits.link, limits.host_bytes, frozenset(allowed))
 
 
 def offloadable_names(step: OffloadableStep, limits: OffloadLimits) -> dict[int, str]:
@@ -386,16 +132,17 @@ def least_time_s(graph: Graph, budget_bytes: int, until_s: float = math.inf) -> 
     """Return a lower bound on the time of every schedule of a graph within a budget, from a few
     cuts until the bound reaches `until_s`; infinity if one shows that none fits."""
     during_bytes = simulate(graph, Schedule.keep_all(graph)).during_bytes
-    return _least_time_s(graph, budget_bytes, during_bytes, until_s)
+    return least_time_within(graph, budget_bytes, during_bytes, until_s)
 
 
-def _least_time_s(
+def least_time_within(
     graph: Graph, budget_bytes: int, during_bytes: tuple[int, ...], until_s: float
 ) -> float:
+    """Return the same for a graph whose memory during each run is known."""
     if peak_lower_bound_bytes(graph) > budget_bytes:
         return math.inf
     bound_s = graph.total_cost_s
-    for op in candidate_operations(during_bytes, budget_bytes, _CANDIDATE_CUTS)[:_JUDGED_CUTS]:
+    for op in candidate_operations(during_bytes, budget_bytes, CANDIDATE_CUTS)[:_JUDGED_CUTS]:
         if bound_s >= until_s:
             break
         bound_s = max(bound_s, linear_bound_s(graph, budget_bytes, op))

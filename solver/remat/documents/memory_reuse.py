@@ -73,8 +73,8 @@ def reusable_arguments(
     The argument is a temporary of the backward: it is not a parameter, saved tensor, tangent,
     output or gradient (`retained`), and `AccumulateGrad` has not read it, since that may keep it as
     `.grad`. The operation is its last reader in the trace. A schedule in which another operation
-    reads it later overwrites nothing there. `arriving` are storages of which the backward would
-    have a copy from the host, which is a temporary, too.
+    reads it later overwrites nothing there. `arriving` are storages that are copied back from
+    the host: the copy is a temporary of the backward, too.
     """
     temporaries = set(arriving)
     last_reader: dict[int, str] = {}

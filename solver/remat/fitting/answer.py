@@ -68,7 +68,7 @@ def answer_question(question: FitQuestion, notes: Sequence[str] = ()) -> Fit:
 
 def search_options(question: FitQuestion) -> Iterator[tuple[_Kind, FitOption | ExcludedOption]]:
     """Yield options with their kinds until the deadline; those that take long come last."""
-    for kind in sorted(_KINDS, key=_SLOW_KINDS.count):
+    for kind in sorted(_KINDS, key=lambda kind: kind in _SLOW_KINDS):
         if not question.deadline.is_set():
             yield from ((kind, option) for option in kind(question))
 

@@ -17,8 +17,9 @@ from tests.torch.offload.test_offload_tensors import (
 from torch import nn
 
 import remat
+from remat.choice.offload_search import offloaded_forms
 from remat.choice.offloadable_step import TraceStep
-from remat.choice.offloaded_forms import OffloadLimits, offloaded_forms
+from remat.choice.offloaded_forms import OffloadLimits
 from remat.choice.step import solve_step
 from remat.choice.trace_plan import TracePlan
 from remat.costs.link import Link

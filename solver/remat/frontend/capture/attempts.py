@@ -128,6 +128,7 @@ def _record(flat_model: FlatModel, leaves: Sequence[torch.Tensor]) -> JointGraph
 
 
 def _written(joint: JointGraph) -> set[str]:
+    """Return the kinds and names of the graph inputs that a step writes into."""
     inputs = (joint.inputs[node] for node, _ in joint.writes)
     return {f"{graph_input.kind} {graph_input.target}" for graph_input in inputs}
 

@@ -74,6 +74,7 @@ class _StepRecording:
             self._wrappers[key] = wrapper.requires_grad_(tensor.requires_grad)
 
     def run(self, leaf_count: int) -> JointGraph:
+        """Record the step; the last `leaf_count` of its tensors are the arguments of the model."""
         wrappers = self._wrappers
         arguments = list(wrappers.values())[len(wrappers) - leaf_count :]
         differentiable = {key: w for key, w in wrappers.items() if w.requires_grad}
@@ -150,6 +151,7 @@ class _StepRecording:
         return tuple(writes)
 
     def _check_no_backward_called(self) -> None:
+        """Raise `TraceError` if the forward has accumulated gradients."""
         if any(wrapper.grad is not None for wrapper in self._wrappers.values()):
             raise TraceError(
                 "the forward of the model calls backward(), whose gradients a plan does not "

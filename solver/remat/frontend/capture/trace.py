@@ -121,7 +121,7 @@ def capture_joint_graph(
         contextlib.ExitStack() as stack,
     ):
         are_leaves = [leaf.is_leaf for leaf in leaves]
-        # Inputs of the step are leaves of autograd.
+        # The fake tensor of a tensor with a history would have a copy of that history.
         leaves = [t if t.is_leaf else t.detach().requires_grad_() for t in leaves]
         flat_model = FlatModel(model, inputs, differentiate, are_leaves)
         stack.enter_context(torch.enable_grad())

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 
 @dataclass
 class _Restriction:
-    """A restriction of the collector. `restrict` returns False if it was in force before, so that
-    it is not restored."""
+    """A restriction of the collector. `restrict` returns False if the user had set it already; then
+    it stays."""
 
     restrict: Callable[[], bool]
     restore: Callable[[], None]

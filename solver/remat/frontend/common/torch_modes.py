@@ -57,8 +57,8 @@ def isolated_modes(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def capture_paused() -> Iterator[None]:
-    """Within the context, a capture that is running neither records nor functionalizes operations:
-    they compute on real tensors, or on meta tensors."""
+    """Within the context, operations are not part of a running capture: they compute on real or
+    meta tensors."""
     functionalize = torch._C.DispatchKeySet(torch._C.DispatchKey.Functionalize)
     with torch._C._ExcludeDispatchKeyGuard(functionalize), _disable_current_modes():
         yield

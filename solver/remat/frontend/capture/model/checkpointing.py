@@ -13,6 +13,7 @@ import torch.utils.checkpoint
 _GENERATOR = "_checkpoint_without_reentrant_generator"
 if hasattr(torch.utils.checkpoint, f"{_GENERATOR}_impl"):  # since torch 2.14
     _GENERATOR = f"{_GENERATOR}_impl"
+"""The function of torch that runs a checkpoint without `use_reentrant`."""
 
 
 class _ThreadState(threading.local):

@@ -1,8 +1,7 @@
 """`FlatModel`: a model as a function from a flat list of tensors to a flat tuple of tensors.
 
 The capture calls it in place of the model. It rebuilds the arguments, calls the model, notes which
-module runs when, and flattens the outputs. One autograd node must be able to
-return them, so:
+module runs when, and flattens the outputs. One autograd node must be able to return them, so:
 
 * a model that returns a loss is differentiated through the loss only: its other outputs are
   detached, so that no gradient of the size of the logits is allocated;

@@ -1,6 +1,6 @@
 """The values that a model's modules store between calls: attributes, buffers, and items of these.
 
-A forward that changes it may run differently in the next call.
+A forward that changes them may run differently in the next call.
 """
 
 from __future__ import annotations
