@@ -84,9 +84,11 @@ def _run(table: Table, case: str, path: Path, library: Path, device: str) -> Cas
     output.unlink(missing_ok=True)
     command = [sys.executable, "-m", "benchmarks.software_gpu.child", table.name, case, str(output)]
     started_s = time.monotonic()
-    # Plans in Inductor's cache are found by remat's version, not by its code.
+    # Plans in Inductor's cache are found by remat's version, not by its code. Costs that are
+    # measured here are not those of the GPU whose name they have.
     with log.open("wb") as stream, tempfile.TemporaryDirectory() as cache:
-        environment |= table.environment() | {"TORCHINDUCTOR_CACHE_DIR": cache}
+        environment |= table.environment()
+        environment |= {"TORCHINDUCTOR_CACHE_DIR": cache, "REMAT_CACHE_DIR": cache}
         try:
             code = subprocess.run(
                 command, stdin=subprocess.DEVNULL, stdout=stream, stderr=subprocess.STDOUT,

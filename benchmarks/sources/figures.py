@@ -17,8 +17,9 @@ from remat.choice.offloaded_forms import OffloadLimits
 from remat.choice.step import solve_step
 from remat.costs.roofline import Roofline
 from remat.errors import InfeasibleBudget, SolverTimeout
-from remat.fitting.checkpoints import checkpoint_schedule
+from remat.fitting.checkpoints import checkpointed_step
 from remat.fitting.question import EagerStep
+from remat.graph import Graph
 from remat.limits.budget import Budget
 from remat.plan_data import HOST_BYTES_STAT, WAITING_S_STAT
 from remat.report.training_memory import optimizer_step_bytes
@@ -27,7 +28,7 @@ from remat.simulate import peak_and_time
 
 Row = dict[str, Any]
 
-VERSION = 1
+VERSION = 2
 """Raise it when the same case gives other figures: stored ones are computed once more then."""
 
 TIME_LIMIT_S = 10.0
@@ -76,15 +77,16 @@ class SizedStep:
 
     def eager_figures(self) -> Row:
         """Return the peak and the time of eager mode."""
-        return self._figures(Schedule.keep_all(self.eager.graph))
+        return self._figures(self.eager.graph, Schedule.keep_all(self.eager.graph))
 
     def checkpoint_figures(self) -> Row | None:
         """Return the peak and the extra time of a checkpoint for each block, if there are any."""
-        schedule = checkpoint_schedule(self.eager) if self.case.has_blocks else None
-        return None if schedule is None else self._figures(schedule)
+        checkpointed = checkpointed_step(self.eager) if self.case.has_blocks else None
+        return (
+            None if checkpointed is None else self._figures(checkpointed[0].graph, checkpointed[1])
+        )
 
-    def _figures(self, schedule: Schedule) -> Row:
-        graph = self.eager.graph
+    def _figures(self, graph: Graph, schedule: Schedule) -> Row:
         peak_bytes, _ = peak_and_time(graph, schedule)
         step_s = sum(graph.operations[op].cost_s for op in schedule.runs)
         return {

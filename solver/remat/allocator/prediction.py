@@ -13,7 +13,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 
 from remat.allocator.replay import AllocationEvent, replay_events
+from remat.costs.devices import DEVICES
 from remat.costs.optimizer_memory import OptimizerMemory
+from remat.costs.workspaces.formulas import workspace_buffers
 from remat.documents.trace import Trace, trained_parameters
 from remat.graph import Graph
 from remat.plan_data import P, PlanData
@@ -122,8 +124,8 @@ def step_allocation_events(
     """Yield the allocations and frees of `steps` training steps, in order, from a new process on.
 
     Parameters, buffers and inputs come first, and with gradient accumulation the `.grad` of
-    parameters. Each run allocates its outputs, then its workspace; the workspace is freed first,
-    then the values of which this is the last use. cuBLAS allocates one half of the trace's
+    parameters. Each run allocates its outputs, then the buffers of its workspace; these are freed
+    first, then the values of which this is the last use. cuBLAS allocates one half of the trace's
     `library_bytes` at the first matrix product of the forward and the other at that of the
     backward, which runs in another thread, and never frees them. With an `optimizer`, its step
     allocates its state the first time, and temporary tensors each time. At the end of a step its
@@ -155,6 +157,7 @@ def step_allocation_events(
         allocation[produced[run].pop()] = allocation[index]
     # True for the backward's cuBLAS workspace, False for the forward's.
     pending_cublas_workspaces = {False, True} if trace.library_bytes else set[bool]()
+    buffers = _workspace_buffers(trace, graph)
     for step in range(steps):
         for run, op in enumerate(schedule.runs):
             node, operation = trace.operations[op], graph.operations[op]
@@ -170,15 +173,30 @@ def step_allocation_events(
             ):
                 pending_cublas_workspaces.remove(is_backward)
                 yield AllocationEvent(("cublas", is_backward), trace.library_bytes // 2)
-            if operation.workspace_bytes:
-                yield AllocationEvent("workspace", operation.workspace_bytes)
-                yield AllocationEvent("workspace", None)
+            for index, size_bytes in enumerate(buffers[op]):
+                yield AllocationEvent(("workspace", index), size_bytes)
+            for index in range(len(buffers[op])):
+                yield AllocationEvent(("workspace", index), None)
             for index in freed[run]:
                 yield AllocationEvent((step, allocation[index]), None)
         if optimizer is not None:
             yield from _optimizer_events(optimizer, is_first_step=step == 0)
         for index in freed[-1]:
             yield AllocationEvent((step, allocation[index]), None)
+
+
+def _workspace_buffers(trace: Trace, graph: Graph) -> list[list[int]]:
+    """Return the buffers of each operation's workspace. A large one and a small one fit
+    where one block as large as both does not."""
+    device, metas = DEVICES.get(trace.gpu), trace.tensors
+    buffers: list[list[int]] = []
+    for node, operation in zip(trace.operations, graph.operations, strict=True):
+        size_bytes = operation.workspace_bytes
+        if node is not None and device is not None and size_bytes == node.workspace_bytes:
+            buffers.append(workspace_buffers(node, metas, device))
+        else:
+            buffers.append([size_bytes] if size_bytes else [])
+    return buffers
 
 
 def _optimizer_events(

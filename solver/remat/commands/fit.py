@@ -42,8 +42,8 @@ def fit(
 ) -> None:
     """Predict whether a training loop fits a GPU, and what makes it fit.
 
-    Nothing runs, and no weights are needed. If the loop does not fit, each option has its peak, its
-    time and the code for it.
+    No weights are needed, and nothing runs but convolutions, one at a time, where the GPU is in
+    this machine. If the loop does not fit, each option has its peak, its time and the code for it.
     """
     step.check()
     distribution = _lengths(step, lengths)

@@ -320,6 +320,11 @@ def trained_parameters(trace: Trace) -> list[Placeholder]:
     return [p for p in trace.placeholders if p.kind == "parameter" and p.name in names]
 
 
+def convolutions(trace: Trace) -> list[Node]:
+    """Return the convolutions of a step, those of the backward too."""
+    return [node for node in trace.nodes if "convolution" in node.target and not node.view]
+
+
 def accumulated_gradient_bytes(trace: Trace) -> int:
     """Return the bytes of the existing `.grad` tensors that gradient accumulation adds to."""
     return sum(trace.allocated_bytes(p.storage) for p in trained_parameters(trace))

@@ -13,6 +13,7 @@ from remat.documents.trace import Trace
 from remat.errors import RematError
 from remat.fitting.answer import answer_question
 from remat.fitting.answer_deadline import Deadline
+from remat.fitting.convolutions import convolution_notes
 from remat.fitting.question import DEFAULT_STRATEGY, EagerStep, FitQuestion
 from remat.limits.limits import SEGMENTS_MARGIN
 from remat.progress import ProgressCallback
@@ -79,7 +80,7 @@ def fit_trace(
         deadline=deadline,
         progress=progress,
     )
-    notes = []
+    notes = convolution_notes(costed, are_measured=False)
     if trace.gpu != name:
         traced = trace.gpu or "another GPU"
         notes.append(f"traced for {traced}: kernels, and what they save, may differ on {name}")

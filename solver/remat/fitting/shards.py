@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from remat.allocator.prediction import is_on_cuda
-from remat.fitting.checkpoints import checkpoint_schedule
+from remat.fitting.checkpoints import checkpointed_step
 from remat.fitting.question import FitQuestion
 from remat.limits.units import format_bytes
 from remat.report.fit import ExcludedOption, FitOption
@@ -22,17 +22,19 @@ def sharding_options(question: FitQuestion) -> Iterator[FitOption | ExcludedOpti
     if not is_on_cuda(step.trace):
         return
     fragments = question.fragments(optimizer)
-    keep_all = Schedule.keep_all(step.graph)
+    without = step, Schedule.keep_all(step.graph)
     smallest_bytes: list[int] = []
-    for suffix, schedule in (
-        ("", keep_all),
-        (", checkpoint each block", checkpoint_schedule(step)),
-    ):
-        if schedule is None or question.is_usable(step.memory(optimizer, schedule)):
+    for suffix, variant in (("", without), (", checkpoint each block", checkpointed_step(step))):
+        if variant is None:
+            continue
+        variant_step, schedule = variant
+        if question.is_usable(variant_step.memory(optimizer, schedule)):
             continue  # one GPU is enough
         gpus = 2
         while gpus <= _MAX_GPUS:
-            peak_bytes = sharded_peak_bytes(step.eager_trace, step.graph, schedule, optimizer, gpus)
+            peak_bytes = sharded_peak_bytes(
+                step.eager_trace, variant_step.graph, schedule, optimizer, gpus
+            )
             reserved_bytes = int(peak_bytes * fragments)
             if reserved_bytes <= question.usable_bytes:
                 yield FitOption(

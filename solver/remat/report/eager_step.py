@@ -7,8 +7,8 @@ gradients of a tensor in place where it can. On the CPU, dropout's masks are lar
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from math import prod
 
 from remat.costs.roofline import item_bytes
@@ -50,13 +50,14 @@ def with_eager_masks(trace: Trace) -> Trace:
     return trace.replace(storage_bytes=tuple(storages))
 
 
-def eager_graph(trace: Trace) -> Graph:
+def eager_graph(trace: Trace, unpacked: Collection[int] = ()) -> Graph:
     """Return the graph of a step as autograd frees its tensors, for schedules that run each
-    operation once."""
+    operation once. `unpacked` are the saved tensors that hooks of the step unpack, as those of
+    `torch.utils.checkpoint` do."""
     graph = trace.graph()
     # Autograd writes over no argument, except when it adds gradients in place (below).
     operations = tuple(replace(operation, overwrites=()) for operation in graph.operations)
-    graph = _with_retained_factors(replace(graph, operations=operations), trace)
+    graph = _with_retained_factors(replace(graph, operations=operations), trace, unpacked)
     return _with_gradients_added_in_place(graph, trace)
 
 
@@ -66,45 +67,68 @@ def value_of_storage(trace: Trace, graph: Graph) -> dict[int, int]:
     return {storage: index[name] for name, storage in trace.storage_of.items() if name in index}
 
 
-def _with_retained_factors(graph: Graph, trace: Trace) -> Graph:
-    """Return the graph in which the last operation of a backward formula reads what the others
-    read: autograd releases the operands of a product only after both gradients are computed and
-    cast to the operands' dtypes. `formula` are the operations of the formula so far."""
+@dataclass(frozen=True, slots=True)
+class _Formula:
+    """The operations of the backward formula of a product so far, at least one product.
+
+    `gradients` are what all products and bias sums of it read of the backward, `operands` what its
+    products read, `results` what all its operations compute, by values. `dtypes` are those of all
+    tensors that it reads.
+    """
+
+    target: str
+    gradients: frozenset[int]
+    operands: frozenset[int]
+    results: frozenset[int]
+    dtypes: frozenset[str]
+
+    def has_product(self, node: Node, read: frozenset[int]) -> bool:
+        """True if an operation that reads these values of the backward is a further product."""
+        return node.target == self.target and bool(self.gradients & read)
+
+    def has_sum_or_cast(self, node: Node, read: frozenset[int]) -> bool:
+        """True for a sum or cast of a gradient: that of a bias, one that was broadcast, or one that
+        has another dtype than its factor."""
+        if node.target == _SUM:
+            return bool((self.gradients | self.results) & read)
+        is_cast = node.target == _CAST and node.results[0].tensor.dtype in self.dtypes
+        return is_cast and bool(self.results & read)
+
+
+def _with_retained_factors(graph: Graph, trace: Trace, unpacked: Collection[int]) -> Graph:
+    """Return the graph in which the last operation of a backward formula reads what its products
+    read: autograd releases their operands only after all gradients of the formula are computed,
+    summed where a factor was broadcast, and cast to the factors' dtypes. Saved tensors that hooks
+    unpacked are released before these sums and casts."""
     operations = list(graph.operations)
     dtype_of = {p.name: p.tensor.dtype for p in trace.placeholders}
     dtype_of |= {r.name: r.tensor.dtype for node in trace.nodes for r in node.results}
-    formula: tuple[Node, ...] = ()
-    gradients = frozenset[int]()  # read by each product and sum of the formula
+    formula: _Formula | None = None
     for index, node in enumerate(trace.operations):
-        read = frozenset(v for v in graph.operations[index].inputs if _is_of_backward(graph, v))
         if node is None:
             continue
-        targets = {_SUM, *(first.target for first in formula[:1])}
-        is_gradient = bool(gradients & read) and node.target in targets
-        if is_gradient or _casts_to_factor(node, formula, dtype_of):
-            formula = (*formula, node)
-            gradients = gradients & read if is_gradient else gradients
-            inputs = {*operations[index - 1].inputs, *operations[index].inputs}
-            operations[index] = replace(operations[index], inputs=tuple(sorted(inputs)))
+        inputs = frozenset(graph.operations[index].inputs)
+        results = frozenset(graph.operations[index].outputs)
+        dtypes = frozenset(dtype_of[name] for name in referenced_names(node.args))
+        read = frozenset(v for v in inputs if _is_of_backward(graph, v))
+        if formula is not None and formula.has_product(node, read):
+            formula = replace(
+                formula,
+                gradients=formula.gradients & read,
+                operands=formula.operands | inputs,
+                results=formula.results | results,
+                dtypes=formula.dtypes | dtypes,
+            )
+            inputs = formula.operands
+        elif formula is not None and formula.has_sum_or_cast(node, read):
+            inputs |= formula.operands.difference(unpacked)
+            formula = replace(formula, results=formula.results | results)
         elif node.backward and node.target in _PRODUCTS:
-            formula, gradients = (node,), read
+            formula = _Formula(node.target, read, inputs, results, dtypes)
         else:
-            formula, gradients = (), frozenset()
+            formula = None
+        operations[index] = replace(operations[index], inputs=tuple(sorted(inputs)))
     return replace(graph, operations=tuple(operations))
-
-
-def _casts_to_factor(node: Node, formula: Sequence[Node], dtype_of: Mapping[str, str]) -> bool:
-    """True if an operation casts a gradient of the formula to the dtype of a factor, as autograd
-    does where the factors of a product have different dtypes."""
-    if node.target != _CAST:
-        return False
-    gradient_names = {result.name for n in formula for result in n.results}
-    factor_dtypes = {dtype_of[name] for n in formula for name in referenced_names(n.args)}
-    return (
-        bool(node.results)
-        and not gradient_names.isdisjoint(referenced_names(node.args))
-        and node.results[0].tensor.dtype in factor_dtypes
-    )
 
 
 def _with_gradients_added_in_place(graph: Graph, trace: Trace) -> Graph:

@@ -20,6 +20,7 @@ from remat.costs.workspaces.formulas import (
     STORAGES,
     OperationWorkspace,
     operation_workspace,
+    workspace_buffers,
 )
 from remat.documents.arguments import Ref, decode_argument
 from remat.documents.records import Node, Result, TensorMeta
@@ -135,6 +136,37 @@ def test_each_formula_is_checked_with_a_workspace(path: Path) -> None:
         call.node.target for call in recorded_calls(path) if max(call.workspace_bytes.values())
     )
     assert not FORMULAS.keys() - checked.keys()
+
+
+@pytest.mark.parametrize("path", RECORDINGS, ids=lambda path: path.name)
+def test_buffers_add_up_to_the_workspace(path: Path) -> None:
+    counts: Counter[int] = Counter()
+    for call in recorded_calls(path):
+        size_bytes = _formula(call, "h100").size_bytes
+        node = call.node.model_copy(update={"workspace_bytes": size_bytes})
+        buffers = workspace_buffers(node, call.metas, DEVICES["h100"])
+        assert sum(buffers) == size_bytes, call
+        counts[len(buffers)] += 1
+    assert counts[2] > counts[0] / 100  # such as partial sums and their semaphores
+
+
+def test_another_workspace_than_the_formula_gives_is_one_buffer() -> None:
+    """A measured one, for example."""
+    x = TensorMeta(dtype="float32", shape=(4096, 512), stride=(512, 1), device="cuda:0")
+    result = Result(
+        name="sum_1",
+        tensor=x.model_copy(update={"shape": (512,), "stride": (1,)}),
+        storage=0,
+        position=-1,
+    )
+    node = Node(
+        name="sum_1", target="aten.sum.dim_IntList", args=(Ref("x"), (0,)), results=(result,)
+    )
+    size_bytes = operation_workspace(node, {"x": x}, DEVICES["h100"]).size_bytes
+    for workspace_bytes, count in ((size_bytes, 2), (size_bytes + 512, 1), (0, 0)):
+        measured = node.model_copy(update={"workspace_bytes": workspace_bytes})
+        buffers = workspace_buffers(measured, {"x": x}, DEVICES["h100"])
+        assert (len(buffers), sum(buffers)) == (count, workspace_bytes)
 
 
 def test_a_recording_exists() -> None:

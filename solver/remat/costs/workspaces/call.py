@@ -103,10 +103,33 @@ def peak_workspace_bytes(allocations: Allocations) -> int:
     """Return the peak of the allocated bytes of a call, less those that remain afterwards."""
     current_bytes = peak_bytes = 0
     for size_bytes in allocations:
-        rounded_bytes = -(-abs(size_bytes) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-        current_bytes += rounded_bytes if size_bytes > 0 else -rounded_bytes
+        current_bytes += _rounded(size_bytes)
         peak_bytes = max(peak_bytes, current_bytes)
     return peak_bytes - current_bytes
+
+
+def buffers_at_peak(allocations: Allocations) -> list[int]:
+    """Return the temporary buffers that are live at the peak of a call, in order, as bytes that the
+    allocator counts."""
+    live: list[int] = []
+    at_peak: list[int] = []
+    for size_bytes in map(_rounded, allocations):
+        if size_bytes > 0:
+            live.append(size_bytes)
+        elif size_bytes:
+            live.remove(-size_bytes)
+        if sum(live) > sum(at_peak):
+            at_peak = [*live]
+    for size_bytes in live:  # results
+        if size_bytes in at_peak:
+            at_peak.remove(size_bytes)
+    return at_peak
+
+
+def _rounded(size_bytes: int) -> int:
+    """Return the bytes that the allocator counts for an allocation, or a free if negative."""
+    rounded_bytes = -(-abs(size_bytes) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    return rounded_bytes if size_bytes > 0 else -rounded_bytes
 
 
 def tensor_bytes(meta: TensorMeta, dtype: str | None = None) -> int:

@@ -15,7 +15,13 @@ from remat.costs.workspaces import (
     reductions,
     sorting,
 )
-from remat.costs.workspaces.call import Formula, StorageFormula, operator_call, peak_workspace_bytes
+from remat.costs.workspaces.call import (
+    Formula,
+    StorageFormula,
+    buffers_at_peak,
+    operator_call,
+    peak_workspace_bytes,
+)
 from remat.documents.records import Node, TensorMeta
 from remat.errors import DocumentError
 
@@ -46,6 +52,21 @@ class OperationWorkspace:
 
     size_bytes: int
     storage_bytes: tuple[int, ...] = ()
+
+
+def workspace_buffers(node: Node, metas: Mapping[str, TensorMeta], device: DeviceSpec) -> list[int]:
+    """Return the bytes of the buffers that a node's `workspace_bytes` consist of, in order: those
+    of the formula, if that gives the same workspace, or else one."""
+    if not node.workspace_bytes:
+        return []
+    if formula := FORMULAS.get(node.target):
+        try:
+            buffers = buffers_at_peak(formula(operator_call(node, metas, device)))
+        except (ArithmeticError, LookupError, TypeError, ValueError):
+            buffers = []  # the workspace is not by the formula
+        if sum(buffers) == node.workspace_bytes:
+            return buffers
+    return [node.workspace_bytes]
 
 
 def operation_workspace(

@@ -9,11 +9,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from remat.allocator.prediction import is_on_cuda
 from remat.costs.optimizer_memory import check_optimizer
 from remat.costs.trace_costs import with_roofline_costs
 from remat.documents.trace import Trace
 from remat.errors import BudgetError, RematError, wrong_type
 from remat.fitting.answer import answer_question
+from remat.fitting.convolutions import convolution_notes
 from remat.fitting.data_sheet import usable_bytes
 from remat.fitting.fit_arguments import check_batch, parse_memory
 from remat.fitting.lengths import LengthDistribution, longest_fits
@@ -22,6 +24,7 @@ from remat.frontend.api.batch_search import ModelFnResult, parse_model_fn_result
 from remat.frontend.api.estimate import roofline_for_trace
 from remat.frontend.capture.trace import trace as capture
 from remat.frontend.common.target_gpu import DEFAULT_GPU, find_target_gpu, is_default_gpu
+from remat.frontend.costs.convolution_workspaces import with_measured_convolutions
 from remat.frontend.memory.device_memory import free_bytes
 from remat.frontend.memory.meter import unique_bytes
 from remat.limits.limits import SEGMENTS_MARGIN
@@ -49,8 +52,9 @@ def fit(
 ) -> Fit:
     """Predict whether a training loop fits a device; if not, return the options that make it fit.
 
-    Nothing runs: the model may be on the "meta" device, and `device="h100"` is a GPU that this
-    machine need not have. `optimizer` is one of `remat.costs.optimizer_memory.OPTIMIZERS`.
+    Nothing runs but convolutions on a GPU of this machine, one at a time, for their workspaces: the
+    model may be on the "meta" device, and `device="h100"` is a GPU that this machine need not have.
+    `optimizer` is one of `remat.costs.optimizer_memory.OPTIMIZERS`.
     `memory` is what torch's allocator may reserve ("75GiB"); by default the memory of the device's
     data sheet without 2% and a CUDA context, or 98% of what this machine's device has free, plus
     the model if it is there already. Other
@@ -89,7 +93,8 @@ def fit(
             outputs=outputs,
         )
         trace = with_gradient_accumulation(trace) if accumulates else trace
-        return with_roofline_costs(trace, roofline_for_trace(trace))
+        trace = with_roofline_costs(trace, roofline_for_trace(trace))
+        return with_measured_convolutions(trace) if _is_gpu_here(trace, device) else trace
 
     trace = traced((model, example_inputs, example_kwargs or {}))
     if distribution is not None:
@@ -104,7 +109,8 @@ def fit(
         batch,
         None if with_batch is None else lambda size: traced(with_batch(size), accumulates=True),
     )
-    answer = answer_question(question, _notes(device))
+    convolutions = convolution_notes(trace, are_measured=_is_gpu_here(trace, device))
+    answer = answer_question(question, [*_notes(device), *convolutions])
     if distribution is None or with_length is None:
         return answer
 
@@ -135,6 +141,11 @@ def _checked_with_length(
             "example inputs of the longest length"
         )
     return with_length
+
+
+def _is_gpu_here(trace: Trace, device: str | torch.device | None) -> bool:
+    """True if the step runs on a GPU of this machine."""
+    return is_on_cuda(trace) and find_target_gpu(device) is None
 
 
 def _notes(device: str | torch.device | None) -> list[str]:

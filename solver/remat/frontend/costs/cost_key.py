@@ -77,6 +77,7 @@ def environment_key(device: torch.device) -> dict[str, object]:
     else:
         key["fp32"] = fp32_precisions("cuda")
         key["cuda"] = torch.version.cuda or torch.version.hip
+        key["cudnn"] = torch.backends.cudnn.version() if torch.backends.cudnn.enabled else None
         key["cudnn_benchmark"] = torch.backends.cudnn.benchmark
         key["cudnn_tf32"] = _legacy_setting(lambda: torch.backends.cudnn.allow_tf32)
     return key
