@@ -22,7 +22,7 @@ from torch import nn, optim
 import remat
 from benchmarks.software_gpu.eager_memory import refusal
 from benchmarks.software_gpu.families import DTYPES, FAMILIES, Batch, build
-from remat.report.fit import Fit
+from remat.report.fit import FitOption
 
 TOLERANCE = 0.02
 """The largest relative error of the predicted peak."""
@@ -100,19 +100,25 @@ def _predicted(family: str, dtype: str, name: str) -> tuple[int, dict[bool, int]
             memory = remat.fit(model, (), batch, optimizer=name, memory="1TiB").memory
             reserved = {False: memory.reserved_bytes, True: memory.expandable_bytes}
             return memory.peak_bytes, reserved
-        answer = _answer_with_options(model, batch)
-    checkpoints = [o for o in answer.options if o.name.startswith("checkpoint")]
-    if not checkpoints:
-        (excluded,) = [e for e in answer.excluded if e.name.startswith("checkpoint")]
-        raise remat.RematError(f"no checkpoints: {excluded.reason}")
-    return checkpoints[0].peak_bytes, {False: checkpoints[0].reserved_bytes}
+        option = _checkpoints_option(model, batch)
+    return option.peak_bytes, {False: option.reserved_bytes}
 
 
-def _answer_with_options(model: nn.Module, batch: Batch) -> Fit:
-    """Return the answer for a little less memory than needed, so that there are options."""
-    answer = remat.fit(model, (), batch, memory="1TiB")
-    memory = answer.memory.reserved_bytes - 1
-    return remat.fit(model, (), batch, memory=memory, strategy=remat.Auto(time_limit=2))
+def _checkpoints_option(model: nn.Module, batch: Batch) -> FitOption:
+    """Return the option of checkpoints with AdamW. With a little less memory than needed there are
+    options; this one is combined with a smaller optimizer where only that fits, so with less memory
+    than that takes it is not."""
+    memory = remat.fit(model, (), batch, memory="1TiB").memory.reserved_bytes - 1
+    while True:
+        answer = remat.fit(model, (), batch, memory=memory, strategy=remat.Auto(time_limit=0.1))
+        for option in answer.options:
+            if option.name == "checkpoint each block":
+                return option
+        options = [o for o in answer.options if o.name.startswith("checkpoint")]
+        if not options:
+            (excluded,) = [e for e in answer.excluded if e.name.startswith("checkpoint")]
+            raise remat.RematError(f"no checkpoints: {excluded.reason}")
+        memory = options[0].reserved_bytes - 1
 
 
 def _context(dtype: str) -> contextlib.AbstractContextManager[object]:

@@ -31,6 +31,8 @@ from software_gpu_results import (
     software_gpu_budgets,
     software_gpu_memory,
     software_gpu_missed,
+    software_gpu_training,
+    software_gpu_training_families,
 )
 from solver_results import baselines, published, random, search, table2, traced
 from source_results import source_assumptions, source_sizes, sources
@@ -68,6 +70,8 @@ TABLES: dict[str, Callable[[], Table]] = {
         software_gpu_budgets,
         software_gpu_memory,
         software_gpu_missed,
+        software_gpu_training,
+        software_gpu_training_families,
         gpu_steps,
         gpu_times,
         gpu_missed,

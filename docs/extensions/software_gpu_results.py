@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
+from statistics import median
 from typing import Any
 
-from measured import Table, load
+from measured import Table, load, percent
 
 _FILE = "software-gpu-h100"
+_TRAINING_FILE = "software-gpu-training-h100"
+_ERRORS = {
+    "error": "peak",
+    "reserved_error": "reserved",
+    "expandable_error": "reserved, expandable segments",
+}
+"""The keys of relative errors, with what they are errors of."""
 _WHATS = {
     "eager": "eager mode and `remat.estimate`",
     "optimize": "`remat.optimize`",
@@ -97,6 +106,60 @@ def software_gpu_missed() -> Table:
                 (name, f"{len(not_run)} cases", f"{_NOT_RUN}: {', '.join(not_run)}")
             )
     return Table((_FILE,), ("table", "case", "figures"), tuple(rows))
+
+
+def software_gpu_training() -> Table:
+    """Return the errors of the predictions of fit by optimizer: their median and the worst."""
+    return _errors_by("optimizer")
+
+
+def software_gpu_training_families() -> Table:
+    """Return the same by family, for loops without checkpoints and with them."""
+    return _errors_by("family")
+
+
+def _errors_by(key: str) -> Table:
+    groups: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    rows = load(_TRAINING_FILE)["tables"]["training-memory"]["rows"]
+    for row in rows:
+        if "error" in row:
+            groups[row[key]].append(row)
+    groups["all"] = [row for row in rows if "error" in row]
+    header = [key, "loops"]
+    for name in _ERRORS.values():
+        header += [f"{name}, median", "worst"]
+    cells = tuple(
+        (
+            group,
+            str(len(group_rows)),
+            *(
+                _error(group_rows, e, how)
+                for e in _ERRORS
+                for how in (_median, _worst)
+            ),
+        )
+        for group, group_rows in groups.items()
+    )
+    return Table((_TRAINING_FILE,), tuple(header), cells)
+
+
+def _error(
+    rows: list[dict[str, Any]],
+    name: str,
+    aggregate: Callable[[list[float]], float],
+) -> str:
+    """Return one figure of the errors with this name; some rows do not have it."""
+    errors = [row[name] for row in rows if name in row]
+    return percent(aggregate(errors), 2) if errors else ""
+
+
+def _median(errors: list[float]) -> float:
+    return median(map(abs, errors))
+
+
+def _worst(errors: list[float]) -> float:
+    """Return the error with the largest absolute value, with its sign."""
+    return max(errors, key=abs)
 
 
 def _shares(rows: list[dict[str, Any]]) -> str:

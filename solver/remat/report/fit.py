@@ -11,8 +11,8 @@ from remat.report.training_memory import TrainingMemory
 
 _LABEL_WIDTH = 10
 
-_ACCURACY = "peaks within 0.1%, reserved bytes within 13% of 252 loops on a GPU in software"
-"""Error of predictions without checkpoints or convolutions (docs/how-to/fit.md, with the date)."""
+_ACCURACY = "peaks within 2%, reserved bytes within 17% of 477 small loops on a GPU in software"
+"""Errors of predictions, checkpoints and convolutions included (docs/how-to/fit.md)."""
 
 
 @dataclass(frozen=True, slots=True)
