@@ -112,7 +112,7 @@ class Allocator:
     def __init__(self, *, is_expandable: bool = False) -> None:
         self.is_expandable = is_expandable
         self.requested_bytes = self.allocated_bytes = self.reserved_bytes = 0
-        self._peaks = AllocatorPeaks(0, 0, 0)
+        self._peak_bytes = (0, 0, 0)
         self._live: dict[Hashable, _BlockNode | None] = {}
         # The free blocks of the small (True) and the large pool, as (size, address).
         self._pools: dict[bool, list[tuple[int, int]]] = {True: [], False: []}
@@ -124,7 +124,7 @@ class Allocator:
     @property
     def peaks(self) -> AllocatorPeaks:
         """The peaks so far."""
-        return self._peaks
+        return AllocatorPeaks(*self._peak_bytes)
 
     def apply(self, event: AllocationEvent) -> None:
         """Allocate or free a block. An allocation of 0 bytes has no block."""
@@ -136,10 +136,11 @@ class Allocator:
         if event.key in self._live:
             raise KeyError(f"{event.key!r} is allocated already")
         self._live[event.key] = self._allocate(event.size_bytes) if event.size_bytes else None
-        self._peaks = AllocatorPeaks(
-            max(self._peaks.requested_bytes, self.requested_bytes),
-            max(self._peaks.allocated_bytes, self.allocated_bytes),
-            max(self._peaks.reserved_bytes, self.reserved_bytes),
+        requested, allocated, reserved = self._peak_bytes
+        self._peak_bytes = (
+            max(requested, self.requested_bytes),
+            max(allocated, self.allocated_bytes),
+            max(reserved, self.reserved_bytes),
         )
 
     def address(self, key: Hashable) -> int | None:

@@ -141,7 +141,13 @@ class _Search(Generic[S]):
         """The limits that the bound is proved for."""
         used = replace(limits, link=limits.link.scaled(_USED_BANDWIDTH))
         self.used_limits = {op: _limits_at(self.graph, op, self.values, used) for op in cuts}
-        self.bound_s = self._bound_s(recomputes=True)
+        self._bounds_s: dict[tuple[int, bool], float] = {}
+        """The bounds of the linear programs that are solved, by cut and with recomputation or
+        not."""
+        total_s = self.graph.total_cost_s
+        until_s = total_s * (1 + LEAST_GAIN)
+        is_free = self._bound_s(recomputes=False, until_s=until_s) <= until_s
+        self.bound_s = total_s if is_free else self._bound_s(recomputes=True)
         self.best_s = math.inf
         self._best: _CutAndSlack | None = None
         self._seen: set[frozenset[int]] = {frozenset()}
@@ -216,17 +222,24 @@ class _Search(Generic[S]):
         """Return the time that every plan takes, whatever it offloads, or a bound above `until_s`;
         infinity if none fits."""
         bound_s = self.graph.total_cost_s
-        for operation, host_limits in self.host_limits.items():
+        for operation in self.host_limits:
             if bound_s > until_s:
                 break
-            cut = solve_offload_cut(
-                self.graph, self.budget_bytes, operation, host_limits, recomputes=recomputes
-            )
-            if cut is not None:
-                bound_s = max(bound_s, cut.bound_s)
-            elif not recomputes:
-                return math.inf
+            bound_s = max(bound_s, self._bound_at(operation, recomputes=recomputes))
         return bound_s
+
+    def _bound_at(self, operation: int, *, recomputes: bool) -> float:
+        """Return the bound of the linear program at one cut. Where it has no solution, that proves
+        something only without recomputation: infinity."""
+        key = operation, recomputes
+        if key not in self._bounds_s:
+            limits = self.host_limits[operation]
+            cut = solve_offload_cut(
+                self.graph, self.budget_bytes, operation, limits, recomputes=recomputes
+            )
+            nothing_s = 0.0 if recomputes else math.inf
+            self._bounds_s[key] = nothing_s if cut is None else cut.bound_s
+        return self._bounds_s[key]
 
     def _integral_cut(
         self, program: _CutAndSlack, *, recomputes: bool, gap: float | None = None

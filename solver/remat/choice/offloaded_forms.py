@@ -32,7 +32,11 @@ _JUDGED_CUTS = 4
 """Cuts whose bounds judge a rewritten step."""
 
 _INSTANT_COPIES_FACTOR = 1e6
-"""Copies are placed for a link that is faster by this factor where they must not overlap."""
+"""Copies are placed for a link that is faster by this factor where they take the least memory."""
+
+_OVERLAPPING_FREE_SHARE = 0.99
+"""The `free_share` of the form with everything offloaded in which copies overlap: less than that of
+the one in which they do not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,17 +106,26 @@ def offloadable_names(step: OffloadableStep, limits: OffloadLimits) -> dict[int,
     }
 
 
-def form_with_everything_offloaded(step: S, limits: OffloadLimits) -> OffloadedForm[S]:
+def form_with_everything_offloaded(
+    step: S, limits: OffloadLimits, *, overlaps: bool
+) -> OffloadedForm[S]:
     """Return the form in which every tensor leaves right after its last use before its idle span,
-    and comes back right before the next. It takes the least memory, and waits for most copies."""
+    and comes back right before the next, or one operation earlier if `overlaps`.
+
+    Without that it takes the least memory, and waits for all copies back; with it, a copy runs
+    during an operation. Where the host has no room for all tensors, the largest ones leave.
+    """
     graph = step.graph()
     names = offloadable_names(step, limits)
     spans = idle_spans(graph, names)
-    stays = [
-        HostStay(name, gone_by=node_name(graph, spans[v].last_use + 1))
-        for v, name in names.items()
-        if spans[v].next_reader is not None
-    ]
+    stays: list[HostStay] = []
+    host_bytes = math.inf if limits.host_bytes is None else limits.host_bytes
+    for v in sorted(names, key=lambda v: -graph.values[v].size_bytes):
+        size_bytes, (last_use, reader) = graph.values[v].size_bytes, spans[v]
+        if reader is not None and size_bytes <= host_bytes:
+            host_bytes -= size_bytes
+            until = "" if overlaps else node_name(graph, reader)
+            stays.append(HostStay(names[v], node_name(graph, last_use + 1), until))
     planned, instant = PlannedStays(tuple(stays), {}), limits.link.scaled(_INSTANT_COPIES_FACTOR)
     everything = step.graph_with_stays(planned, instant)
     times = copy_times(everything, range(len(everything)), limits.link)
@@ -124,7 +137,7 @@ def form_with_everything_offloaded(step: S, limits: OffloadLimits) -> OffloadedF
         waiting_s=times.waiting_s,
         bound_s=graph.total_cost_s,
         without_recompute_s=times.step_s,
-        free_share=1.0,
+        free_share=_OVERLAPPING_FREE_SHARE if overlaps else 1.0,
     )
 
 

@@ -19,12 +19,14 @@ from torch import nn
 import remat
 from remat.choice.offload_search import offloaded_forms
 from remat.choice.offloadable_step import TraceStep
-from remat.choice.offloaded_forms import OffloadLimits
+from remat.choice.offloaded_forms import OffloadLimits, form_with_everything_offloaded
+from remat.choice.offloaded_plans import is_within_reach
 from remat.choice.step import solve_step
 from remat.choice.trace_plan import TracePlan
 from remat.costs.link import Link
 from remat.documents.targets import OFFLOAD_TARGET
 from remat.documents.trace import Trace
+from remat.heuristics.peak_bounds import peak_lower_bound_bytes
 from remat.limits.budget import Budget
 from remat.passes.offload.copies import copy_times
 from remat.plan import Plan
@@ -125,6 +127,51 @@ def test_the_smallest_peak_does_not_take_more_time(trace: Trace) -> None:
     chosen = choose(trace, "min", FAST)
     assert chosen.plan.peak_bytes <= smallest.peak_bytes
     assert chosen.plan.overhead <= smallest.overhead + 1e-9
+
+
+def test_the_host_has_a_budget_for_the_smallest_peak(trace: Trace) -> None:
+    full = choose(trace, "min", FAST)
+    half_bytes = int(full.plan.stats[HOST_BYTES_STAT]) // 2
+    half = choose(trace, "min", FAST, half_bytes)
+    assert 0 < int(half.plan.stats[HOST_BYTES_STAT]) <= half_bytes
+
+
+def test_the_smallest_peak_without_offloading_is_not_searched_where_it_cannot_be_faster(
+    trace: Trace,
+) -> None:
+    def solve_without() -> TracePlan:
+        raise AssertionError("solved without offloading")
+
+    chosen = solve_step(
+        trace,
+        Budget.parse("min"),
+        pieces=(),
+        offload=OffloadLimits(FAST, None, SMALL_BYTES),
+        solve_in_full=solve_in_full,
+        measure=lambda split: split,
+        solve_without=solve_without,
+    )
+    assert chosen.plan.overhead < 0.001
+    assert chosen.plan.peak_bytes <= 1.01 * peak_lower_bound_bytes(trace.graph())
+
+
+def test_everything_offloaded_takes_less_memory_where_copies_overlap_with_nothing(
+    trace: Trace,
+) -> None:
+    limits = OffloadLimits(FAST, None, SMALL_BYTES)
+
+    def smallest_bytes(overlaps: bool) -> int:
+        form = form_with_everything_offloaded(TraceStep(trace), limits, overlaps=overlaps)
+        return peak_lower_bound_bytes(form.step().graph())
+
+    assert smallest_bytes(False) < smallest_bytes(True)
+
+
+def test_a_budget_is_within_reach_if_a_schedule_fits(trace: Trace) -> None:
+    graph = trace.graph()
+    smallest = solve_in_full(trace, Budget.parse("min")).peak_bytes
+    assert is_within_reach(graph, smallest)
+    assert not is_within_reach(graph, peak_lower_bound_bytes(graph) - 1)
 
 
 class Skip(nn.Module):

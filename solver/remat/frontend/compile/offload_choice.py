@@ -71,8 +71,11 @@ def choose_offloaded(
         problem, plan = solve_without()
         return StepPlan(OffloadableProblem(problem), plan)
 
+    steps = [OffloadableProblem(problem) for problem in problems]
+    if budget.is_min:  # only one of the variants is solved
+        steps = [solve_step_without().step]
     chosen = choose_offloading(
-        [OffloadableProblem(problem) for problem in problems],
+        steps,
         budget,
         limits,
         solve_in_full=solve_in_full,
