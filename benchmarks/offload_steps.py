@@ -14,9 +14,10 @@ copies, `waiting_s` the predicted one.
 
 Plans rarely wait, so a further step, "everything", offloads every tensor of the forward that the
 backward reads, frees each after its last use in the forward, whatever the wait, and recomputes
-nothing. The link is measured before and after each of its rounds, and the wait of the round is
-predicted with the mean of both, and with operations that take as long as in that round:
-`waits_ratio` is measured over predicted, the median of the rounds.
+nothing. The wait of each round is predicted with the bandwidth of the copies of the round before,
+and with operations that take as long as in that round: `waits_ratio` is measured over predicted,
+the median of the rounds. (A virtual disk reads one file twice as fast as another, so a file of its
+own would measure another bandwidth.)
 
 One thread computes, so that copies have a core of their own; the file is in REMAT_OFFLOAD_DIR, with
 REMAT_OFFLOAD_DIRECT=1 without the page cache. The link is measured by this process, which reuses
@@ -31,10 +32,10 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -47,7 +48,7 @@ from benchmarks.models.workloads import Workload
 from remat.costs.link import Link
 from remat.frontend.memory.meter import measure_step
 from remat.frontend.planning.host_limits import measured_link
-from remat.frontend.runtime.host_file import FileCopy, is_io_direct, offload_directory
+from remat.frontend.runtime.host_file import FileCopy, HostFile, is_io_direct, offload_directory
 from remat.passes.offload.copies import CopyTimes, copy_times
 from remat.plan_data import COPIES_S_STAT, HOST_BYTES_STAT, WAITING_S_STAT
 
@@ -147,16 +148,18 @@ def waits_for_everything(name: str, rounds: int) -> Row:
     graph = trace.graph()
     program = remat.rewrite(trace, remat.Schedule.keep_all(graph))
     side = Side("everything", remat.lower(program, model))
-    run_step(side, workload, 0)
-    links, predicted = [link_now()], list[CopyTimes]()
-    for turn in range(1, rounds + 1):
-        run_step(side, workload, turn)
-        links.append(link_now())
+    predicted: list[CopyTimes] = []
+    links: list[Link] = []
+    for turn in range(rounds + 2):  # the first step allocates, the second measures the link
+        with _TimedCopies() as copies:
+            run_step(side, workload, max(0, turn - 1))
+        links.append(copies.link())
+        if turn < 2:
+            continue
         slower = (side.seconds[-1] - side.waits_s[-1]) / graph.total_cost_s
         operations = tuple(replace(o, cost_s=slower * o.cost_s) for o in graph.operations)
         in_round = replace(graph, operations=operations)
-        link = mean_link(*links[-2:])
-        predicted.append(copy_times(in_round, range(len(graph)), link))
+        predicted.append(copy_times(in_round, range(len(graph)), links[-2]))
     waiting_s = [times.waiting_s for times in predicted]
     ratios = [a / b for a, b in zip(side.waits_s, waiting_s, strict=True)]
     row: Row = {
@@ -185,14 +188,6 @@ def link_now() -> Link:
     """Return the bandwidth of the file, measured now."""
     with tempfile.TemporaryDirectory() as folder:
         return measured_link(CPU, Path(folder) / "costs.sqlite")
-
-
-def mean_link(before: Link, after: Link) -> Link:
-    """Return the link whose copies take the mean of the seconds that those of two links take."""
-    return Link(
-        2 / (1 / before.to_host_bytes_per_s + 1 / after.to_host_bytes_per_s),
-        2 / (1 / before.to_device_bytes_per_s + 1 / after.to_device_bytes_per_s),
-    )
 
 
 def plan_for(
@@ -254,6 +249,32 @@ class _TimedWaits:
 
     def __exit__(self, *error: object) -> None:
         setattr(FileCopy, "wait", self._wait)  # noqa: B010
+
+
+class _TimedCopies:
+    """Measure the bandwidth of all copies between memory and the file, in both directions."""
+
+    def __init__(self) -> None:
+        self._bytes = {"write": 0, "read": 0}
+        self._seconds = {"write": 0.0, "read": 0.0}
+        self._copy = HostFile._copy
+
+    def link(self) -> Link:
+        """Return the bandwidth of the copies so far. Some have to have been made."""
+        return Link(*(self._bytes[name] / self._seconds[name] for name in ("write", "read")))
+
+    def __enter__(self) -> Self:
+        def timed(file: HostFile, copy: Callable[..., None], *arguments: int) -> None:
+            start_s = time.perf_counter()
+            self._copy(file, copy, *arguments)
+            self._seconds[copy.__name__] += time.perf_counter() - start_s
+            self._bytes[copy.__name__] += arguments[1]
+
+        setattr(HostFile, "_copy", timed)  # noqa: B010  # the type of a method is not assignable
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        setattr(HostFile, "_copy", self._copy)  # noqa: B010
 
 
 def figures(side: Side, eager: Side, retained: Side, workload: Workload) -> Row:

@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 from remat.choice.declined import reason_to_decline, with_reason
+from remat.choice.late_copies import plan_with_late_copies
 from remat.choice.offload_search import CLOSE_SHARE, offloaded_forms
 from remat.choice.offload_smallest import solve_smallest
 from remat.choice.offloadable_step import S, StepPlan, TraceStep
@@ -19,9 +19,7 @@ from remat.choice.offloaded_forms import (
     LEAST_GAIN,
     OffloadedForm,
     OffloadLimits,
-    form_with_everything_offloaded,
     least_time_s,
-    smallest_need_bytes,
 )
 from remat.choice.offloaded_plans import best_plan, is_as_fast
 from remat.choice.trace_plan import TracePlan
@@ -35,11 +33,10 @@ from remat.simulate import baseline_of
 MAX_OPERATIONS = 10_000
 """The largest traces in which tensors are offloaded: a solve of larger ones takes minutes."""
 
-_TOO_LARGE = f"the step has more than {MAX_OPERATIONS:,} operations"
+_LATE_COPIES_SHARE = 0.5
+"""The share of the time limit that the search with late copies has, at least."""
 
-_LATE_COPIES_FACTOR = 1000.0
-"""Where nothing else fits the budget, copies are placed for a link that is faster by this factor:
-they take less memory, and the step waits for them."""
+_TOO_LARGE = f"the step has more than {MAX_OPERATIONS:,} operations"
 
 
 def solve_with_offload(
@@ -86,7 +83,8 @@ def choose_offloading(
     `steps` are forms of one measured step, such as whole and with operations split. Waiting for
     copies is part of the plan's time, as costs of the operations that wait. `solve_without` solves
     without offloading; it is not called if no such plan of `steps` can be faster. `cancel` and
-    `limit_s` end the choice early: no solve starts after that time. Raises the errors of
+    `limit_s` end the choice early: no solve starts after that time (half as much again for budgets
+    that no copies in time fit). Raises the errors of
     `solve_without` if no plan with offloading fits the budget either. For "min", only the first of
     `steps` is solved.
     """
@@ -105,6 +103,11 @@ def choose_offloading(
         choices = offloaded_forms(solvable, budget_bytes, limits, cancel, remaining_s, LEAST_GAIN)
         plans = [offloaded, best_plan(choices, budget, limits.link, solve_in_full, deadline)]
         offloaded = min((p for p in plans if p), key=lambda p: p.plan.time_s, default=None)
+    if offloaded is None:
+        until = max(deadline, time.monotonic() + _LATE_COPIES_SHARE * limit_s)
+        offloaded = plan_with_late_copies(
+            solvable, budget, budget_bytes, limits, solve_in_full, cancel, until
+        )
     if (
         offloaded is not None
         and len(steps) == 1
@@ -115,17 +118,8 @@ def choose_offloading(
         without = solve_without()
     except (InfeasibleBudget, SolverTimeout):
         if offloaded is None:
-            offloaded = _plan_with_late_copies(
-                solvable, budget, budget_bytes, limits, solve_in_full, cancel, deadline, math.inf
-            )
-        if offloaded is None:
             raise
         return offloaded
-    if offloaded is None and time.monotonic() < deadline:
-        until_s = without.plan.time_s
-        offloaded = _plan_with_late_copies(
-            solvable, budget, budget_bytes, limits, solve_in_full, cancel, deadline, until_s
-        )
     if offloaded is None or is_as_fast(without.plan, offloaded.plan):
         best = None if offloaded is None else offloaded.plan
         reason = reason_to_decline(without, best, limits.min_bytes) if solvable else _TOO_LARGE
@@ -139,37 +133,3 @@ def _is_misjudged(choices: Sequence[OffloadedForm[S]], solved: StepPlan[S] | Non
     if not choices or choices[0].score_s > (1 + CLOSE_SHARE) * choices[0].bound_s:
         return False
     return solved is None or solved.plan.time_s > (1 + 2 * CLOSE_SHARE) * choices[0].bound_s
-
-
-def _plan_with_late_copies(
-    steps: Sequence[S],
-    budget: Budget,
-    budget_bytes: int,
-    limits: OffloadLimits,
-    solve_in_full: Callable[[S, Budget], Plan],
-    cancel: Cancel | None,
-    deadline: float,
-    until_s: float,
-) -> StepPlan[S] | None:
-    """Return a plan for a budget that no plan with copies in time fits; None if there is none, or
-    if waiting alone makes it slower than `until_s`.
-
-    Copies back that start in time for a slow link take memory for long. These start late, and the
-    step waits for them.
-    """
-    everything = [
-        form
-        for step in steps
-        if smallest_need_bytes(step.graph()) <= budget_bytes
-        for overlaps in (True, False)
-        if (form := form_with_everything_offloaded(step, limits, overlaps=overlaps)).score_s
-        < until_s
-    ]
-    plan = best_plan(everything, budget, limits.link, solve_in_full, deadline)
-    if plan is not None and time.monotonic() < deadline:
-        late = replace(limits, link=limits.link.scaled(_LATE_COPIES_FACTOR))
-        limit_s = deadline - time.monotonic()
-        forms = offloaded_forms(steps, budget_bytes, late, cancel, limit_s)
-        faster = best_plan(forms, budget, limits.link, solve_in_full, deadline)
-        plan = min(plan, faster or plan, key=lambda plan: plan.plan.time_s)
-    return plan

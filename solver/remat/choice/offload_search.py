@@ -137,10 +137,10 @@ class _Search(Generic[S]):
         during_bytes = simulate(self.graph, Schedule.keep_all(self.graph)).during_bytes
         self.range_bytes = max(during_bytes, default=0) - self.graph.constant_bytes
         cuts = candidate_operations(during_bytes, budget_bytes, CANDIDATE_CUTS)[:_CUTS]
-        self.host_limits = {op: _limits_at(self.graph, op, names, limits) for op in cuts}
+        self.host_limits = {op: limits_at_cut(self.graph, op, names, limits) for op in cuts}
         """The limits that the bound is proved for."""
         used = replace(limits, link=limits.link.scaled(_USED_BANDWIDTH))
-        self.used_limits = {op: _limits_at(self.graph, op, self.values, used) for op in cuts}
+        self.used_limits = {op: limits_at_cut(self.graph, op, self.values, used) for op in cuts}
         self._bounds_s: dict[tuple[int, bool], float] = {}
         """The bounds of the linear programs that are solved, by cut and with recomputation or
         not."""
@@ -279,7 +279,9 @@ class _Search(Generic[S]):
         )
 
 
-def _limits_at(graph: Graph, cut: int, values: Iterable[int], limits: OffloadLimits) -> HostLimits:
+def limits_at_cut(
+    graph: Graph, cut: int, values: Iterable[int], limits: OffloadLimits
+) -> HostLimits:
     """Return the limits of copies at a cut: values of the forward that it no longer reads, and
     those of the backward that are idle there, can be on the host."""
     allowed = {

@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from remat.choice.declined import with_reason
+from remat.choice.late_copies import plan_with_late_copies
 from remat.choice.offload_search import offloaded_forms
 from remat.choice.offloadable_step import S, StepPlan
 from remat.choice.offloaded_forms import (
@@ -64,6 +65,9 @@ def solve_smallest(
     forms.append(form_with_everything_offloaded(step, limits, overlaps=True))
     budget = Budget.parse(limit_bytes)
     plans = [smallest, best_plan(forms, budget, limits.link, solve_in_full, deadline)]
+    plans.append(
+        plan_with_late_copies([step], budget, limit_bytes, limits, solve_in_full, cancel, deadline)
+    )
     fitting = [p for p in plans if p is not None and p.plan.peak_bytes <= limit_bytes]
     offloaded = min(fitting, key=lambda p: p.plan.time_s, default=None)
     if (

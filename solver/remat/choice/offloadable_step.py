@@ -54,6 +54,10 @@ class OffloadableStep(Protocol):
         ...
 
 
+_RESERVED_FACTOR = 1.1
+"""A schedule that waits less for copies may reserve more by this factor. Budgets limit allocated
+memory; with the same reserved memory, a model with 131,072 tokens waited for 22% of its step."""
+
 S = TypeVar("S", bound=OffloadableStep)
 
 
@@ -95,7 +99,8 @@ class TraceStep:
 
     def with_schedule(self, plan: Plan, schedule: Schedule) -> Plan | None:
         """Return the plan with another schedule; None if the allocator would then allocate more
-        than the requested budget, and more than for the plan, or reserve more than for the plan."""
+        than the requested budget, and more than for the plan, or reserve more than for the plan by
+        more than 10%."""
         changed = with_prediction(replace(plan, schedule=schedule), self.trace)
         before, after = map(AllocatorPrediction.of_plan, (plan, changed))
         if before is None or after is None:  # without a CUDA device
@@ -104,7 +109,7 @@ class TraceStep:
         limit_bytes = max(
             requested_budget_bytes(plan), before.allocated(is_expandable=is_expandable)
         )
-        reserved_bytes = before.reserved(is_expandable=is_expandable)
+        reserved_bytes = _RESERVED_FACTOR * before.reserved(is_expandable=is_expandable)
         is_within = (
             after.allocated(is_expandable=is_expandable) <= limit_bytes
             and after.reserved(is_expandable=is_expandable) <= reserved_bytes

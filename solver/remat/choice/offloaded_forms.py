@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Generic
@@ -31,7 +32,7 @@ CANDIDATE_CUTS = 12
 _JUDGED_CUTS = 4
 """Cuts whose bounds judge a rewritten step."""
 
-_INSTANT_COPIES_FACTOR = 1e6
+INSTANT_COPIES_FACTOR = 1e6
 """Copies are placed for a link that is faster by this factor where they take the least memory."""
 
 _OVERLAPPING_FREE_SHARE = 0.99
@@ -117,16 +118,8 @@ def form_with_everything_offloaded(
     """
     graph = step.graph()
     names = offloadable_names(step, limits)
-    spans = idle_spans(graph, names)
-    stays: list[HostStay] = []
-    host_bytes = math.inf if limits.host_bytes is None else limits.host_bytes
-    for v in sorted(names, key=lambda v: -graph.values[v].size_bytes):
-        size_bytes, (last_use, reader) = graph.values[v].size_bytes, spans[v]
-        if reader is not None and size_bytes <= host_bytes:
-            host_bytes -= size_bytes
-            until = "" if overlaps else node_name(graph, reader)
-            stays.append(HostStay(names[v], node_name(graph, last_use + 1), until))
-    planned, instant = PlannedStays(tuple(stays), {}), limits.link.scaled(_INSTANT_COPIES_FACTOR)
+    stays = stays_from_last_use(graph, names, limits.host_bytes, overlaps=overlaps)
+    planned, instant = PlannedStays(stays, {}), limits.link.scaled(INSTANT_COPIES_FACTOR)
     everything = step.graph_with_stays(planned, instant)
     times = copy_times(everything, range(len(everything)), limits.link)
     return OffloadedForm(
@@ -139,6 +132,24 @@ def form_with_everything_offloaded(
         without_recompute_s=times.step_s,
         free_share=_OVERLAPPING_FREE_SHARE if overlaps else 1.0,
     )
+
+
+def stays_from_last_use(
+    graph: Graph, names: Mapping[int, str], host_bytes: int | None, *, overlaps: bool = False
+) -> tuple[HostStay, ...]:
+    """Return stays of values with these names from their last use before the idle span to the next,
+    or to the operation before that if `overlaps`, so that a copy runs during an operation.
+    Where the host has no room for all of them, the largest ones leave."""
+    spans = idle_spans(graph, names)
+    stays: list[HostStay] = []
+    free_bytes = math.inf if host_bytes is None else host_bytes
+    for v in sorted(names, key=lambda v: -graph.values[v].size_bytes):
+        size_bytes, (last_use, reader) = graph.values[v].size_bytes, spans[v]
+        if reader is not None and size_bytes <= free_bytes:
+            free_bytes -= size_bytes
+            until = "" if overlaps else node_name(graph, reader)
+            stays.append(HostStay(names[v], node_name(graph, last_use + 1), until))
+    return tuple(stays)
 
 
 def least_time_s(graph: Graph, budget_bytes: int, until_s: float = math.inf) -> float:

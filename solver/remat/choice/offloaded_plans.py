@@ -17,7 +17,7 @@ from remat.graph import Graph
 from remat.heuristics.local_search import smallest_peak_schedule
 from remat.limits.budget import Budget
 from remat.passes.offload.copies import copy_times
-from remat.passes.offload.earlier_reloads import with_earlier_reloads
+from remat.passes.offload.shorter_waits import with_shorter_waits
 from remat.plan import Plan
 from remat.plan_data import (
     COPIES_S_STAT,
@@ -38,6 +38,10 @@ _MAX_PLANS = 2
 
 _WORTHWHILE_GAIN = 0.01
 """Another trace is solved only if its guessed time is at least this share below the best plan's."""
+
+_ROOM_SHARES = (1.0, 0.98, 0.95)
+"""Shares of the budget within which copies of a solved schedule are moved, until torch's allocator
+stays within the budget, too."""
 
 _MIN_EVICTED_RUNS, _EVICTED_RUNS_PER_OPERATION = 2_000, 8
 """Operations that eviction may run to bring a graph within a budget, absolute or in multiples of
@@ -125,11 +129,9 @@ def _with_waiting(
     step: S, order_bound_s: float, plan: Plan, limit_bytes: int, link: Link
 ) -> StepPlan[S]:
     """Return the plan of a step with the simulated waiting for copies as the cost of operations
-    that wait, and the bound `order_bound_s` that holds whatever is offloaded. Copies back start
-    earlier where that saves waiting and has room within `limit_bytes`."""
-    earlier = with_earlier_reloads(step.graph(), plan.schedule, limit_bytes, link)
-    if earlier is not plan.schedule:
-        plan = step.with_schedule(plan, earlier) or plan
+    that wait, and the bound `order_bound_s` that holds whatever is offloaded. Copies are moved
+    where that saves waiting and has room within `limit_bytes`."""
+    plan = _with_moved_copies(step, plan, limit_bytes, link)
     schedule = plan.schedule
     times = copy_times(step.graph(), schedule.runs, link)
     waits_s = {wait.operation: wait.end_s - wait.start_s for wait in times.waits}
@@ -157,3 +159,15 @@ def _with_waiting(
         },
     )
     return StepPlan(step, changed)
+
+
+def _with_moved_copies(step: S, plan: Plan, limit_bytes: int, link: Link) -> Plan:
+    """Return the plan with copies moved for shorter waits. Where torch's allocator would then
+    exceed the budget, they have less room."""
+    for share in _ROOM_SHARES:
+        moved = with_shorter_waits(step.graph(), plan.schedule, int(share * limit_bytes), link)
+        if moved is plan.schedule:
+            break
+        if (changed := step.with_schedule(plan, moved)) is not None:
+            return changed
+    return plan

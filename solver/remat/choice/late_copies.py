@@ -1,0 +1,207 @@
+"""Plans for budgets that no plan with copies in time fits: few tensors on the host, for long.
+
+The relaxation covers one moment. Where a budget is a small part of the peak, its cheapest solution
+offloads so much that what comes back does not fit the moments after it. With fewer bytes on the
+host, more is recomputed and less comes back at once. After that solution, the search takes a
+quarter of its bytes, then halves them if the step waits for copies, or doubles them if it
+recomputes, as long as plans get faster. Tensors come back right before they are needed: whether
+copies of a solved schedule have room to start earlier is decided afterwards
+(`remat.passes.offload.shorter_waits`).
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import Generic
+
+from remat.choice.offload_search import limits_at_cut
+from remat.choice.offloadable_step import S, StepPlan
+from remat.choice.offloaded_forms import (
+    CANDIDATE_CUTS,
+    INSTANT_COPIES_FACTOR,
+    OffloadedForm,
+    OffloadLimits,
+    form_with_everything_offloaded,
+    least_time_within,
+    offloadable_names,
+    smallest_need_bytes,
+    stays_from_last_use,
+)
+from remat.choice.offloaded_plans import best_plan
+from remat.choice.stays import PlannedStays, stays_of_cut
+from remat.limits.budget import Budget
+from remat.milp.checkpoint_cuts import candidate_operations
+from remat.milp.offload_relaxation import OffloadCut, solve_offload_cut
+from remat.passes.offload.places import HostStay
+from remat.plan import Plan
+from remat.plan_data import WAITING_S_STAT
+from remat.progress import Cancel, is_cancelled
+from remat.schedule import Schedule
+from remat.simulate import simulate
+
+_FREE_SHARES = (0.75, 0.5, 0.25, 0.0)
+"""Shares of the budget above the constant memory that the relaxation leaves free: the first that
+has a solution."""
+
+_FIRST_HALVINGS, _MAX_HALVINGS = 2, 7
+"""How often the bytes on the host are halved after the first solution, and at most."""
+
+_INTEGER_GAP = 0.01
+_COPY_COST = 0.01
+_INTEGER_TIME_LIMIT_S = 2.0
+
+
+def plan_with_late_copies(
+    steps: Sequence[S],
+    budget: Budget,
+    budget_bytes: int,
+    limits: OffloadLimits,
+    solve_in_full: Callable[[S, Budget], Plan],
+    cancel: Cancel | None,
+    deadline: float,
+) -> StepPlan[S] | None:
+    """Return the fastest plan that is found; None if there is none, or if the step fits without
+    recomputation. Of several forms of the step, the first that fits is solved. Once a plan fits, no
+    solve starts after `deadline`; none at all starts once `cancel` is set."""
+
+    def fastest(forms: _Forms[S]) -> StepPlan[S] | None:
+        """Return the fastest plan that is found with these forms."""
+        best = faster_plan(forms.with_host_share(1.0), None)
+        halvings, direction = _FIRST_HALVINGS, 1
+        while 0 < halvings <= _MAX_HALVINGS and not is_cancelled(cancel):
+            if best is not None and time.monotonic() >= deadline:
+                break
+            options = forms.with_host_share(0.5**halvings)
+            plan = faster_plan(options, best)
+            if plan is not None:
+                if halvings == _FIRST_HALVINGS and not _waits_most(plan.plan):
+                    direction = -1
+                best = plan
+            elif best is not None and options:
+                break
+            elif not options:
+                direction = -1  # fewer bytes on the host are too few, too
+            halvings += direction
+        return best or faster_plan(forms.with_everything(), None)
+
+    def faster_plan(
+        forms: Sequence[OffloadedForm[S]], best: StepPlan[S] | None
+    ) -> StepPlan[S] | None:
+        """Return the plan of the first of these forms that fits, if it is faster than `best`."""
+        best_s = math.inf if best is None else best.plan.time_s
+        for form in forms:
+            if form.score_s < best_s and not is_cancelled(cancel):
+                plan = best_plan([form], budget, limits.link, solve_in_full, deadline)
+                if plan is not None:
+                    return plan if plan.plan.time_s < best_s else None
+        return None
+
+    for step in steps:
+        if smallest_need_bytes(step.graph()) <= budget_bytes:
+            forms = _Forms(step, budget_bytes, limits)
+            if forms.cuts and (plan := fastest(forms)) is not None:
+                return plan
+    return None
+
+
+def _waits_most(plan: Plan) -> bool:
+    """True if a plan waits for copies for longer than it recomputes."""
+    return 2 * float(plan.stats[WAITING_S_STAT]) > plan.time_s - plan.baseline_time_s
+
+
+class _Forms(Generic[S]):
+    """Forms of a step with more or fewer bytes on the host."""
+
+    def __init__(self, step: S, budget_bytes: int, limits: OffloadLimits) -> None:
+        self.step = step
+        self.graph = step.graph()
+        self.budget_bytes = budget_bytes
+        self.limits = limits
+        self.names = offloadable_names(step, limits)
+        backward = {v for v in self.names if self.graph.operations[self.graph.producer[v]].backward}
+        self.forward = {v: name for v, name in self.names.items() if v not in backward}
+        self.backward = {v: name for v, name in self.names.items() if v in backward}
+        during_bytes = simulate(self.graph, Schedule.keep_all(self.graph)).during_bytes
+        cuts = candidate_operations(during_bytes, budget_bytes, CANDIDATE_CUTS)
+        self.cuts = cuts if self.names else []
+        """Operations that need more than the budget, if anything can be offloaded."""
+
+    def with_host_share(self, share: float) -> tuple[OffloadedForm[S], ...]:
+        """Return forms with at most this share of the bytes on the host that the relaxation
+        offloads without a limit: one, and one in which tensors of the backward are offloaded, too.
+        Empty if nothing is."""
+        cut = self._cut(int(share * self._largest_bytes))
+        if cut is None or not cut.offloaded:
+            return ()
+        planned = stays_of_cut(self.graph, cut, self.forward, self.budget_bytes)
+        backward = self._backward_stays(self._offloaded_bytes(cut))
+        stays = [planned.stays, planned.stays + backward] if backward else [planned.stays]
+        return tuple(self._form(planned._replace(stays=s)) for s in stays)
+
+    def with_everything(self) -> tuple[OffloadedForm[S], ...]:
+        """Return the forms with everything offloaded: they take the least memory."""
+        return tuple(
+            form_with_everything_offloaded(self.step, self.limits, overlaps=overlaps)
+            for overlaps in (True, False)
+        )
+
+    @cached_property
+    def _largest_bytes(self) -> int:
+        cut = self._cut(self.limits.host_bytes)
+        return 0 if cut is None else self._offloaded_bytes(cut)
+
+    def _offloaded_bytes(self, cut: OffloadCut) -> int:
+        return sum(self.graph.values[v].size_bytes for v in cut.offloaded)
+
+    def _backward_stays(self, used_bytes: int) -> tuple[HostStay, ...]:
+        """Return stays of tensors of the backward, with `used_bytes` of others on the host."""
+        host_bytes = self.limits.host_bytes
+        left_bytes = None if host_bytes is None else host_bytes - used_bytes
+        return stays_from_last_use(self.graph, self.backward, left_bytes)
+
+    @cached_property
+    def _bound_s(self) -> float:
+        """The time that every plan takes, whatever it offloads."""
+        host = limits_at_cut(self.graph, self.cuts[0], self.names, self.limits)
+        cut = solve_offload_cut(self.graph, self.budget_bytes, self.cuts[0], host)
+        return self.graph.total_cost_s if cut is None else cut.bound_s
+
+    def _cut(self, host_bytes: int | None) -> OffloadCut | None:
+        """Return a solution with at most `host_bytes` on the host that leaves memory free."""
+        limits = replace(self.limits, host_bytes=host_bytes)
+        host = limits_at_cut(self.graph, self.cuts[0], self.forward, limits)
+        for free_share in _FREE_SHARES:
+            free_bytes = int(free_share * (self.budget_bytes - self.graph.constant_bytes))
+            cut = solve_offload_cut(
+                self.graph,
+                self.budget_bytes - free_bytes,
+                self.cuts[0],
+                host,
+                gap=_INTEGER_GAP,
+                copy_cost=_COPY_COST,
+                time_limit=_INTEGER_TIME_LIMIT_S,
+            )
+            if cut is not None:
+                return cut
+        return None
+
+    def _form(self, planned: PlannedStays) -> OffloadedForm[S]:
+        """Return the form with these stays, and a bound on its time without waiting as its
+        score."""
+        instant = self.limits.link.scaled(INSTANT_COPIES_FACTOR)
+        graph = self.step.graph_with_stays(planned, instant)
+        during_bytes = simulate(graph, Schedule.keep_all(graph)).during_bytes
+        return OffloadedForm(
+            self.step,
+            planned,
+            instant,
+            score_s=least_time_within(graph, self.budget_bytes, during_bytes, math.inf),
+            waiting_s=0.0,
+            bound_s=self._bound_s,
+            without_recompute_s=math.inf,
+            free_share=0.0,
+        )

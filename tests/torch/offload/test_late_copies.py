@@ -1,0 +1,92 @@
+"""Budgets that are a small part of the peak: few tensors on the host, back right before use."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import remat
+from remat.choice.late_copies import plan_with_late_copies
+from remat.choice.offloadable_step import TraceStep
+from remat.choice.offloaded_forms import OffloadLimits, least_time_s
+from remat.documents.trace import Trace
+from remat.limits.budget import Budget
+from remat.plan import Plan
+from remat.plan_data import HOST_BYTES_STAT
+
+WIDTH, ROWS, BLOCKS = 4096, 65536, 8
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 4 * WIDTH)
+        self.down = nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(Block() for _ in range(BLOCKS)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.blocks(x).sum()
+
+
+@pytest.fixture(scope="module")
+def trace() -> Trace:
+    with torch.device("meta"):
+        model = Blocks().bfloat16()
+        x = torch.empty(ROWS, WIDTH, dtype=torch.bfloat16)
+    return remat.measure(remat.trace(model, (x,), device="h100"), remat.Roofline("h100"))
+
+
+def solve_in_full(trace: Trace, budget: Budget) -> Plan:
+    return remat.solve(trace, budget, remat.Auto(time_limit=5))
+
+
+def late_plan(trace: Trace, budget_bytes: int, host_bytes: int | None = None) -> Plan | None:
+    """Return the plan with late copies for a fast link."""
+    chosen = plan_with_late_copies(
+        [TraceStep(trace)],
+        Budget.parse(budget_bytes),
+        budget_bytes,
+        OffloadLimits(remat.Roofline("gh200").link, host_bytes),
+        lambda step, budget: solve_in_full(step.trace, budget),
+        None,
+        math.inf,
+    )
+    return None if chosen is None else chosen.plan
+
+
+def test_a_tight_budget_costs_less_than_any_recomputation(trace: Trace) -> None:
+    budget_bytes = int(0.2 * peak_bytes(trace))
+    plan = late_plan(trace, budget_bytes)
+    assert plan is not None
+    assert plan.peak_bytes <= budget_bytes
+    assert plan.time_s < least_time_s(trace.graph(), budget_bytes)
+
+
+def test_the_host_budget_is_kept(trace: Trace) -> None:
+    budget_bytes, host_bytes = int(0.22 * peak_bytes(trace)), 2 << 30
+    plan = late_plan(trace, budget_bytes, host_bytes)
+    assert plan is not None
+    assert plan.peak_bytes <= budget_bytes
+    assert 0 < plan.stats[HOST_BYTES_STAT] <= host_bytes
+
+
+def test_nothing_is_solved_where_the_step_fits_or_an_operation_does_not(trace: Trace) -> None:
+    assert late_plan(trace, peak_bytes(trace)) is None
+    assert late_plan(trace, peak_bytes(trace) // 10) is None
+
+
+def peak_bytes(trace: Trace) -> int:
+    graph = trace.graph()
+    return remat.simulate(graph, remat.Schedule.keep_all(graph)).peak_bytes
