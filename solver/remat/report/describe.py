@@ -92,8 +92,8 @@ def describe_peak(graph: Graph, schedule: Schedule) -> str:
     phase = "backward" if operation.backward else "forward"
     module = f", {operation.module}" if operation.module else ""
     return (
-        f"the peak of {format_bytes(timeline.peak_bytes)} is in {operation.name} ({phase}{module}):"
-        f" {parts_text}; the largest are {largest_text}"
+        f"the peak is in {operation.name} ({phase}{module}): {parts_text}; the largest are "
+        f"{largest_text}"
     )
 
 

@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import pty
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -180,12 +181,58 @@ def test_an_infeasible_budget_says_what_uses_the_memory() -> None:
     assert error is not None
     assert error.min_feasible_bytes
     words = str(error)
-    assert words.startswith("Checkpointed [0/0]: a budget of ")
-    assert "At the smallest, the peak of " in words
+    assert words.startswith("Checkpointed [0/0]: no plan fits the budget '10%'. Pass a budget of")
+    assert re.findall(r"[\d,]+ bytes", words) == [f"{error.min_feasible_bytes:,} bytes"]
+    assert "At the smallest, the peak is in " in words
     assert " parameters, buffers and batch, " in words
     assert "; the largest are " in words
     smallest, expected = run(checkpointed()), error.min_feasible_bytes
     assert smallest[0].plan.peak_bytes == pytest.approx(expected, rel=0.02)
+
+
+class Broken(nn.Module):
+    """A model that Dynamo breaks into two graphs, of which the second ends in the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(8, 8), nn.Linear(8, 400)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x = self.first(x).tanh()
+        torch._dynamo.graph_break()
+        logits = self.head(x)
+        return logits.logsumexp(-1).mean(), logits
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+def test_an_infeasible_budget_names_graph_breaks_and_outputs() -> None:
+    model, x = Broken(), torch.randn(64, 8)
+    compiled = remat.compile(model, 50_000, inductor=False, split="off", time_limit=3.0)
+    with pytest.raises(Exception, match="no plan fits the budget 50000") as caught:
+        compiled(x)
+    words = str(cause_of_type(caught.value, InfeasibleBudget))
+    line = Broken.forward.__code__.co_firstlineno + 2
+    assert f"at test_reporting.py:{line}, `torch._dynamo.graph_break()`: its parts are" in words
+    assert 'With outputs="loss" the graph returns its loss only: 100 KiB of other' in words
+    assert len(re.findall(r"[\d,]+ bytes", words)) == 1
+    relative = {"inductor": False, "split": "off", "outputs": "loss", "time_limit": 3.0}
+    with pytest.raises(Exception, match=r"bytes \(.\d+%.\), or .min") as caught:
+        remat.compile(nn.Sequential(model.first, nn.Tanh(), model.head), "2%", **relative)(x)
+    assert "outputs=" not in str(cause_of_type(caught.value, InfeasibleBudget))
+
+
+def test_a_gpt2_with_labels_is_one_graph() -> None:
+    """Transformers has no loss type for it, and Dynamo would break it at a warning about that."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(
+        n_layer=1, n_embd=8, n_head=2, vocab_size=2000, use_cache=False, bos_token_id=0,
+        eos_token_id=0,
+    )  # fmt: skip
+    model, ids = transformers.GPT2LMHeadModel(config), torch.randint(0, 2000, (4, 32))
+    before = len(remat.compiled_plans())
+    compiled = remat.compile(model, "100%", inductor=False)
+    compiled(input_ids=ids, labels=ids).loss.backward()
+    assert len(remat.compiled_plans()) == before + 1
 
 
 def test_a_step_without_gradients_is_not_planned_and_warned_of() -> None:

@@ -23,6 +23,7 @@ from remat.frontend.compile.compile_options import (
     check_no_cuda_graphs,
     read_options,
 )
+from remat.frontend.compile.graph_breaks import graph_breaks_hint
 from remat.frontend.compile.inductor.cpp_batching import batched_cpp_files
 from remat.frontend.compile.inductor.fusion_control import PlannedFusionChoices
 from remat.frontend.compile.inductor.patches import (
@@ -32,10 +33,16 @@ from remat.frontend.compile.inductor.patches import (
 )
 from remat.frontend.compile.inductor.peak_check import PeakOverBudget
 from remat.frontend.compile.inductor.scheduled_copies import CopiesOutOfOrder
+from remat.frontend.compile.infeasible import add_hints
 from remat.frontend.compile.joint.split import CannotSplit
 from remat.frontend.compile.joint.symbolic_sizes import ScopedSymbol
 from remat.frontend.compile.kernels.variants import least_demanding_error
-from remat.frontend.compile.loss_only import drop_other_outputs, with_dropped_outputs
+from remat.frontend.compile.loss_only import (
+    drop_other_outputs,
+    loss_only_hint,
+    set_default_loss_types,
+    with_dropped_outputs,
+)
 from remat.frontend.compile.naming import current_compile_id, current_object_name
 from remat.frontend.compile.offload_choice import device_of, prepare_host
 from remat.frontend.compile.partitioner import Partitioner
@@ -101,11 +108,15 @@ def compile(
     where that pays, with `host_budget` and `link` as in `remat.optimize`; `inductor=False`, to run
     the planned graphs without Inductor; `fallback`; `progress`; and any option of Inductor. Errors
     in options are raised at once, all others at the first call of the model.
+
+    A model of Transformers without a loss type, such as GPT-2, gets the one that it uses then,
+    "ForCausalLM": Dynamo would break its graph at a warning about it.
     """
     options = {"budget": budget, **options}
     compile_options, inductor_options = read_options(options)
     check_no_cuda_graphs(compile_options, _with_mode(inductor_options, mode))
     model_bytes = ModelBytes.of(model)
+    set_default_loss_types(model)
 
     def remat_backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
         return _compile_graph(gm, example_inputs, model_bytes, mode, options)
@@ -137,14 +148,17 @@ def _compile_graph(
             "False"
         )
     dropped: dict[int, DroppedOutput] | None = None
+    dynamo_graph = gm
     if compile_options.outputs == OUTPUTS_LOSS and torch.is_grad_enabled():
         gm = _copy_graph(gm)
         dropped = drop_other_outputs(gm)
         if dropped is None:
             reporting.log_no_loss(graph_title(current_object_name(), current_compile_id()))
-    step = current_step(options)
+    step = current_step(options, dynamo_graph)
     request = _CompileRequest(gm, example_inputs, compile_options, config_patches, step)
-    code, compiled = _compile_or_load(request)
+    breaks_hint = graph_breaks_hint(list(step.breaks.values()))
+    with add_hints(breaks_hint, loss_only_hint(gm, compile_options.outputs)):
+        code, compiled = _compile_or_load(request)
     if compiled is not None:
         prepare_host(compiled.plan, device_of(example_inputs))
     return with_dropped_outputs(code, dropped)
@@ -232,7 +246,10 @@ def _compile_within_budget(
                 raise
             if infeasible is not None:
                 errors.append(without_frames(infeasible))
-            elif not cause_of_type(error, CannotSplit):
+            elif reason := cause_of_type(error, CannotSplit):
+                hint = f"Its largest operations are not split: {reason}"
+                errors = [error.with_hint(hint) for error in errors]
+            else:
                 raise
             if number is None:
                 raise least_demanding_error(errors) from None

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from remat.choice.offloaded_forms import OffloadLimits
 from remat.errors import InfeasibleBudget, SolverTimeout
+from remat.frontend.compile.infeasible import no_plan_fits
 from remat.frontend.compile.kernels.in_place import with_separate_buffers
 from remat.frontend.compile.kernels.to_solver import CompileProblem, limit_saved_bytes
 from remat.frontend.compile.kernels.variants import least_demanding_error, objective
@@ -120,7 +121,7 @@ class CandidateSelection:
         if available_bytes is None:
             return self._select_smallest()
         if not self._plain_fits(available_bytes):
-            with self._stating_the_scope():
+            with self._naming_the_smallest_budget():
                 return self._best(self._solve(self.problems))
         problems = self.problems
         if self._saves_within_share():
@@ -134,24 +135,28 @@ class CandidateSelection:
         return self._plain()
 
     @contextmanager
-    def _stating_the_scope(self) -> Iterator[None]:
-        """Say in an `InfeasibleBudget` that is raised inside of this context which kernels it is
-        about: Inductor may make others, which need less."""
+    def _naming_the_smallest_budget(self) -> Iterator[None]:
+        """Make an `InfeasibleBudget` that is raised inside of this context name one figure: the
+        smallest budget of the step, which plain torch.compile's kernels may need, too."""
         try:
             yield
         except InfeasibleBudget as error:
-            if self.problems[0].joint.kernels is None:
-                raise  # operations run as planned
-            text, min_feasible_bytes = str(error), error.min_feasible_bytes
-            if error.is_proved:
-                text += " This is proved of the kernels that remat plans with, in their order."
-            if self.plain_bytes is not None and min_feasible_bytes is not None:
-                limits = self.limits
+            min_feasible_bytes = error.min_feasible_bytes
+            if min_feasible_bytes is None:
+                raise
+            limits = self.limits
+            is_proved = error.is_proved
+            if self.plain_bytes is not None:
                 plain_bytes = self.plain_bytes + limits.external_bytes + limits.reserve_bytes
-                if plain_bytes < min_feasible_bytes:
-                    text += f" Plain torch.compile's own kernels need {plain_bytes:,} bytes."
-                    min_feasible_bytes = plain_bytes
-            raise InfeasibleBudget(text, min_feasible_bytes=min_feasible_bytes) from error
+                is_proved = is_proved and plain_bytes >= min_feasible_bytes
+                min_feasible_bytes = min(min_feasible_bytes, plain_bytes)
+            raise no_plan_fits(
+                limits,
+                self.baseline.peak_bytes,
+                min_feasible_bytes,
+                is_proved=is_proved,
+                has_kernels=self.problems[0].joint.kernels is not None,
+            ) from error
 
     def _select_smallest(self) -> Candidate:
         """Return the candidate with the smallest peak."""

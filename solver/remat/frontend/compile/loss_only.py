@@ -1,14 +1,21 @@
-"""The option `outputs="loss"` of torch.compile: graphs that return no tensor but the loss."""
+"""The option `outputs="loss"` of torch.compile: graphs that return no tensor but the loss; and
+losses of Transformers at which Dynamo would break the graph."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from remat.frontend.common.dropped_output import DroppedOutput
+from remat.limits.outputs import OUTPUTS_LOSS
+from remat.limits.units import format_bytes
+
+_DEFAULT_LOSS_TYPE = "ForCausalLM"
+"""The loss type of those models of Transformers whose class has none."""
 
 
 def drop_other_outputs(gm: fx.GraphModule) -> dict[int, DroppedOutput] | None:
@@ -48,6 +55,41 @@ def with_dropped_outputs(
         return outputs
 
     return run
+
+
+def loss_only_hint(gm: fx.GraphModule, outputs: str) -> str:
+    """Return a sentence without its full stop that recommends `outputs="loss"`; "" where Dynamo's
+    graph has no loss, or no other outputs with a gradient that can be left out."""
+    (output,) = gm.graph.find_nodes(op="output")
+    with_gradient = [value for value in output.args[0] if _requires_grad(value)]
+    others = [value for value in with_gradient if not _is_scalar(value)]
+    if outputs == OUTPUTS_LOSS or len(others) in (0, len(with_gradient)):
+        return ""
+    sizes_bytes = [_tensor(value).nbytes for value in others]
+    if not all(isinstance(size, int) for size in sizes_bytes):
+        return ""  # of symbolic sizes
+    return (
+        f'With outputs="loss" the graph returns its loss only: {format_bytes(sum(sizes_bytes))} of '
+        "other outputs, and as much for their gradients, then need not exist as a whole"
+    )
+
+
+def set_default_loss_types(model: object) -> None:
+    """Give the models of Transformers that have no loss type the one that they use then.
+
+    They warn about it, and Dynamo breaks the graph at the warning: between the logits and the loss,
+    so that both have to exist as a whole.
+    """
+    if not isinstance(model, nn.Module) or "transformers" not in sys.modules:
+        return
+    pretrained_model: Any = getattr(sys.modules["transformers"], "PreTrainedModel", None)
+    for module in model.modules():
+        if (
+            pretrained_model is not None
+            and isinstance(module, pretrained_model)
+            and getattr(module, "loss_type", "") is None
+        ):
+            module.loss_type = _DEFAULT_LOSS_TYPE  # type: ignore[assignment]
 
 
 def _tensor(value: Any) -> Any:

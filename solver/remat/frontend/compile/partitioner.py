@@ -25,6 +25,7 @@ from remat.frontend.compile.inductor.fusion_control import InstallFusionChoices
 from remat.frontend.compile.inductor.matmul_additions import fuse_matmul_additions
 from remat.frontend.compile.inductor.peak_check import PeakVerifier
 from remat.frontend.compile.inductor.probe import probe_kernels
+from remat.frontend.compile.infeasible import explain_infeasible
 from remat.frontend.compile.joint.build import build_joint_graph
 from remat.frontend.compile.joint.fx_utils import copy_graph
 from remat.frontend.compile.joint.joint_graph import CompiledJointGraph
@@ -57,7 +58,7 @@ from remat.frontend.compile.registry import (
     saved_by_other_graphs,
     unregister_plan,
 )
-from remat.frontend.compile.solving import GraphSolver, explain_infeasible
+from remat.frontend.compile.solving import GraphSolver
 from remat.frontend.compile.unsplit import unsplit_step, with_unsplit_step
 from remat.graph import Split
 from remat.limits.pieces import pieces_to_try

@@ -30,13 +30,15 @@ def add_feedback(feedback: ReplanFeedback, exceeded: PeakOverBudget) -> ReplanFe
 def infeasible_after_rounds(
     exceeded: PeakOverBudget, rounds: int, options: CompileOptions
 ) -> InfeasibleBudget:
+    """Return the error for a graph whose kernels exceeded the budget in each of its plans."""
     compiled = exceeded.compiled
     external_bytes = compiled.external_bytes + options.limits.reserve_bytes
     peak_bytes = (compiled.verified_bytes or 0) + external_bytes
     external = f", of which {format_bytes(external_bytes)} are used outside this graph"
     largest = describe_peak(compiled.plan.graph, compiled.plan.schedule)
     return InfeasibleBudget(
-        f"{compiled.title}: {exceeded.summary}, after {rounds} plans; raise the budget to "
+        f"{compiled.title}: Inductor's kernels exceed the budget "
+        f"{options.limits.budget.requested!r} after {rounds} plans. Pass a budget of at least "
         f"{peak_bytes:,} bytes{external if external_bytes else ''}. As planned, {largest}.",
         min_feasible_bytes=peak_bytes,
     )

@@ -1,30 +1,25 @@
-"""Solving of a compiled step's graph in the time that planning leaves for it, and the explanation
-of an infeasible budget."""
+"""Solving of a compiled step's graph in the time that planning leaves for it."""
 
 from __future__ import annotations
 
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import cast
 
-from remat.errors import InfeasibleBudget, RematError, SolverTimeout
+from remat.errors import SolverTimeout
 from remat.graph import Graph
 from remat.plan import Plan
 from remat.progress import Progress, ProgressCallback
-from remat.report.describe import describe_peak
 from remat.report.solve_progress import format_progress
 from remat.solve import solve
 from remat.strategies import Auto, Strategy
 
 _MIN_SOLVE_S = 2.0
 """Time for a solve, however long the capture of the kernels took."""
-
-_SMALLEST_PEAK_TIME_S = 2.0
-"""Time for finding a small schedule whose peak the error describes."""
 
 _ERASE_LINE = "\r\x1b[2K"
 
@@ -113,21 +108,3 @@ def _show_progress(progress: Progress) -> None:
     line = f"remat plans: {format_progress(progress)}, {progress.elapsed_s:.1f} s"
     sys.stderr.write(f"{_ERASE_LINE}{line}")
     sys.stderr.flush()
-
-
-@contextmanager
-def explain_infeasible(graph: Graph, title: str) -> Iterator[None]:
-    """Add the graph's title, and the peak of a small schedule in words, to an `InfeasibleBudget`
-    that is raised inside of this context."""
-    try:
-        yield
-    except InfeasibleBudget as error:
-        explanation = ""
-        with suppress(RematError):
-            schedule = solve(graph, "min", Auto(time_limit=_SMALLEST_PEAK_TIME_S)).schedule
-            explanation = f" At the smallest, {describe_peak(graph, schedule)}."
-        raise InfeasibleBudget(
-            f"{title}: {error}{explanation}",
-            min_feasible_bytes=error.min_feasible_bytes,
-            is_proved=error.is_proved,
-        ) from error

@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
+from torch import fx
 from torch._guards import CompileContext
 
+from remat.frontend.compile.graph_breaks import GraphBreak, graph_break_after
 from remat.frontend.compile.registry import compiled_plans
 
 
@@ -22,6 +24,8 @@ class StepGraphs:
     options: object
     compilations: dict[int, object] = field(default_factory=dict[int, object])
     """The compile context of each frame, by frame id, in the order of compilation."""
+    breaks: dict[int, GraphBreak] = field(default_factory=dict[int, GraphBreak])
+    """The graph break after each frame that ends in one, by frame id."""
 
 
 _MAX_STEPS = 64
@@ -29,8 +33,8 @@ _steps: list[StepGraphs] = []
 """The latest step of each options object; the one that was compiled last is at the end."""
 
 
-def current_step(options: object) -> StepGraphs:
-    """Return the step that the graph which is now compiled belongs to."""
+def current_step(options: object, gm: fx.GraphModule) -> StepGraphs:
+    """Return the step that the graph which is now compiled, `gm` of Dynamo, belongs to."""
     context = CompileContext.try_get()  # compared by identity: ids repeat after a reset of Dynamo
     frame_id = getattr(context and context.compile_id, "frame_id", None) or 0
     if not torch.is_grad_enabled():
@@ -40,6 +44,8 @@ def current_step(options: object) -> StepGraphs:
     if step.compilations.get(frame_id, context) is not context:
         step = _step_from_frame(step, frame_id)
     step.compilations[frame_id] = context
+    if place := graph_break_after(gm):
+        step.breaks[frame_id] = place
     _steps[:] = [*others[1 - _MAX_STEPS :], step]
     return step
 
@@ -49,7 +55,11 @@ def _step_from_frame(old_step: StepGraphs, frame_id: int) -> StepGraphs:
     plans to it."""
     frame_ids = list(old_step.compilations)
     unchanged = frame_ids[: frame_ids.index(frame_id)]
-    step = StepGraphs(old_step.options, {f: old_step.compilations[f] for f in unchanged})
+    step = StepGraphs(
+        old_step.options,
+        {f: old_step.compilations[f] for f in unchanged},
+        {f: old_step.breaks[f] for f in unchanged if f in old_step.breaks},
+    )
     for plan in compiled_plans():
         if plan.group is old_step and plan.frame_id in unchanged:
             plan.group = step
