@@ -51,6 +51,10 @@ WAITING_S_STAT = "waiting_s"
 """Key of `PlanData.stats`: the seconds that the step waits for copies, a part of its time. All
 other copies are hidden."""
 
+NOT_SPLIT_STAT = "not_split"
+"""Statistic of a plan: why the operations around the logits are not split, where that was allowed.
+It begins with the path of their module."""
+
 NOT_OFFLOADED_STAT = "not_offloaded"
 """Key of `PlanData.stats`, for a step whose tensors may be offloaded, and are not: why."""
 

@@ -14,8 +14,9 @@ from remat.errors import InfeasibleBudget, SolverTimeout
 from remat.heuristics.peak_bounds import end_bytes, peak_lower_bound_bytes
 from remat.limits.budget import Budget
 from remat.passes.split.largest_operations import split_largest_operations
+from remat.passes.split.obstacle import split_obstacle
 from remat.plan import Plan
-from remat.plan_data import NOT_OFFLOADED_STAT
+from remat.plan_data import NOT_OFFLOADED_STAT, NOT_SPLIT_STAT
 from remat.progress import Cancel
 from remat.simulate import baseline_of
 
@@ -40,7 +41,8 @@ def solve_step(
     limit_s: float = CHOICE_LIMIT_S,
     solve_without: Callable[[], TracePlan] | None = None,
 ) -> TracePlan:
-    """Return the fastest plan of a measured trace within a budget.
+    """Return the fastest plan of a measured trace within a budget, which says why the logits are
+    not split, if it has extra time and they cannot be.
 
     Operations may be split into one of these numbers of `pieces`, to which `measure` adds costs,
     and tensors offloaded within the limits of `offload`: () splits nothing, None offloads nothing.
@@ -50,6 +52,19 @@ def solve_step(
     """
 
     def solve_without_offload() -> TracePlan:
+        try:
+            chosen = solve_in_pieces()
+        except InfeasibleBudget as error:
+            obstacle = split_obstacle(trace) if pieces else ""
+            if not obstacle:
+                raise
+            raise error.with_hint(obstacle) from None
+        plan = chosen.plan
+        if pieces and plan.overhead > 0 and (obstacle := split_obstacle(trace)):
+            plan = replace(plan, stats={**plan.stats, NOT_SPLIT_STAT: obstacle})
+        return chosen._replace(plan=plan)
+
+    def solve_in_pieces() -> TracePlan:
         if solve_without is not None:
             return solve_without()
         if not pieces:

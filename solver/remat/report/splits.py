@@ -6,16 +6,17 @@ from collections.abc import Sequence
 
 from remat.graph import Split
 from remat.limits.units import format_bytes
-from remat.plan_data import UNSPLIT_BOUND_STAT, UNSPLIT_MIN_BYTES_STAT, PlanData
+from remat.plan_data import NOT_SPLIT_STAT, UNSPLIT_BOUND_STAT, UNSPLIT_MIN_BYTES_STAT, PlanData
 from remat.report.tables import fold_layer_numbers
 
 _MAX_LINES = 6
 
 
 def split_lines(plan: PlanData) -> list[str]:
-    """Return a line for each kind of split, and one about the step without them; none for a step in
-    which nothing is split."""
-    return _lines(plan, plan.graph.splits)
+    """Return a line for each kind of split, and one about the step without them; and why the logits
+    are not split, if that is known."""
+    reason = plan.stats.get(NOT_SPLIT_STAT)
+    return [*_lines(plan, plan.graph.splits), *([] if reason is None else [str(reason)])]
 
 
 def split_lines_of(plan: PlanData, ops: Sequence[int]) -> list[str]:
@@ -23,6 +24,9 @@ def split_lines_of(plan: PlanData, ops: Sequence[int]) -> list[str]:
     pieces = [o for op in ops if (o := plan.graph.operations[op]).piece_of]
     modules = {o.module for o in pieces}
     lines = _lines(plan, [s for s in plan.graph.splits if s.module in modules])
+    reason = str(plan.stats.get(NOT_SPLIT_STAT, ""))
+    if reason.split(":")[0] in {plan.graph.operations[op].module for op in ops}:
+        lines.append(reason)
     return [f"  {line}" for line in lines]
 
 

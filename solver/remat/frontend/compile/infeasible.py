@@ -55,9 +55,9 @@ def no_plan_fits(
 
 
 @contextmanager
-def explain_infeasible(graph: Graph, title: str) -> Iterator[None]:
-    """Add the graph's title, and the peak of a small schedule in words, to an `InfeasibleBudget`
-    that is raised inside of this context."""
+def explain_infeasible(graph: Graph, title: str, hint: str = "") -> Iterator[None]:
+    """Add the graph's title, the peak of a small schedule in words, and a hint, if there is one, to
+    an `InfeasibleBudget` that is raised inside of this context."""
     try:
         yield
     except InfeasibleBudget as error:
@@ -65,11 +65,12 @@ def explain_infeasible(graph: Graph, title: str) -> Iterator[None]:
         with suppress(RematError):
             schedule = solve(graph, "min", Auto(time_limit=_SMALLEST_PEAK_TIME_S)).schedule
             explanation = f" At the smallest, {describe_peak(graph, schedule)}."
-        raise InfeasibleBudget(
+        explained = InfeasibleBudget(
             f"{title}: {error}{explanation}",
             min_feasible_bytes=error.min_feasible_bytes,
             is_proved=error.is_proved,
-        ) from error
+        )
+        raise (explained.with_hint(hint) if hint else explained) from error
 
 
 @contextmanager

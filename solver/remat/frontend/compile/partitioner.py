@@ -105,6 +105,8 @@ class Partitioner(CustomPartitionerFn):
         self.split = split
         """The pieces of the largest operations; None if they stay whole."""
         self.splits: tuple[Split, ...] = ()
+        self.obstacle = ""
+        """Why the logits are not split, if that is known."""
         self.unsplit: UnsplitStep | None = None if split is None else split.unsplit
         """The step without pieces, once it was built."""
         self.module = self.compile_id = ""
@@ -200,7 +202,9 @@ class Partitioner(CustomPartitionerFn):
                     self._joint_graph(unsplit, joint_inputs, num_fwd_outputs, static)
                 )
             try:
-                gm, self.splits = split_joint_graph(gm, num_fwd_outputs, self.split.pieces)
+                gm, self.splits, self.obstacle = split_joint_graph(
+                    gm, num_fwd_outputs, self.split.pieces
+                )
             except CannotSplit as error:
                 if self.split.unsplit is not None:
                     raise  # the graph does not fit without
@@ -295,7 +299,8 @@ class Partitioner(CustomPartitionerFn):
                 return self._plan_problems(problems(), solver)
             bound_by_current_size(unbounded)
         bounded = problems()
-        with explain_infeasible(bounded[0].graph, graph_title(self.module, self.compile_id)):
+        title = graph_title(self.module, self.compile_id)
+        with explain_infeasible(bounded[0].graph, title, self.obstacle):
             return self._plan_problems(bounded, solver)
 
     def _plan_problems(

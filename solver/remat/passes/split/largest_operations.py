@@ -6,6 +6,7 @@ from math import inf
 
 from remat.documents.trace import Trace
 from remat.errors import RematError
+from remat.passes.split.moved_slices import with_moved_slices
 from remat.passes.split.peak_region import find_peak_region, large_operations, operand_bytes
 from remat.passes.split.regions import Region, TraceIndex
 from remat.passes.split.rewriting import split_regions
@@ -21,6 +22,8 @@ def split_largest_operations(trace: Trace, pieces: int, max_piece_nodes: float =
     """Return the trace with its largest operations in `pieces` pieces, at most one for each row;
     the same trace if they cannot be split. Pieces have no costs yet. A region whose pieces have
     more than `max_piece_nodes` operations and views together is not split."""
+    original, trace = trace, with_moved_slices(trace)
+    moved = trace
     least_bytes = _SHARE * max(operand_bytes(trace.graph_of_sizes), default=0)
     large = large_operations(trace.graph_of_sizes, least_bytes)
     count = 0
@@ -36,7 +39,7 @@ def split_largest_operations(trace: Trace, pieces: int, max_piece_nodes: float =
                 break
         else:
             break
-    return trace
+    return original if trace is moved else trace
 
 
 def _separate_regions(trace: Trace, operations: list[int], max_nodes: float) -> list[Region]:

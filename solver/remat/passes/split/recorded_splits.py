@@ -8,6 +8,7 @@ from remat.documents.records import SplitRecord
 from remat.documents.trace import Trace
 from remat.errors import RematError
 from remat.graph import Split
+from remat.passes.split.moved_slices import with_moved_slices
 from remat.passes.split.regions import Region, TraceIndex, find_region
 from remat.passes.split.rewriting import split_regions
 from remat.passes.split.states import Rows
@@ -21,7 +22,10 @@ def with_recorded_splits(trace: Trace, splits: Iterable[AnySplit]) -> Trace:
     Raises `RematError` if an operation does not exist, or has fewer rows than pieces, or if splits
     that were made at once have tensors in common.
     """
-    for together in _groups_of(splits):
+    groups = _groups_of(splits)
+    if groups:
+        trace = with_moved_slices(trace)
+    for together in groups:
         index = TraceIndex(trace)
         regions = [_region_of(index, split) for split in together]
         trace = split_regions(regions, [split.pieces for split in together])

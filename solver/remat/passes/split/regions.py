@@ -195,12 +195,15 @@ class _Growth:
             return
         yield WHOLE
         for rows in candidate_rows(self.metas[name].shape, self.rows):
-            if self._has_piece_layout(name, rows):
+            if self._has_piece_layout(name, rows, is_slice=True):
                 yield rows
 
-    def _has_piece_layout(self, name: str, state: State) -> bool:
-        """True if pieces of a tensor have a memory layout."""
-        return not isinstance(state, Rows) or piece_meta(self.metas[name], state, 1) is not None
+    def _has_piece_layout(self, name: str, state: State, *, is_slice: bool = False) -> bool:
+        """True if pieces of a tensor have a memory layout: of their own, or as slices of a tensor
+        that is there as a whole."""
+        if not isinstance(state, Rows):
+            return True
+        return piece_meta(self.metas[name], state, 1, is_slice=is_slice) is not None
 
     def _add_bridges(self) -> None:
         """Add operations on small tensors between two operations of the region, such as those on

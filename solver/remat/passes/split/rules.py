@@ -33,6 +33,7 @@ from remat.passes.split.view_rules import (
     permute,
     reshape,
     selection,
+    selection_backward,
     squeeze,
     unsqueeze,
 )
@@ -55,6 +56,7 @@ RULES: dict[str, Rule] = {
     "aten.squeeze.dims": squeeze,
     "aten.slice.Tensor": selection,
     "aten.select.int": selection,
+    "aten.slice_backward.default": selection_backward,
     "aten.split.Tensor": parts,
     "aten.split_with_sizes.default": parts,
     "aten.cat.default": concatenation,

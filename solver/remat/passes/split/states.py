@@ -72,11 +72,12 @@ def piece_meta(
     """Return the metadata of a piece with so many rows, in the memory layout of the whole tensor: a
     tensor of its own, or a slice of the whole, whose strides are those of the whole.
 
-    None if the rows are not evenly spaced in memory, or the tensor starts after its first row.
+    None if the rows are not evenly spaced in memory, or if a tensor of its own would start after
+    its first row.
     """
     rows = prod(meta.shape[d] for d in state.dimensions)
     row_stride = rows_stride(meta, state)
-    if row_stride is None or (row_stride and meta.offset >= row_stride):
+    if row_stride is None or (not is_slice and row_stride and meta.offset >= row_stride):
         return None
 
     def scaled(stride: int) -> int:

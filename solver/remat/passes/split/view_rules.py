@@ -99,6 +99,14 @@ def selection(call: Call) -> SplitCall | None:
     return SplitCall((state,), lambda rows: (call.node.args[0], dimension, 0, _MAX_INDEX))
 
 
+def selection_backward(call: Call) -> SplitCall | None:
+    """The gradient of a part of a dimension that is not one of the rows: zeros around it."""
+    state, shape = call.state(0), call.node.results[0].tensor.shape
+    if not isinstance(state, Rows) or call.argument(2) % len(shape) in state.dimensions:
+        return None
+    return SplitCall((state,), lambda rows: replaced(call, 1, piece_shape(shape, state, rows)))
+
+
 def parts(call: Call) -> SplitCall | None:
     """Several results, which are parts of a dimension that is not one of the rows."""
     state, shape = call.state(0), call.meta(0).shape

@@ -33,6 +33,8 @@ from remat.frontend.compile.compat import is_tangent
 from remat.frontend.compile.joint.fx_utils import PIECE_KEY, module_path
 from remat.graph import Split
 from remat.passes.split.largest_operations import split_largest_operations
+from remat.passes.split.moved_slices import MOVED_SUFFIX
+from remat.passes.split.obstacle import split_obstacle
 
 _OPAQUE = "remat.opaque.default"
 """The target of nodes that are no operators of ATen; there is no rule for it."""
@@ -46,8 +48,9 @@ _COPIED_META = (
 
 def split_joint_graph(
     module: fx.GraphModule, num_fwd_outputs: int, pieces: int
-) -> tuple[fx.GraphModule, tuple[Split, ...]]:
-    """Return the joint graph with its largest operations in `pieces` pieces, and what was split.
+) -> tuple[fx.GraphModule, tuple[Split, ...], str]:
+    """Return the joint graph with its largest operations in `pieces` pieces, what was split, and
+    why the logits are not, "" if that is not known.
 
     Raises `CannotSplit` if they have no rule, or the graph has symbolic sizes.
     """
@@ -57,9 +60,10 @@ def split_joint_graph(
     except (RematError, ValueError) as error:  # a ValueError: it cannot be described by a trace
         raise CannotSplit(str(error)) from error
     if split is trace:
-        raise CannotSplit("the largest operations cannot be split")
+        raise CannotSplit(split_obstacle(trace) or "there is no rule for one of them")
     graph = _GraphOfPieces(module, split).graph()
-    return fx.GraphModule(module, graph), tuple(record.to_split() for record in split.splits)
+    splits = tuple(record.to_split() for record in split.splits)
+    return fx.GraphModule(module, graph), splits, split_obstacle(trace)
 
 
 class CannotSplit(RematError):
@@ -245,7 +249,7 @@ class _GraphOfPieces:
         self, record: Node, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> fx.Node:
         node = self.new_graph.call_function(target, args, kwargs)
-        source = self.old_nodes.get(record.piece_of)
+        source = self.old_nodes.get((record.piece_of or record.name).split(MOVED_SUFFIX)[0])
         if source is not None:
             node.meta = {key: source.meta[key] for key in _COPIED_META if key in source.meta}
         if record.piece_of:
