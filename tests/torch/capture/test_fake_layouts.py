@@ -129,3 +129,37 @@ def test_batch_norm_of_a_transposed_input_trains_as_eager_mode(of: str) -> None:
     eager = eager_step(case)
     model = remat.optimize(case.model, "100%", case.args, costs=remat.Roofline("cpu"))
     assert_same(run_step(model, case), eager, tolerance=0.0)
+
+
+class Scatters(nn.Module):
+    """Writes into a copy of a view, whose kernel copies all that the view shows a part of."""
+
+    def __init__(self, scatter: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(16, 16), nn.Linear(8, 8)
+        self.scatter = scatter
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.scatter(self.first(x)[:, :8])).square().mean()
+
+
+@pytest.mark.parametrize(
+    "scatter",
+    [
+        lambda x: torch.slice_scatter(x, torch.zeros(64, 2), 1, 2, 4),
+        lambda x: torch.select_scatter(x, torch.zeros(64), 1, 2),
+        lambda x: torch.diagonal_scatter(x, torch.zeros(8)),
+        lambda x: torch.diagonal_scatter(x[:1].expand(8, 8), torch.zeros(8)),
+    ],
+)
+def test_copies_of_whole_storages_are_predicted(
+    scatter: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    torch.manual_seed(0)
+    case = Case(Scatters(scatter), (torch.randn(64, 16),), loss=lambda loss: loss)
+    eager = eager_step(case)
+    model = remat.optimize(case.model, "100%", case.args, costs=remat.Roofline("cpu"))
+    step = run_step(model, case)
+    assert_same(step, eager, tolerance=0.0)
+    assert model.plan is not None
+    assert 0 <= model.plan.peak_bytes - step.peak_bytes <= 4

@@ -138,6 +138,51 @@ def test_a_tensor_that_a_call_stores_is_not_read_by_the_next(stores: Callable[[]
     assert model.linear.weight.grad is not None
 
 
+LAST: list[torch.Tensor] = []
+mask: torch.Tensor | None = None
+
+
+class MasksByGlobal(nn.Module):
+    """A model that computes a tensor in the first call, and keeps it in a global variable."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    @torch.autocast("cpu", enabled=False)  # the function is in a wrapper
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        global mask
+        if mask is None:
+            mask = torch.ones(4, 4).triu()
+        return self.linear(x * mask)
+
+
+class StoresInGlobal(nn.Module):
+    """A model that leaves its last hidden state in a global list, and never reads it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        LAST[:] = [self.linear(x)]
+        return LAST[0].tanh()
+
+
+def test_a_tensor_in_a_global_variable_is_not_read_by_the_next_call() -> None:
+    model, x = MasksByGlobal(), torch.randn(4, 4)
+    with pytest.raises(remat.TraceError, match="is no parameter, buffer or input"):
+        remat.trace(model, x)
+    assert mask is None
+    model(x).sum().backward()
+    assert isinstance(mask, torch.Tensor)
+
+
+def test_a_tensor_of_the_capture_does_not_stay_in_a_global_variable() -> None:
+    remat.trace(StoresInGlobal(), torch.randn(4, 4))
+    assert not LAST
+
+
 def test_later_calls_count_if_the_first_one_changes_what_a_module_stores() -> None:
     class Counts(nn.Module):
         def __init__(self) -> None:

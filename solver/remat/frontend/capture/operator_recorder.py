@@ -13,6 +13,7 @@ from torch._subclasses import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from remat.errors import TraceError
+from remat.frontend.capture.eager_kernels.fake_layouts import STORAGE_COPIES, in_copied_storage
 from remat.frontend.capture.model.module_paths import ModulePaths
 from remat.frontend.capture.reading.joint_graph import GraphInput
 from remat.frontend.capture.symbol_values import SYMBOLIC_TYPES, SymbolicNumber
@@ -78,6 +79,8 @@ class OperatorRecorder(TorchDispatchMode):
         if func is _aten.lift_fresh.default:
             func = _aten.lift_fresh_copy.default  # a constant must not be written into
         result = func(*args, **kwargs)
+        if func in STORAGE_COPIES:
+            result = in_copied_storage(args[0])
         if isinstance(result, (Tensor, list, tuple)):
             self._record(func, args, kwargs, result)
         return result

@@ -24,6 +24,28 @@ LayoutRule = Callable[[torch.Tensor, tuple[Any, ...]], torch.Tensor]
 dtype in the kernel's layout."""
 
 
+_aten = torch.ops.aten
+
+STORAGE_COPIES = frozenset(
+    {
+        _aten.slice_scatter.default,
+        _aten.select_scatter.default,
+        _aten.diagonal_scatter.default,
+    }
+)
+"""Operators whose kernels copy the whole storage of their first argument, and write into the copy.
+Fake results have a storage that ends with their last element: of a view, it is smaller."""
+
+
+def in_copied_storage(base: torch.Tensor) -> torch.Tensor:
+    """Return the fake result of an operator of `STORAGE_COPIES` for its first argument."""
+    if torch._debug_has_internal_overlap(base) == 1:
+        return torch.empty_like(base)
+    elements = base.untyped_storage().nbytes() // base.element_size()
+    copied = base.new_empty((elements,))
+    return copied.as_strided(base.shape, base.stride(), base.storage_offset())
+
+
 def _contiguous(result: torch.Tensor, args: tuple[Any, ...]) -> torch.Tensor:
     return torch.empty_like(result, memory_format=torch.contiguous_format)
 
@@ -50,8 +72,6 @@ def _batch_norm(result: torch.Tensor, args: tuple[Any, ...]) -> torch.Tensor:
         return result
     return torch.empty_like(result, memory_format=suggest_memory_format(operand))
 
-
-_aten = torch.ops.aten
 
 KERNEL_LAYOUTS: dict[Any, LayoutRule] = {
     _aten.softplus_backward.default: _elementwise,

@@ -1,4 +1,5 @@
-"""The values that a model's modules store between calls: attributes, buffers, and items of these.
+"""The values that a model stores between calls: attributes and buffers of its modules, items of
+these, and global variables of the Python files that its forwards are in.
 
 A forward that changes them may run differently in the next call.
 """
@@ -6,6 +7,7 @@ A forward that changes them may run differently in the next call.
 from __future__ import annotations
 
 import copy
+import inspect
 from collections import deque
 from collections.abc import Iterable, Iterator
 from types import FunctionType, MethodType, ModuleType
@@ -29,7 +31,7 @@ _ABSENT = object()
 
 
 class StoredValues:
-    """The values that the modules of a model store, when it was made."""
+    """The values that a model stores, when this was made."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -40,6 +42,10 @@ class StoredValues:
         """Each dictionary, list, deque and set, with a copy."""
         for module in model.modules():
             self._add_items(module, module.__dict__.items(), _OBJECT_DEPTH)
+        self._namespaces = [(names, dict(names)) for names in _namespaces(model)]
+        """The global variables of each Python file, with a copy."""
+        for names, values in self._namespaces:
+            self._add_items(names, values.items(), 0)
 
     def have_changed(self) -> bool:
         """True if the model stores other values now."""
@@ -50,7 +56,13 @@ class StoredValues:
         )
 
     def remove_tensors_of_capture(self) -> None:
-        """Restore the contents of the containers that now have tensors of a capture."""
+        """Restore the global variables that are tensors of a capture, and the contents of the
+        containers that have some."""
+        for names, before in self._namespaces:
+            for name, value in list(names.items()):
+                if is_of_capture(value):
+                    del names[name]
+                    names.update({name: before[name]} if name in before else {})
         for container, before in self._containers:
             items = list(container.values() if isinstance(container, dict) else container)
             if any(map(is_of_capture, items)):
@@ -82,6 +94,22 @@ class StoredValues:
             self._add_items(value, [(item, True) for item in value], depth)
         elif depth:
             self._add_items(value, list(_attributes(value)), depth - 1)
+
+
+def _namespaces(model: nn.Module) -> list[dict[str, Any]]:
+    """Return the global variables of the Python files of all forwards, decorated ones included.
+    Torch's own modules store nothing there."""
+    namespaces: dict[int, dict[str, Any]] = {}
+    for forward in {
+        getattr(module.forward, "__func__", module.forward) for module in model.modules()
+    }:
+        functions: list[Any] = []
+        inspect.unwrap(forward, stop=functions.append)
+        for function in (*functions, inspect.unwrap(forward)):
+            names = getattr(function, "__globals__", {})
+            if names and str(names.get("__name__", "")).split(".")[0] != "torch":
+                namespaces[id(names)] = names
+    return list(namespaces.values())
 
 
 def _attributes(value: object) -> Iterator[tuple[str, Any]]:
