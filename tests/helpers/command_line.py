@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 from tests.helpers.fork_server import MODELS, ForkServer, ask
+from tests.helpers.process_limit import PROCESS_LIMIT_S
 from tests.helpers.training.models import gpt2
 
 import remat
@@ -83,7 +84,7 @@ def run(
         input=b"" if stdin is None else stdin,
         capture_output=True,
         env={**os.environ, **(env or {})},
-        timeout=120,
+        timeout=PROCESS_LIMIT_S,
     )
     return Ended(completed.returncode, completed.stdout.decode(), completed.stderr.decode())
 

@@ -21,6 +21,7 @@ from scripts.versions.pythons import (
     candidate_interpreters,
 )
 from scripts.versions.rows import ROWS, Suite, first_example, remove_pins
+from tests.helpers.process_limit import PROCESS_LIMIT_S
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 TABLE = [row for row in ROWS if isinstance(row, Suite)]
@@ -149,7 +150,7 @@ def test_commands_in_a_root_folder_run_as_in_a_separate_system(tmp_path: Path) -
     system = [path for path in map(Path, ("/usr", "/bin", "/lib", "/lib64")) if path.exists()]
     script = "echo $$; pwd; echo $A; ls /; echo 1 > /etc/here; echo 2 > here; sleep 60 & exit 3"
     command = [*debian.enter_command(root, shared, [*system, shared], A="b c"), "sh", "-c", script]
-    completed = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    completed = subprocess.run(command, capture_output=True, text=True, timeout=PROCESS_LIMIT_S)
     assert completed.returncode == 3, completed.stderr
     pid, folder, variable, *seen = completed.stdout.splitlines()
     assert int(pid) < 100, "in its own process namespace, which ends with the command"

@@ -54,7 +54,7 @@ def test_a_cluster_solves_cancels_and_survives_the_loss_of_a_node(
 
         hard = {"graph": chain(60), "budget": "22%", "options": {"strategy": HARD}}
         job = post(http, **hard).json()
-        began = wait_for(lambda: solving_processes("ray::"), 60)
+        began = wait_for(lambda: solving_processes("ray::"))
         http.delete(f"/jobs/{job['id']}")
         cancelled = time.monotonic()
         wait_for(lambda: not began & solving_processes("ray::"))
@@ -62,7 +62,7 @@ def test_a_cluster_solves_cancels_and_survives_the_loss_of_a_node(
 
         limited = {**hard, "options": {"strategy": {**HARD, "time_limit": 6.0}}}
         job = post(http, **limited).json()
-        before = wait_for(lambda: solving_processes("ray::"), 60)
+        before = wait_for(lambda: solving_processes("ray::"))
         cluster.add_node(num_cpus=1)
         cluster.remove_node(first, allow_graceful=False)
         finished_job = finished(http, job["id"], 120)

@@ -26,6 +26,7 @@ from sqlalchemy import select, update
 from sqlalchemy.exc import OperationalError
 from tests.helpers.graphs import random_stages
 from tests.helpers.killed_solvers import at_once, killing_cbc
+from tests.helpers.process_limit import PROCESS_LIMIT_S
 from tests.helpers.service import postgres
 from tests.helpers.service import server as servers
 from tests.helpers.service.server import HARD, chain, finished, post, solving_processes, wait_for
@@ -63,11 +64,11 @@ def test_killing_server_and_worker_loses_no_job(tmp_path: Path, plan: remat.Plan
                 wait_for(lambda: solving_processes(str(tmp_path)))
             if kill_server:
                 server.stop(signal.SIGKILL)
-                wait_for(lambda: not solving_processes(str(tmp_path)), 5)
+                wait_for(lambda: not solving_processes(str(tmp_path)))
                 server = servers.start(tmp_path, **settings)
             else:
                 os.kill(worker_pid(server), signal.SIGKILL)
-                wait_for(lambda: not solving_processes(str(tmp_path)), 5)
+                wait_for(lambda: not solving_processes(str(tmp_path)))
         with server.http() as http:
             for id in job_ids:
                 finished(http, id, 120)
@@ -127,7 +128,7 @@ def test_a_lease_that_expires_during_its_solve_starts_no_second_solve_here(tmp_p
         starts = [line for line in server.log.read_text().splitlines() if "solve started" in line]
         assert [json.loads(line)["job"] == id for line in starts] == [True, False]
         assert http.delete(f"/jobs/{id}").status_code == 202
-        wait_for(lambda: not solving_processes(str(tmp_path)), 5)
+        wait_for(lambda: not solving_processes(str(tmp_path)))
 
 
 @pytest.mark.parametrize("has_task", [False, pytest.param(True, marks=pytest.mark.slow)])
@@ -150,7 +151,7 @@ def test_a_solving_process_ends_silently_when_its_worker_is_gone(has_task: bool)
             connection.recv_bytes()
     connection.close()
     try:
-        assert process.communicate(timeout=60) == (None, b"")
+        assert process.communicate(timeout=PROCESS_LIMIT_S) == (None, b"")
     finally:
         process.kill()
 
@@ -171,7 +172,7 @@ def test_sigterm_ends_streams_and_gives_jobs_back(tmp_path: Path) -> None:
         watcher.start()
         wait_for(lambda: kinds)
         server.stop(signal.SIGTERM)
-        watcher.join(timeout=30)
+        watcher.join(timeout=PROCESS_LIMIT_S)
         assert not watcher.is_alive()
     assert "done" not in kinds
     assert not solving_processes(str(tmp_path))
@@ -221,7 +222,7 @@ def test_sigterm_releases_jobs_that_take_too_long(tmp_path: Path) -> None:
         wait_for(lambda: solving_processes(str(tmp_path)))
     began = time.monotonic()
     server.stop(signal.SIGTERM)
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 100
     with servers.running(tmp_path) as restarted, restarted.http() as http:
         assert finished(http, id)["status"] == "succeeded"
 
@@ -324,7 +325,7 @@ def test_a_job_that_loses_every_worker_fails(tmp_path: Path) -> None:
         for _ in range(2):
             wait_for(lambda: solving_processes(str(tmp_path)))
             os.kill(worker_pid(server), signal.SIGKILL)
-            wait_for(lambda: not solving_processes(str(tmp_path)), 5)
+            wait_for(lambda: not solving_processes(str(tmp_path)))
         ended = finished(http, id, 60)
         assert ended["status"] == "failed"
         assert ended["problem"]["type"].endswith("worker-lost")
@@ -350,7 +351,7 @@ def test_a_worker_without_its_store_logs_it(tmp_path: Path) -> None:
         env={**os.environ, "REMAT_DATABASE_URL": nobody},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PROCESS_LIMIT_S,
     )
     assert ended.returncode == 1
     (line,) = map(json.loads, ended.stderr.splitlines())
@@ -377,7 +378,7 @@ def test_a_client_waits_while_the_service_restarts(tmp_path: Path) -> None:
         assert any("/events" in path for path in answer_unavailable(port, 3))
         restarted = servers.start(tmp_path, port=port, **settings)
         stack.callback(restarted.stop, signal.SIGKILL)
-        solved = plan.result(timeout=120)
+        solved = plan.result(timeout=PROCESS_LIMIT_S)
     assert solved.peak_bytes <= solved.budget_bytes
 
 
@@ -426,7 +427,7 @@ def test_an_outage_of_the_store_loses_nothing(tmp_path: Path, postgres_url: str)
             assert http.get("/livez").status_code == 200
             time.sleep(1.0)
             assert solving_processes(str(tmp_path)) == {solving}
-        solved = plan.result(timeout=60)
+        solved = plan.result(timeout=PROCESS_LIMIT_S)
         assert solved.peak_bytes <= solved.budget_bytes
         (job,) = http.get("/jobs").json()["jobs"]
         with http.sse(f"/jobs/{job['id']}/events") as source:
@@ -461,7 +462,7 @@ def test_workers_elsewhere_share_a_postgresql_store(
                 finished(http, id, 120)
                 jobs.assert_succeeded_once(http, id, plan)
             workers[1].terminate()
-            assert workers[1].wait(timeout=30) == 0
+            assert workers[1].wait(timeout=PROCESS_LIMIT_S) == 0
         finally:
             for worker in workers:
                 worker.kill()

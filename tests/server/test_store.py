@@ -15,6 +15,7 @@ from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from sqlalchemy.exc import IntegrityError
+from tests.helpers.process_limit import PROCESS_LIMIT_S
 from tests.helpers.service import postgres
 from tests.helpers.service.job_store import (
     age,
@@ -127,7 +128,7 @@ def test_processes_may_migrate_concurrently(url: str) -> None:
     ]
     for process in started:
         assert process.stdout.readline() == "\n"  # it is ready
-    ends = at_once(lambda i: started[i].communicate("x", timeout=60), 2)
+    ends = at_once(lambda i: started[i].communicate("x", timeout=PROCESS_LIMIT_S), 2)
     assert [process.returncode for process in started] == [0, 0], ends
     database = Database(url)
     assert tables(database) == {*metadata.tables, "alembic_version"}

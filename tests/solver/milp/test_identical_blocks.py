@@ -4,7 +4,6 @@ that fit."""
 from __future__ import annotations
 
 import threading
-import time
 from dataclasses import replace
 
 import hypothesis
@@ -220,12 +219,10 @@ def test_a_tied_program_obeys_cancellation_and_its_time_limit() -> None:
     cancel = threading.Event()
     cancel.set()
     for clock in (Clock.of(60.0, cancel), Clock.of(0.0)):
-        began = time.monotonic()
         run = programs(graph)
         identical_blocks.identical_blocks_schedule(
             run, identical, budget_bytes, clock, lambda _: False
         )
-        assert time.monotonic() - began < 2
         assert run.stats["rows"] == 0, "no program was run"
 
 

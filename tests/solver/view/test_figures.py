@@ -15,6 +15,7 @@ from matplotlib.figure import Figure
 from tests.helpers.picture_references import network
 from tests.helpers.picture_references import plan as dropping
 from tests.helpers.plans import SVG, hostile_plan, one_operation_graph, plan_of
+from tests.helpers.process_limit import PROCESS_LIMIT_S
 
 from remat.errors import RematError
 from remat.graph import Graph
@@ -133,7 +134,7 @@ from tests.helpers.plans import half_recomputed
 figure = remat.view.modules_figure(half_recomputed(4))
 assert "matplotlib.pyplot" not in sys.modules
 """
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=PROCESS_LIMIT_S)
 
 
 def test_without_matplotlib_the_error_names_the_package(

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.helpers.process_limit import PROCESS_LIMIT_S
 
 import remat
 from remat.commands import diagnosis as doctor
@@ -25,7 +26,7 @@ from remat.milp.solvers.pulp_versions import IS_PULP_4
 def report() -> dict[str, Check]:
     began = time.monotonic()
     checks = run_checks()
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 100  # it waits for nothing
     assert len({check.name for check in checks}) == len(checks)
     return {check.name: check for check in checks}
 
@@ -125,7 +126,7 @@ def report_of_process(directory: Path) -> dict[str, Check]:
         capture_output=True,
         text=True,
         check=True,
-        timeout=60,
+        timeout=PROCESS_LIMIT_S,
     )
     checks: list[Check] = [eval(line, {"Check": Check}) for line in ended.stdout.splitlines()]
     return {check.name: check for check in checks}

@@ -14,6 +14,7 @@ from xml.etree import ElementTree
 import pytest
 from tests.helpers.command_line import Documents, command, quick, run, trace, write_documents
 from tests.helpers.graphs import chain
+from tests.helpers.process_limit import PROCESS_LIMIT_S
 
 import remat
 from remat.commands.common.plots import PLOT_WRITERS, PlotInput
@@ -234,7 +235,7 @@ def test_a_closed_pipe_is_no_error(documents: Documents) -> None:
     )
     assert process.stdout is not None
     process.stdout.close()
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=PROCESS_LIMIT_S)
     assert err == b""
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from tests.helpers.command_line import Documents, command, quick, run, write_documents
+from tests.helpers.process_limit import PROCESS_LIMIT_S
 
 import remat
 from remat.strategies import Auto, Exact
@@ -182,7 +183,7 @@ def filled(arguments: str, documents: Documents, folder: Path) -> list[str]:
 
 def test_the_package_is_the_command_line() -> None:
     command_line = [sys.executable, "-m", "remat", "--version"]
-    ended = subprocess.run(command_line, capture_output=True, text=True, timeout=60)
+    ended = subprocess.run(command_line, capture_output=True, text=True, timeout=PROCESS_LIMIT_S)
     assert (ended.returncode, ended.stdout.strip(), ended.stderr) == (0, remat.__version__, "")
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from tests.helpers.command_line import command, interrupts_enabled, trace
 from tests.helpers.killed_solvers import at_once, killing_cbc
+from tests.helpers.process_limit import PROCESS_LIMIT_S
 from tests.helpers.service.server import wait_for
 from tests.helpers.solvers import needs_cbc
 
@@ -31,7 +32,6 @@ LONG = (
     "--option",
     "threads=1",
 )
-THREAD_TIMEOUT_S = 100
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +61,7 @@ class Terminal:
 
     def wait_for(self, is_there: Callable[[], bool]) -> None:
         """Read until a text appears."""
-        until = time.monotonic() + THREAD_TIMEOUT_S
+        until = time.monotonic() + PROCESS_LIMIT_S
         while not is_there():
             assert time.monotonic() < until, self.shown[-2000:]
             self.read()
@@ -77,7 +77,7 @@ class Terminal:
 
     def end(self) -> tuple[int, str]:
         """Return the exit code and the output."""
-        out, _ = self.process.communicate(timeout=THREAD_TIMEOUT_S)
+        out, _ = self.process.communicate(timeout=PROCESS_LIMIT_S)
         self.read()
         os.close(self._ours)
         return self.process.returncode, out.decode()
@@ -182,7 +182,7 @@ def test_a_crashed_solver_is_one_line_and_the_plan_is_written(file: Path, tmp_pa
         text=True,
     )
     with killing_cbc(at_once, process.pid) as kills:
-        out, err = process.communicate(timeout=THREAD_TIMEOUT_S)
+        out, err = process.communicate(timeout=PROCESS_LIMIT_S)
     assert len(kills.pids) == 1
     assert process.returncode == 0, err
     plan = Plan.load(output)
@@ -208,10 +208,10 @@ def test_no_progress_is_printed_without_a_terminal(file: Path, tmp_path: Path) -
             stderr=subprocess.PIPE,
             text=True,
         )
-    wait_for(lambda: catches(process.pid, signal.SIGTERM), timeout_s=THREAD_TIMEOUT_S)
+    wait_for(lambda: catches(process.pid, signal.SIGTERM), timeout_s=PROCESS_LIMIT_S)
     time.sleep(1)  # by then it mostly solves; earlier, it ends in the same way
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=THREAD_TIMEOUT_S)
+    out, err = process.communicate(timeout=PROCESS_LIMIT_S)
     assert process.returncode == 130, err
     assert err.count("\n") == 1
     assert err.startswith("remat: interrupted")

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.helpers.process_limit import PROCESS_LIMIT_S
 
 import remat
 from remat.frontend.costs import cost_cache, cost_key
@@ -178,7 +179,7 @@ def test_processes_write_concurrently(path: Path) -> None:
     writers = [
         subprocess.Popen([sys.executable, "-c", WRITER, str(path), str(n)]) for n in range(3)
     ]
-    assert [writer.wait(60) for writer in writers] == [0, 0, 0]
+    assert [writer.wait(PROCESS_LIMIT_S) for writer in writers] == [0, 0, 0]
     cache = CostCache(path)
     for n in range(3):
         for i in (0, 99, 199):

@@ -16,6 +16,7 @@ from typing import Any
 import httpx2
 import pytest
 from sqlalchemy import update
+from tests.helpers.process_limit import PROCESS_LIMIT_S
 from tests.helpers.service import server as servers
 from tests.helpers.service.server import (
     HARD,
@@ -278,7 +279,9 @@ def test_listening_for_other_machines_needs_keys_or_a_permission(tmp_path: Path)
     environment = {k: v for k, v in os.environ.items() if not k.startswith("REMAT_")}
     environment |= {"REMAT_DATA_DIR": str(tmp_path), "REMAT_PORT": str(servers.free_port())}
     command = [sys.executable, "-m", "remat.cli", "serve", "--host", "0.0.0.0"]
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    ended = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=PROCESS_LIMIT_S
+    )
     assert ended.returncode != 0
     last = ended.stderr.splitlines()[-1]
     assert last.startswith("remat: 0.0.0.0 can be reached from other machines")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import hypothesis
 import pytest
 from hypothesis import HealthCheck, settings
@@ -74,10 +72,8 @@ def test_an_attempt_that_becomes_too_expensive_is_abandoned() -> None:
 
 
 def test_a_missing_solver_is_an_error_even_where_no_program_is_solved() -> None:
-    began = time.monotonic()
     with pytest.raises(SolverError, match="not available here"):
         solve(uneven_layers(3), "100%", Auto(solver="GLPK_CMD"))
-    assert time.monotonic() - began < 5
 
 
 def test_quick_baselines_end_at_the_time_limit() -> None:
