@@ -137,6 +137,7 @@ def copies_of_plan(plan: CompiledPlan) -> list[str]:
     return [kind for kind in kinds if kind == "product" or kind in COPY_OPERATORS]
 
 
+@pytest.mark.usefixtures("empty_compile_caches")  # costs, and so the plan, differ from run to run
 def test_a_budget_below_the_smallest_without_is_met() -> None:
     """Memory is as verified; the numbers are those of a plan that neither recomputes nor offloads;
     and nothing stays on the host, however a step ends."""
@@ -149,8 +150,7 @@ def test_a_budget_below_the_smallest_without_is_met() -> None:
     assert plan.budget_bytes is not None
     assert smallest_peak_without_copies(plan) > plan.budget_bytes
     assert plan.verified_bytes is not None
-    # After other tests of the process, 1,000 bytes more were seen: the cause is not known.
-    assert 0 <= measured_peak(case, run) - plan.verified_bytes <= 1000
+    assert measured_peak(case, run) == plan.verified_bytes
     assert plan.verified_bytes <= plan.budget_bytes
     assert_same([step(case, run, seed) for seed in (1, 2)], expected, tolerance=0.0)
     for _ in range(2):  # a forward without backward, an error in the backward, an evaluation
@@ -180,7 +180,7 @@ def test_a_slow_link_makes_no_budget_infeasible() -> None:
     assert plan.offloads
     assert float(plan.plan.stats[WAITING_S_STAT]) > 0
     assert plan.verified_bytes is not None
-    assert 0 <= measured_peak(case, run) - plan.verified_bytes <= 1000
+    assert measured_peak(case, run) == plan.verified_bytes
 
 
 def test_the_generated_code_has_the_planned_order() -> None:

@@ -41,6 +41,7 @@ def measured_peak(case: Case, run: Any) -> int:
     return peak + sum(t.nbytes for t in (*case.args, *case.model.parameters()))
 
 
+@pytest.mark.usefixtures("empty_compile_caches")  # costs, and so the plan, differ from run to run
 def test_a_budget_that_is_infeasible_without_is_met() -> None:
     """With dropout and ignored labels: the loss, the gradients and the random samples are those of
     plain torch.compile, and the peak is the planned one."""
@@ -56,8 +57,7 @@ def test_a_budget_that_is_infeasible_without_is_met() -> None:
     smallest = plan.plan.stats[UNSPLIT_MIN_BYTES_STAT]
     assert isinstance(smallest, int)
     assert smallest > plan.plan.budget_bytes
-    # After other tests of the process, 1,000 bytes more were seen: the cause is not known.
-    assert 0 <= measured_peak(case, run) - plan.verified_bytes <= 1000
+    assert measured_peak(case, run) == plan.verified_bytes
     assert plan.verified_bytes <= 0.7 * plan.baseline_bytes
     assert_same([step(case, run, seed) for seed in (1, 2)], expected, tolerance=1e-5)
     assert "head x 4: 16 rows at a time" in plan.plan.describe()

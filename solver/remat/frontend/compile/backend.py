@@ -210,6 +210,8 @@ def _compile_or_load(request: _CompileRequest) -> tuple[Any, CompiledPlan | None
             return code, compiled
         with disk_cache.autograd_cache_disabled():  # torch has the code, but the plan is missing
             code, partitioner = _compile_within_budget(request)
+        # Not stored: the next process would get this plan with the code that torch has.
+        return code, partitioner.compiled
     planned = disk_cache.CachedPlan(
         partitioner.compiled, partitioner.feedback, partitioner.planned_split()
     )
