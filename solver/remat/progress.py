@@ -8,6 +8,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
+STAGE_PHASE = "stage"
+"""The phase of a report that has a new stage, and no figures."""
+
 
 @dataclass(frozen=True, slots=True)
 class Progress:
@@ -16,7 +19,8 @@ class Progress:
     `incumbent` and `bound` are overheads (extra time over the time without recomputation) in the
     phase "cost", and peak bytes in the phase "peak"; None if there is none yet. `gap` is (cost -
     bound) / cost, on total time or on total bytes. `budget_bytes` is None in the phase "peak",
-    which searches the smallest.
+    which searches the smallest. `stage` is the part of a longer answer that the solve is for, as of
+    `remat.fit`; a stage that has no solve yet is reported with the phase "stage".
     """
 
     phase: str
@@ -25,6 +29,7 @@ class Progress:
     bound: float | None = None
     gap: float | None = None
     budget_bytes: int | None = None
+    stage: str = ""
 
 
 ProgressCallback = Callable[[Progress], None]

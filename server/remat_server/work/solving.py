@@ -211,8 +211,8 @@ def _solve_in_part_of_the_time(
 
 
 def _throttled(on_progress: ProgressSink) -> ProgressCallback:
-    """Return a progress callback that reports each better schedule, and other progress twice a
-    second."""
+    """Return a progress callback that reports each better schedule, each new stage, and other
+    progress twice a second."""
     last_sent: Progress | None = None
     sent_at_s = float("-inf")
 
@@ -223,8 +223,12 @@ def _throttled(on_progress: ProgressSink) -> ProgressCallback:
             or (current.phase, current.budget_bytes, current.incumbent)
             != (last_sent.phase, last_sent.budget_bytes, last_sent.incumbent)
         )
+        is_new_stage = last_sent is not None and current.stage != last_sent.stage
         # Not `current.elapsed_s`, which starts at 0 for each budget of a sweep.
-        if not is_incumbent and time.monotonic() - sent_at_s < _PROGRESS_INTERVAL_S:
+        if (
+            not (is_incumbent or is_new_stage)
+            and time.monotonic() - sent_at_s < _PROGRESS_INTERVAL_S
+        ):
             return
         last_sent, sent_at_s = current, time.monotonic()
         record = wire.ProgressRecord(**asdict(current))

@@ -11,10 +11,13 @@ from remat.commands.common import command_options, files
 from remat.commands.common.capture_device import capture_device_type
 from remat.commands.common.exits import UsageError
 from remat.commands.common.length_option import Lengths, parse_lengths
+from remat.commands.common.progress_line import show_progress
 from remat.commands.common.step_options import StepOptions, check_step_device, with_step_options
 from remat.costs.optimizer_memory import OPTIMIZERS, check_optimizer
 from remat.errors import RematError
+from remat.fitting.fit_arguments import check_time_limit
 from remat.fitting.lengths import LengthDistribution
+from remat.fitting.question import DEFAULT_LIMIT_S
 from remat.limits.reserve import parse_bytes
 
 Optimizer = Annotated[
@@ -30,6 +33,14 @@ Memory = Annotated[
         show_default=False,
     ),
 ]
+TimeLimit = Annotated[
+    float,
+    typer.Option(
+        "--time-limit",
+        metavar="SECONDS",
+        help="The search for options ends after this time, tracing included.",
+    ),
+]
 
 
 @with_step_options
@@ -39,6 +50,7 @@ def fit(
     device: command_options.TargetDevice = None,
     optimizer: Optimizer = "adamw",
     memory: Memory = None,
+    time_limit: TimeLimit = DEFAULT_LIMIT_S,
 ) -> None:
     """Predict whether a training loop fits a GPU, and what makes it fit.
 
@@ -49,6 +61,7 @@ def fit(
     distribution = _lengths(step, lengths)
     try:
         check_optimizer(optimizer)
+        check_time_limit(time_limit)
     except RematError as error:
         raise UsageError(str(error)) from error
     if memory is not None:
@@ -67,7 +80,10 @@ def fit(
 
     model, args, kwargs = step_of(step.batch_size, longest)
     is_sized = step.is_configuration
-    with autocast_to(capture_device_type(device), step.autocast):
+    with (
+        autocast_to(capture_device_type(device), step.autocast),
+        show_progress("fit") as line,
+    ):
         answer = fit_step(
             model,
             args,
@@ -80,6 +96,8 @@ def fit(
             lengths=None if distribution is None else distribution.weights,
             with_length=lambda length: step_of(step.batch_size, length),
             outputs=step.outputs,
+            time_limit=time_limit,
+            progress=line.on_solve_progress,
         )
     if step.as_json:
         files.print_json(answer.to_json())

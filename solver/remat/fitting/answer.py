@@ -16,21 +16,22 @@ from remat.fitting.settings import (
 )
 from remat.fitting.shards import sharding_options
 from remat.fitting.smaller_batches import smaller_batch_options
+from remat.fitting.stages import report_stage
 from remat.report.fit import ExcludedOption, Fit, FitOption
 
 _Kind = Callable[[FitQuestion], Iterator[FitOption | ExcludedOption]]
 
-_KINDS: tuple[_Kind, ...] = (
-    optimizer_options,
-    segment_options,
-    released_output_options,
-    plan_options,
-    loss_only_options,
-    checkpoint_options,
-    smaller_batch_options,
-    sharding_options,
-)
-"""Kinds of options, the one that is simplest to apply first."""
+_KINDS: dict[_Kind, str] = {
+    optimizer_options: "optimizers",
+    segment_options: "settings of the allocator",
+    released_output_options: "released outputs",
+    plan_options: "plan",
+    loss_only_options: "plan that returns the loss only",
+    checkpoint_options: "checkpoints",
+    smaller_batch_options: "smaller batches",
+    sharding_options: "several GPUs",
+}
+"""Kinds of options and their titles, the one that is simplest to apply first."""
 
 _SLOW_KINDS = (plan_options, loss_only_options)
 """Kinds of options that take long to search for, and are the last."""
@@ -43,6 +44,7 @@ _DEADLINE_NOTE = (
 def answer_question(question: FitQuestion, notes: Sequence[str] = ()) -> Fit:
     """Return the answer, with options if the loop does not fit."""
     step = question.step
+    report_stage(question.progress, "memory of the step", question.deadline)
     memory = step.memory(question.optimizer)
     is_usable = question.is_usable(memory)
     options, excluded = ((), ()) if is_usable else find_options(question)
@@ -68,9 +70,12 @@ def answer_question(question: FitQuestion, notes: Sequence[str] = ()) -> Fit:
 
 def search_options(question: FitQuestion) -> Iterator[tuple[_Kind, FitOption | ExcludedOption]]:
     """Yield options with their kinds until the deadline; those that take long come last."""
-    for kind in sorted(_KINDS, key=lambda kind: kind in _SLOW_KINDS):
-        if not question.deadline.is_set():
-            yield from ((kind, option) for option in kind(question))
+    kinds = sorted(_KINDS, key=lambda kind: kind in _SLOW_KINDS)
+    for number, kind in enumerate(kinds, 1):
+        if question.deadline.is_set():
+            return
+        of_kind = question.at_stage(f"option {number} of {len(kinds)}: {_KINDS[kind]}")
+        yield from ((kind, option) for option in kind(of_kind))
 
 
 def find_options(

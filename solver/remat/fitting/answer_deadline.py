@@ -20,9 +20,14 @@ class Deadline:
     started_at_s: float = field(default_factory=time.monotonic)
 
     @property
+    def elapsed_s(self) -> float:
+        """Seconds since the start."""
+        return time.monotonic() - self.started_at_s
+
+    @property
     def remaining_s(self) -> float:
         """Seconds until the time limit; 0 after it."""
-        return max(0.0, self.started_at_s + self.limit_s - time.monotonic())
+        return max(0.0, self.limit_s - self.elapsed_s)
 
     def is_set(self) -> bool:
         """True after the time limit."""

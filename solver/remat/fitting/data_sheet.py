@@ -63,8 +63,8 @@ def fit_trace(
 
     Costs are those of the data sheet. `memory_bytes` is what torch's allocator may reserve. The
     search for options ends after `time_limit_s`, whatever the limit of the `strategy`, which is
-    that of one solve; `progress` reports those. Raises `RematError` for a trace that is not of a
-    GPU, or if the GPU is unknown.
+    that of one solve; `progress` reports the stages of the answer, and those solves. Raises
+    `RematError` for a trace that is not of a GPU, or if the GPU is unknown.
     """
     deadline = Deadline(time_limit_s)
     name = gpu_name(trace, gpu)

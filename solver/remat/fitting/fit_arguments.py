@@ -1,4 +1,5 @@
-"""Arguments of `remat.fit` and `Client.fit`: what torch's allocator may reserve, and the batch."""
+"""Arguments of `remat.fit` and `Client.fit`: what torch's allocator may reserve, the batch, and
+the time limit."""
 
 from __future__ import annotations
 
@@ -14,6 +15,16 @@ def parse_memory(memory: int | str) -> int:
             'above 0 or "75GiB"'
         )
     return parse_bytes(memory, "memory", "75GiB")
+
+
+def check_time_limit(time_limit: float) -> None:
+    """Raise `RematError` if the time limit is no number of seconds above 0."""
+    is_number = isinstance(time_limit, (int, float)) and not isinstance(time_limit, bool)
+    if not is_number or not time_limit > 0:
+        raise RematError(
+            f"the time limit is {str(time_limit)[:80]!r}; pass seconds above 0, such as 12, or "
+            "math.inf"
+        )
 
 
 def check_batch(batch: int | None) -> None:

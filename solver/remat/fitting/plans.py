@@ -26,6 +26,11 @@ from remat.simulate import peak_and_time
 from remat.solve import solve
 
 _MAX_SOLVES = 3
+
+_EXCESS_MARGIN = 0.002
+"""The share of the usable memory by which a budget is lowered in addition to its excess: the
+fragments of another plan differ."""
+
 _PLAN = "plan of remat"
 _LOSS_ONLY_PLAN = "plan that returns the loss only"
 _LOSS_ONLY_NOTE = "in training, the model does not return its other outputs; using one is an error"
@@ -94,6 +99,8 @@ def _plan_option(solves: _Solves, optimizer: OptimizerMemory, name: str) -> FitO
         if error.min_feasible_bytes is None:
             return None
         peak_bytes = error.min_feasible_bytes + optimizer.state_bytes
+        if peak_bytes >= question.step.memory(optimizer).peak_bytes:  # the deadline ended the solve
+            return None
         reserved_bytes = int(peak_bytes * question.fragments(optimizer))
         code = _plan_code(question, optimizer, peak_bytes)
         note = "the smallest peak that was reached; reserved bytes are a guess"
@@ -109,7 +116,8 @@ def _plan_option(solves: _Solves, optimizer: OptimizerMemory, name: str) -> FitO
 
 def _solved(solves: _Solves, optimizer: OptimizerMemory) -> TracePlan:
     """Return the plan for what the optimizer's state and the allocator's fragments leave. If more
-    would be reserved than is usable, the budget is lowered by the excess."""
+    would be reserved than is usable, the budget is lowered by the excess, without its share of
+    fragments, and a margin."""
     question = solves.question
     usable_bytes = question.usable_bytes
     budget_bytes = int(usable_bytes / question.fragments(optimizer)) - optimizer.state_bytes
@@ -121,7 +129,9 @@ def _solved(solves: _Solves, optimizer: OptimizerMemory) -> TracePlan:
             break
         if question.deadline.is_set():
             break
-        budget_bytes = min(budget_bytes, chosen.plan.peak_bytes) - excess
+        lowered_by = excess * memory.peak_bytes / memory.reserved_bytes
+        lowered_by += _EXCESS_MARGIN * usable_bytes
+        budget_bytes = min(budget_bytes, chosen.plan.peak_bytes) - int(lowered_by)
         try:
             chosen = solves.within(budget_bytes)
         except (InfeasibleBudget, SolverTimeout):
@@ -178,8 +188,9 @@ def _solved_in_pieces(
     deadline = question.deadline
 
     def solve_in_full(trace: Trace, budget: Budget) -> Plan:
+        # Of the graph, not the trace: the allocator's bytes are those with the optimizer.
         strategy = deadline.shortened(question.strategy)
-        return solve(trace, budget, strategy, progress=question.progress, cancel=deadline)
+        return solve(trace.graph(), budget, strategy, progress=question.progress, cancel=deadline)
 
     return solve_step(
         question.step.trace,

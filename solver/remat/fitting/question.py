@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from remat.allocator.prediction import is_on_cuda
 from remat.costs.optimizer_memory import OptimizerMemory, optimizer_memory, smaller_optimizers
 from remat.costs.roofline import Roofline
 from remat.documents.trace import Trace, trained_parameters
 from remat.fitting.answer_deadline import Deadline
+from remat.fitting.stages import in_stage, report_stage
 from remat.graph import Graph
 from remat.limits.outputs import OUTPUTS_HELD
 from remat.limits.units import format_bytes
@@ -20,8 +21,12 @@ from remat.report.training_memory import TrainingMemory, optimizer_step_bytes
 from remat.schedule import Schedule
 from remat.strategies import Auto, Strategy
 
-DEFAULT_STRATEGY = Auto(gap=0.01, time_limit=3.0)
-"""How to solve for plans: several are solved for one answer."""
+DEFAULT_STRATEGY = Auto(gap=0.02, time_limit=2.0)
+"""How to solve for plans: several are solved for one answer. `remat.enable` takes more time, and
+finds a plan that is as fast or faster."""
+
+DEFAULT_LIMIT_S = 12.0
+"""The default time limit of an answer, in seconds."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +36,10 @@ class EagerStep:
     trace: Trace
     eager_trace: Trace
     graph: Graph
+    _memories: dict[tuple[str, Schedule], TrainingMemory] = field(
+        default_factory=dict, init=False, compare=False, repr=False
+    )
+    """Memories by the optimizer's name and the schedule: a replay of the allocator takes long."""
 
     @classmethod
     def of(cls, trace: Trace) -> EagerStep:
@@ -52,8 +61,10 @@ class EagerStep:
         self, optimizer: OptimizerMemory, schedule: Schedule | None = None
     ) -> TrainingMemory:
         """Return the memory of a training loop in eager mode, by default without recomputation."""
-        schedule = schedule or Schedule.keep_all(self.graph)
-        return TrainingMemory.of(self.eager_trace, self.graph, schedule, optimizer)
+        key = optimizer.name, schedule or Schedule.keep_all(self.graph)
+        if key not in self._memories:
+            self._memories[key] = TrainingMemory.of(self.eager_trace, self.graph, key[1], optimizer)
+        return self._memories[key]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +84,8 @@ class FitQuestion:
 
     `roofline` gives costs to pieces of operations. `trace_of_batch` returns the trace with costs of
     another batch size, which accumulates its gradients; `batch` is the present size. They may be
-    unknown. No option is searched for after the `deadline`; `progress` reports the solves for
-    plans.
+    unknown. No option is searched for after the `deadline`; `progress` reports the stages of the
+    answer, and the solves for plans.
     """
 
     step: EagerStep
@@ -87,6 +98,11 @@ class FitQuestion:
     trace_of_batch: Callable[[int], Trace] | None = None
     deadline: Deadline = field(default_factory=Deadline)
     progress: ProgressCallback | None = None
+
+    def at_stage(self, stage: str) -> FitQuestion:
+        """Report that a stage of the answer starts, and return the question of its solves."""
+        report_stage(self.progress, stage, self.deadline)
+        return replace(self, progress=in_stage(self.progress, stage))
 
     @property
     def optimizer(self) -> OptimizerMemory:

@@ -5,9 +5,11 @@ The steps are part of `Plan.describe(solve=True)` and `remat explain --solve`.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from remat.limits.units import format_bytes, format_seconds
 from remat.plan_data import PlanData
-from remat.progress import Progress
+from remat.progress import STAGE_PHASE, Progress
 from remat.report.tables import align_columns
 from remat.solution import STEP_STAT_SUFFIXES, step_names
 
@@ -18,7 +20,10 @@ _COST_HEADINGS = ("least time", "took", "extra time", "at least")
 
 
 def format_progress(progress: Progress) -> str:
-    """Return the incumbent, lower bound and gap of a running solve as text."""
+    """Return the stage, incumbent, lower bound and gap of a running solve as text."""
+    if progress.stage:
+        figures = [format_progress(replace(progress, stage=""))]
+        return ": ".join([progress.stage, *(figures if progress.phase != STAGE_PHASE else [])])
     if progress.phase == "peak":
         parts = [
             "smallest peak",

@@ -46,17 +46,13 @@ class TrainingMemory:
         parts = _parts(trace, graph, timeline, is_in_optimizer=is_in_optimizer)
         parts["optimizer state"] = optimizer.state_bytes
         parts["optimizer step"] = optimizer.temporary_bytes if is_in_optimizer else 0
-
-        def peaks(*, is_expandable: bool) -> AllocatorPeaks:
-            events = step_allocation_events(trace, schedule, graph=graph, optimizer=optimizer)
-            return replay_events(events, is_expandable=is_expandable)
-
-        default = peaks(is_expandable=False)
+        events = list(step_allocation_events(trace, schedule, graph=graph, optimizer=optimizer))
+        default = replay_events(events)
         if not is_on_cuda(trace):
             requested = default.requested_bytes
             default = expandable = AllocatorPeaks(requested, requested, requested)
         else:
-            expandable = peaks(is_expandable=True)
+            expandable = replay_events(events, is_expandable=True)
         return cls(
             default.requested_bytes,
             default.allocated_bytes,

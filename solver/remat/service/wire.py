@@ -359,6 +359,7 @@ class ProgressRecord(Record):
     bound: float | None = None
     gap: float | None = None
     budget_bytes: int | None = None
+    stage: str = ""
 
 
 class PlanSummary(Record):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -13,8 +14,11 @@ from tests.helpers.doc_snippets import ROOT
 from torch import nn
 
 import remat
+from remat.costs.optimizer_memory import OptimizerMemory
 from remat.frontend.memory.meter import LiveStorageMeter, unique_bytes
 from remat.report.fit import Fit, FitOption
+from remat.report.training_memory import TrainingMemory
+from remat.schedule import Schedule
 from remat.solution import Solution
 from remat.strategies import Task
 
@@ -68,7 +72,7 @@ def answer_for(share: float, optimizer: str = "adamw") -> Fit:
     memory = int(share * eager.memory.reserved_bytes)
     return remat.fit(
         model, args, kwargs, device="cpu", optimizer=optimizer, memory=memory, batch=BATCH,
-        with_batch=gpt2, strategy=remat.Auto(time_limit=5),
+        with_batch=gpt2, strategy=remat.Auto(time_limit=5), time_limit=math.inf,
     )  # fmt: skip
 
 
@@ -275,6 +279,55 @@ def test_no_budget_is_solved_twice() -> None:
     assert unsplit not in others
 
 
+def test_no_memory_is_replayed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The allocator's replay takes as long as a solve, for large models."""
+    replayed: list[tuple[str, int, Schedule]] = []
+    graphs: list[remat.Graph] = []  # each has an identity for as long as it exists
+    memory_of = TrainingMemory.of
+
+    def recording(
+        trace: remat.Trace, graph: remat.Graph, schedule: Schedule, optimizer: OptimizerMemory
+    ) -> TrainingMemory:
+        graphs.append(graph)
+        replayed.append((optimizer.name, id(graph), schedule))
+        return memory_of(trace, graph, schedule, optimizer)
+
+    monkeypatch.setattr(TrainingMemory, "of", recording)
+    model, args, _ = narrow_and_wide(1000)
+    answer = remat.fit(model, args, device="h100", memory=1000, strategy=remat.Auto(time_limit=0.1))
+    assert not answer.fits
+    assert replayed
+    assert len(replayed) == len(set(replayed))
+
+
+def test_the_time_limit_ends_the_search_for_options() -> None:
+    model, args, _ = narrow_and_wide(1000)
+    answer = remat.fit(model, args, device="cpu", optimizer="none", memory=1000, time_limit=1e-9)
+    assert answer.options == ()
+    assert "the time limit of 1e-09 s ended the search" in answer.notes[0]
+
+
+def test_each_stage_is_reported() -> None:
+    class Reporting(remat.Auto):
+        def run(self, task: Task) -> Solution:
+            assert task.progress is not None
+            task.progress(remat.Progress("cost", 0.0))
+            return super().run(task)
+
+    model, args, _ = narrow_and_wide(1000)
+    memory = remat.fit(model, args, device="cpu", optimizer="none").memory.peak_bytes - 1
+    reports: list[remat.Progress] = []
+    remat.fit(
+        model, args, device="cpu", optimizer="none", memory=memory, progress=reports.append,
+        lengths=[500, 1000], with_length=lambda n: narrow_and_wide(n),
+        strategy=Reporting(time_limit=0.1),
+    )  # fmt: skip
+    stages = list(dict.fromkeys(report.stage for report in reports))
+    assert stages[:3] == ["tracing", "memory of the step", "option 1 of 8: optimizers"]
+    assert "length 500" in stages
+    assert {r.stage for r in reports if r.phase == "cost"} >= {"option 7 of 8: plan"}
+
+
 def test_shards_of_more_gpus_are_smaller() -> None:
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(4096, 4096) for _ in range(32)))
@@ -422,6 +475,9 @@ def test_wrong_arguments_are_refused() -> None:
     for batch in (0, -1, 2.0, True):
         with pytest.raises(remat.RematError, match="pass the batch size of the example inputs"):
             remat.fit(model, (x,), batch=batch)  # type: ignore[arg-type]
+    for time_limit in (0, -1.0, "12", True, math.nan):
+        with pytest.raises(remat.RematError, match="pass seconds above 0"):
+            remat.fit(model, (x,), time_limit=time_limit)  # type: ignore[arg-type]
     with pytest.raises(remat.RematError, match="lengths need with_length"):
         remat.fit(model, (x,), device="cpu", lengths=[2])
     with pytest.raises(remat.RematError, match=r"no example input .* of that size .*\[2, 8\]"):

@@ -118,6 +118,10 @@ def test_solves_for_plans_report_progress(monkeypatch: pytest.MonkeyPatch) -> No
     limits: dict[str, Any] = {"threads": 1, "time_limit_s": 20.0, "device": ""}
     solving.solve_request("fit", body, on_progress=messages.append, **limits)
     assert any(message.is_incumbent for message in messages)
+    stages = list(dict.fromkeys(message.progress.stage for message in messages))
+    assert stages[0] == "memory of the step"
+    numbers = [re.match(r"option (\d) of 8: ", stage) for stage in stages[1:]]
+    assert [number and number[1] for number in numbers] == [*"12345678"]
 
 
 def test_no_solve_starts_after_the_time_limit() -> None:
@@ -136,7 +140,7 @@ def test_no_solve_starts_after_the_time_limit() -> None:
         ).options
 
     assert options(1e-9) == ()
-    assert not reports
+    assert [report.phase for report in reports] == ["stage"]
     assert any("plan" in option.name for option in options(20.0))
     assert max(report.elapsed_s for report in reports) <= 20
 

@@ -10,7 +10,7 @@ const RIGHT = 14;
 const TOP = 14;
 const BOTTOM = 42;
 
-/** The points of a search by stage: a phase, or one solve of a sweep. Time increases within a stage. */
+/** The points of a search by stage: a phase, one solve of a sweep, or one kind of option. Time increases within a stage. */
 export class History {
   stages = [];
 
@@ -18,9 +18,13 @@ export class History {
   add(progress) {
     let current = this.stages.at(-1);
     const last = current?.points.at(-1);
-    const isOther = current?.phase !== progress.phase || current?.budget !== progress.budget_bytes;
+    const title = progress.stage ?? "";
+    const isOther =
+      current?.phase !== progress.phase ||
+      current?.budget !== progress.budget_bytes ||
+      current?.title !== title;
     if (isOther || progress.elapsed_s < last.elapsed_s) {
-      current = { phase: progress.phase, budget: progress.budget_bytes, points: [] };
+      current = { phase: progress.phase, budget: progress.budget_bytes, title, points: [] };
       this.stages.push(current);
     }
     current.points.push(progress);

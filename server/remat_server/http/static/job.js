@@ -137,7 +137,7 @@ class Page {
     }
     const last = this.history.latest;
     const within = job.kind !== "solve" && last?.budget ? ` at ${bytes(last.budget)}` : "";
-    const doing = last ? `: ${PHASE[last.phase] ?? last.phase}${within}` : "";
+    const doing = last ? `: ${last.title || (PHASE[last.phase] ?? last.phase)}${within}` : "";
     return ` for ${age(now() - job.started_at)}${doing}`;
   }
 
@@ -159,8 +159,9 @@ class Page {
     const end = this.elapsed(stage);
     const picture = this.isComplete && isFlat(stage) ? null : chart(stage, end);
     this.picture.replaceChildren(...(picture ? [picture] : []));
-    this.search.hidden = this.isComplete && !picture;
-    this.figures.hidden = this.isComplete; // the result shows them
+    const hasFigures = stage.phase !== "stage";
+    this.search.hidden = (this.isComplete || !hasFigures) && !picture;
+    this.figures.hidden = this.isComplete || !hasFigures; // the result shows them
     const last = stage.points.at(-1);
     const best = stage.phase === "peak" ? "Smallest peak so far" : "Best extra time so far";
     const formatted = (value) => (value === null ? "unknown" : amount(stage.phase, value));

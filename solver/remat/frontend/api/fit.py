@@ -15,14 +15,23 @@ from remat.costs.trace_costs import with_roofline_costs
 from remat.documents.trace import Trace
 from remat.errors import BudgetError, RematError, wrong_type
 from remat.fitting.answer import answer_question
+from remat.fitting.answer_deadline import Deadline
 from remat.fitting.convolutions import convolution_notes
 from remat.fitting.data_sheet import usable_bytes
-from remat.fitting.fit_arguments import check_batch, parse_memory
+from remat.fitting.fit_arguments import check_batch, check_time_limit, parse_memory
 from remat.fitting.lengths import LengthDistribution, longest_fits
-from remat.fitting.question import DEFAULT_STRATEGY, EagerStep, FitQuestion, ScriptChanges
+from remat.fitting.question import (
+    DEFAULT_LIMIT_S,
+    DEFAULT_STRATEGY,
+    EagerStep,
+    FitQuestion,
+    ScriptChanges,
+)
+from remat.fitting.stages import in_stage, report_stage
 from remat.frontend.api.batch_search import ModelFnResult, parse_model_fn_result
 from remat.frontend.api.estimate import roofline_for_trace
 from remat.frontend.capture.trace import trace as capture
+from remat.frontend.common.garbage_collection import older_objects_not_collected
 from remat.frontend.common.target_gpu import DEFAULT_GPU, find_target_gpu, is_default_gpu
 from remat.frontend.costs.convolution_workspaces import with_measured_convolutions
 from remat.frontend.memory.device_memory import free_bytes
@@ -30,6 +39,7 @@ from remat.frontend.memory.meter import unique_bytes
 from remat.limits.limits import SEGMENTS_MARGIN
 from remat.limits.outputs import OUTPUTS_HELD
 from remat.passes.gradient_accumulation import with_gradient_accumulation
+from remat.progress import ProgressCallback
 from remat.report.fit import Fit
 from remat.strategies import Strategy
 
@@ -49,6 +59,8 @@ def fit(
     differentiate: str | Sequence[str] = "auto",
     outputs: str = OUTPUTS_HELD,
     strategy: Strategy | None = None,
+    time_limit: float = DEFAULT_LIMIT_S,
+    progress: ProgressCallback | None = None,
 ) -> Fit:
     """Predict whether a training loop fits a device; if not, return the options that make it fit.
 
@@ -58,8 +70,10 @@ def fit(
     `memory` is what torch's allocator may reserve ("75GiB"); by default the memory of the device's
     data sheet without 2% and a CUDA context, or 98% of what this machine's device has free, plus
     the model if it is there already. Other
-    arguments are those of `remat.estimate`; `strategy` is that of `remat.solve` for the plan, by
-    default with a gap of 1% and a limit of 3 s.
+    arguments are those of `remat.estimate`; `strategy` is that of `remat.solve` for a plan, by
+    default with a gap of 2% and a limit of 2 s. `time_limit` seconds after the call the search for
+    options ends, and a note says so. `progress` is called with a `Progress` at each stage of the
+    answer, and by the solves for plans.
 
     `batch` is the batch size of the example inputs, and `with_batch(n)` returns the model and its
     call for another one, as the function of `remat.max_batch` does: with both, a smaller batch with
@@ -80,6 +94,8 @@ def fit(
     check_optimizer(optimizer)
     memory_bytes = None if memory is None else parse_memory(memory)
     check_batch(batch)
+    check_time_limit(time_limit)
+    deadline = Deadline(time_limit)
     distribution = None if lengths is None else LengthDistribution.of(lengths)
 
     def traced(call: ModelFnResult, *, accumulates: bool = False) -> Trace:
@@ -96,6 +112,7 @@ def fit(
         trace = with_roofline_costs(trace, roofline_for_trace(trace))
         return with_measured_convolutions(trace) if _is_gpu_here(trace, device) else trace
 
+    report_stage(progress, "tracing", deadline)
     trace = traced((model, example_inputs, example_kwargs or {}))
     if distribution is not None:
         with_length = _checked_with_length(distribution, with_length, trace)
@@ -108,17 +125,29 @@ def fit(
         replace(_script_changes(model), outputs=outputs),
         batch,
         None if with_batch is None else lambda size: traced(with_batch(size), accumulates=True),
+        deadline,
+        progress,
     )
     convolutions = convolution_notes(trace, are_measured=_is_gpu_here(trace, device))
-    answer = answer_question(question, [*_notes(device), *convolutions])
+    with older_objects_not_collected():
+        answer = answer_question(question, [*_notes(device), *convolutions])
     if distribution is None or with_length is None:
         return answer
 
     def question_of_length(length: int) -> FitQuestion:
-        step = EagerStep.of(traced(with_length(length)))
-        return replace(question, step=step, batch=None, trace_of_batch=None)
+        stage = f"length {length:,}"
+        report_stage(progress, stage, deadline)
+        return replace(
+            question,
+            step=EagerStep.of(traced(with_length(length))),
+            batch=None,
+            trace_of_batch=None,
+            deadline=Deadline(time_limit),
+            progress=in_stage(progress, stage),
+        )
 
-    return replace(answer, lengths=longest_fits(distribution, answer, question_of_length))
+    with older_objects_not_collected():
+        return replace(answer, lengths=longest_fits(distribution, answer, question_of_length))
 
 
 def _checked_with_length(
