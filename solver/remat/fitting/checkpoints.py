@@ -19,6 +19,9 @@ from remat.strategies.baselines.schedule_builder import (
     segment_borders,
 )
 
+CHECKPOINTS_IN_WORDS = "torch.utils.checkpoint.checkpoint around each block"
+"""The code for a model without a method for it."""
+
 
 def checkpointed_step(step: EagerStep) -> tuple[EagerStep, Schedule] | None:
     """Return the step with a checkpoint for each block, and its schedule; None without blocks."""
@@ -71,7 +74,7 @@ def checkpoint_options(question: FitQuestion) -> Iterator[FitOption | ExcludedOp
     options = []
     for optimizer in question.optimizers_to_combine():
         memory = step.memory(optimizer, schedule)
-        code = question.script.checkpoints or "torch.utils.checkpoint.checkpoint around each block"
+        code = question.script.checkpoints or CHECKPOINTS_IN_WORDS
         if optimizer.name != question.optimizer_name:
             code = f"optimizer = {optimizer.code}; {code}"
         name = question.name_with_optimizer("checkpoint each block", optimizer)

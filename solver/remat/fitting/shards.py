@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from remat.allocator.prediction import is_on_cuda
-from remat.fitting.checkpoints import checkpointed_step
+from remat.fitting.checkpoints import CHECKPOINTS_IN_WORDS, checkpointed_step
 from remat.fitting.question import FitQuestion
 from remat.limits.units import format_bytes
 from remat.report.fit import ExcludedOption, FitOption
-from remat.report.sharded_memory import sharded_peak_bytes
+from remat.report.sharded_memory import block_containers, sharded_peak_bytes
 from remat.schedule import Schedule
 
 _MAX_GPUS = 1024
@@ -43,8 +43,9 @@ def sharding_options(question: FitQuestion) -> Iterator[FitOption | ExcludedOpti
                     reserved_bytes,
                     True,
                     None,
-                    "torch.distributed.fsdp.fully_shard of each block, then of the model",
-                    "by arithmetic; a batch on each GPU; communication takes time as well",
+                    _code(question, has_checkpoints=bool(suffix)),
+                    "before the optimizer is created; a batch on each GPU; communication takes "
+                    "time as well",
                     gpus,
                 )
                 return
@@ -56,3 +57,14 @@ def sharding_options(question: FitQuestion) -> Iterator[FitOption | ExcludedOpti
             f"each of {_MAX_GPUS:,} GPUs would reserve {format_bytes(min(smallest_bytes))}: "
             "activations are not sharded, nor the parameters of the block that runs",
         )
+
+
+def _code(question: FitQuestion, *, has_checkpoints: bool) -> str:
+    """Return the code that shards each block, then the model."""
+    lines = ["from torch.distributed.fsdp import fully_shard"]
+    if has_checkpoints:
+        lines.insert(0, question.script.checkpoints or CHECKPOINTS_IN_WORDS)
+    for path in block_containers(question.step.trace):
+        container = f"model.{path}" if path else "model"
+        lines.append(f"[fully_shard(block) for block in {container}]")
+    return "; ".join([*lines, "fully_shard(model)"])

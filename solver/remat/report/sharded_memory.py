@@ -1,10 +1,17 @@
 """The memory of a training step whose parameters, gradients and optimizer state are sharded over
-several GPUs (FSDP), by arithmetic on the step of one GPU.
+several GPUs (FSDP2), by simulation of the step of one GPU.
 
-As `torch.distributed.fsdp.fully_shard` does when it is applied to each block and to the model:
-every GPU has an equal shard of everything, computes on its own batch, gathers the parameters of a
-block before it runs, and of the next one while it runs, and reduces the gradients of a block after
-its backward.
+As `torch.distributed.fsdp.fully_shard` does when it is applied to each block and to the model
+(`_fsdp_param_group.py` and `_fsdp_collectives.py` of torch 2.13): every GPU has an equal shard of
+everything, padded to the largest, and computes on its own batch. The parameters outside of blocks
+are gathered during the whole step, those of a block while it runs.
+
+- A gather allocates a flat buffer, then the parameters that are copied from it. In the forward, the
+  buffer lives until the next block is gathered. In the backward, the next block is gathered into
+  its buffer while a block runs.
+- After the backward of a block, its gradients are copied into a flat buffer, which is reduced to a
+  shard, and lives until the next reduction.
+
 Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", VLDB 2023.
 """
 
@@ -12,9 +19,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from math import prod
 
 from remat.costs.optimizer_memory import OptimizerMemory
+from remat.costs.roofline import item_bytes
 from remat.documents.trace import (
     Placeholder,
     Trace,
@@ -24,14 +33,10 @@ from remat.documents.trace import (
 from remat.graph import Graph
 from remat.report.eager_step import value_of_storage
 from remat.schedule import Schedule
-from remat.simulate import peak_and_time
+from remat.simulate import Timeline, simulate
 
-_GATHERED_BLOCKS = 2
-"""The block that runs and the next one, whose parameters are gathered meanwhile."""
-
-_REDUCED_BUFFERS = 2
-"""The gradients of a block, or of what is outside of blocks, and the buffer from which they are
-reduced."""
+_ROOT = ""
+"""The name of the unit of all parameters outside of blocks."""
 
 
 def sharded_peak_bytes(
@@ -41,45 +46,187 @@ def sharded_peak_bytes(
     mode; `optimizer` is for one GPU."""
     parameters = {p.storage: p for p in trace.placeholders if p.kind == "parameter"}
     trained = {p.storage: p for p in trained_parameters(trace)}
-    blocks, root_bytes = _bytes_by_block(trace, parameters.values())
-    trained_blocks, trained_root_bytes = _bytes_by_block(trace, trained.values())
-    parameter_bytes = sum(blocks) + root_bytes
-    trained_bytes = sum(trained_blocks) + trained_root_bytes
-    gathered_bytes = root_bytes + _GATHERED_BLOCKS * max(blocks, default=0)
-    gathered_bytes += _REDUCED_BUFFERS * (trained_root_bytes + max(trained_blocks, default=0))
-    shards_bytes = -(-(parameter_bytes + trained_bytes + optimizer.state_bytes) // gpus)
-    optimizer_bytes = -(-optimizer.temporary_bytes // gpus)
-    activations_bytes = _activations_peak_bytes(trace, graph, schedule, parameter_bytes)
-    return shards_bytes + max(activations_bytes + gathered_bytes, optimizer_bytes)
+    gathered = _bytes_by_unit(parameters.values(), gpus)
+    reduced = _bytes_by_unit(trained.values(), gpus)
+    gradients = _units_of_gradients(trace, graph)
+    activations = _without_parameters(trace, graph, gradients)
+    step = _ShardedStep(
+        graph, schedule, simulate(activations, schedule), gathered, reduced, gradients, gpus
+    )
+    reduced_shards_bytes = sum(reduced.values()) // gpus
+    shards_bytes = sum(gathered.values()) // gpus - (-optimizer.state_bytes // gpus)
+    if trace.accumulates_gradients:
+        shards_bytes += reduced_shards_bytes
+    optimizer_bytes = reduced_shards_bytes - (-optimizer.temporary_bytes // gpus)
+    return shards_bytes + max(
+        step.forward_peak_bytes(),
+        step.backward_peak_bytes(),
+        step.bytes_at_end + optimizer_bytes,
+    )
 
 
-def _bytes_by_block(trace: Trace, parameters: Iterable[Placeholder]) -> tuple[list[int], int]:
-    """Return the bytes of the parameters of each block (a module with a number in its path), and of
-    those outside of blocks."""
-    blocks: dict[str, int] = defaultdict(int)
-    root_bytes = 0
+def block_containers(trace: Trace) -> tuple[str, ...]:
+    """Return the paths of the modules whose children are the blocks, in the order of the
+    parameters; "" is the model."""
+    units = (_unit(p.target) for p in trace.placeholders if p.kind == "parameter")
+    return tuple(dict.fromkeys(unit.rpartition(".")[0] for unit in units if unit != _ROOT))
+
+
+@dataclass(frozen=True)
+class _ShardedStep:
+    """The runs of a step whose units, the blocks and all that is outside of them, are sharded.
+
+    `timeline` has no parameters and gradients. `gathered` and `reduced` are the padded bytes of all
+    and of the trained parameters of each unit, and `gradients` the units of the gradients' values.
+    The peaks are without the shards of parameters.
+    """
+
+    graph: Graph
+    schedule: Schedule
+    timeline: Timeline
+    gathered: dict[str, int]
+    reduced: dict[str, int]
+    gradients: dict[int, str]
+    gpus: int
+
+    @property
+    def bytes_at_end(self) -> int:
+        """The bytes after the last run."""
+        return self.timeline.after_bytes[-1]
+
+    def forward_peak_bytes(self) -> int:
+        """Return the peak of the forward."""
+        root_bytes = self.gathered[_ROOT]
+        spans = self._block_spans(range(self._boundary))
+        entered = {first: name for name, (first, _) in spans.items()}
+        buffer_bytes = root_bytes  # that the latest gather was copied from
+        peak_bytes = self.timeline.before_bytes[0] + buffer_bytes + root_bytes
+        for run in range(self._boundary):
+            if run in entered:
+                block_bytes = self.gathered[entered[run]]
+                gather_bytes = max(buffer_bytes, block_bytes) + block_bytes
+                gather_bytes += self.timeline.before_bytes[run] + root_bytes
+                peak_bytes = max(peak_bytes, gather_bytes)
+                buffer_bytes = block_bytes
+            live = (self.gathered[n] for n, (first, last) in spans.items() if first <= run <= last)
+            sizes_bytes = root_bytes + buffer_bytes + sum(live)
+            peak_bytes = max(peak_bytes, self.timeline.during_bytes[run] + sizes_bytes)
+        return peak_bytes
+
+    def backward_peak_bytes(self) -> int:
+        """Return the peak of the backward, in which blocks are reduced one by one."""
+        during, after = self.timeline.during_bytes, self.timeline.after_bytes
+        spans = self._block_spans(range(self._boundary, len(self.schedule)))
+        order = sorted(spans, key=lambda name: spans[name])
+        entered = {spans[name][0]: name for name in order}
+        left = {spans[name][1]: name for name in order}
+        following = dict(zip(order, [*order[1:], None], strict=True))
+        prefetched_bytes = self.gathered[order[0]] if order else 0
+        root_bytes = self.gathered[_ROOT]
+        reducing_bytes = shards_bytes = block_bytes = peak_bytes = 0
+        gradient_bytes: dict[str, int] = defaultdict(int)
+        produced = self._gradients_by_run()
+
+        def live_bytes() -> int:
+            live = root_bytes + block_bytes + prefetched_bytes + reducing_bytes + shards_bytes
+            return live + sum(gradient_bytes.values())
+
+        for run in range(self._boundary, len(self.schedule)):
+            if run in entered:
+                name = entered[run]
+                block_bytes += self.gathered[name]
+                gather_bytes = self.timeline.before_bytes[run] + live_bytes()
+                peak_bytes = max(peak_bytes, gather_bytes)  # with the buffer, which is then freed
+                after_name = following[name]
+                prefetched_bytes = 0 if after_name is None else self.gathered[after_name]
+            for value in produced[run]:
+                gradient_bytes[self.gradients[value]] += self.graph.values[value].size_bytes
+            peak_bytes = max(peak_bytes, during[run] + live_bytes())
+            if run in left:
+                name = left[run]
+                block_bytes -= self.gathered[name]
+                reducing_bytes = self.reduced[name]
+                peak_bytes = max(peak_bytes, after[run] + live_bytes())
+                gradient_bytes.pop(name, None)
+                shards_bytes += self.reduced[name] // self.gpus
+        root_bytes, reducing_bytes = 0, self.reduced[_ROOT]
+        return max(peak_bytes, self.bytes_at_end + live_bytes())
+
+    @property
+    def _boundary(self) -> int:
+        """The run after the last operation of the forward that runs for the first time."""
+        first_runs: dict[int, int] = {}
+        for run, op in enumerate(self.schedule.runs):
+            first_runs.setdefault(op, run)
+        forward = (run for op, run in first_runs.items() if not self.graph.operations[op].backward)
+        return 1 + max(forward, default=-1)
+
+    def _block_spans(self, runs: range) -> dict[str, tuple[int, int]]:
+        """Return the first and the last run of each block; also of its gradients, which decide when
+        it is reduced."""
+        spans: dict[str, tuple[int, int]] = {}
+        name = _ROOT
+        produced = self._gradients_by_run()
+        for run in runs:
+            module = self.graph.operations[self.schedule.runs[run]].module
+            name = _unit(module) if module else name  # sums of gradients have no module
+            for unit in {name, *(self.gradients[value] for value in produced[run])}:
+                if unit in self.gathered and unit != _ROOT:
+                    spans[unit] = spans.get(unit, (run, run))[0], run
+        return spans
+
+    def _gradients_by_run(self) -> dict[int, list[int]]:
+        """Return the gradients' values by the run that produces them first."""
+        by_run: dict[int, list[int]] = defaultdict(list)
+        values: set[int] = set()
+        for copy in self.timeline.copies:
+            if copy.value in self.gradients and copy.value not in values:
+                values.add(copy.value)
+                by_run[copy.start].append(copy.value)
+        return by_run
+
+
+def _unit(path: str) -> str:
+    """Return the block of a module or parameter: the path up to its first number."""
+    parts = path.split(".")
+    number = next((i for i, part in enumerate(parts) if part.isdecimal()), None)
+    return _ROOT if number is None else ".".join(parts[: number + 1])
+
+
+def _bytes_by_unit(parameters: Iterable[Placeholder], gpus: int) -> dict[str, int]:
+    """Return the bytes of the parameters of each unit; of its first dimension, each GPU has an
+    equal number of rows."""
+    sizes: dict[str, int] = defaultdict(int)
+    sizes[_ROOT] = 0
     for parameter in parameters:
-        parts = parameter.target.split(".")
-        number = next((i for i, part in enumerate(parts) if part.isdecimal()), None)
-        if number is None:
-            root_bytes += trace.allocated_bytes(parameter.storage)
-        else:
-            blocks[".".join(parts[: number + 1])] += trace.allocated_bytes(parameter.storage)
-    return list(blocks.values()), root_bytes
+        rows, *others = parameter.tensor.shape or (1,)
+        padded_rows = -(-rows // gpus) * gpus
+        item = item_bytes(parameter.tensor.dtype)
+        sizes[_unit(parameter.target)] += padded_rows * prod(others) * item
+    return sizes
 
 
-def _activations_peak_bytes(
-    trace: Trace, graph: Graph, schedule: Schedule, parameter_bytes: int
-) -> int:
-    """Return the peak of the step without its parameters and their gradients."""
+def _units_of_gradients(trace: Trace, graph: Graph) -> dict[int, str]:
+    """Return the units of the values that are gradients of parameters."""
     value_of = value_of_storage(trace, graph)
-    gradients = {value_of.get(trace.storage_of[g.name]) for g in trace.gradients}
+    targets = {p.name: p.target for p in trained_parameters(trace)}
+    return {
+        value: _unit(targets[gradient.placeholder])
+        for gradient in trace.gradients
+        if gradient.placeholder in targets
+        and (value := value_of.get(trace.storage_of[gradient.name])) is not None
+    }
+
+
+def _without_parameters(trace: Trace, graph: Graph, gradients: Iterable[int]) -> Graph:
+    """Return the graph of a step without its parameters and their gradients."""
+    sizes = dict.fromkeys(gradients, 0)
     values = tuple(
-        replace(value, size_bytes=0) if v in gradients else value
+        replace(value, size_bytes=sizes.get(v, value.size_bytes))
         for v, value in enumerate(graph.values)
     )
-    constant_bytes = graph.constant_bytes - parameter_bytes
+    storages = {p.storage for p in trace.placeholders if p.kind == "parameter"}
+    constant_bytes = graph.constant_bytes - sum(map(trace.allocated_bytes, storages))
     if trace.accumulates_gradients:
         constant_bytes -= accumulated_gradient_bytes(trace)
-    without = replace(graph, values=values, constant_bytes=constant_bytes)
-    return peak_and_time(without, schedule)[0]
+    return replace(graph, values=values, constant_bytes=constant_bytes)
