@@ -7,6 +7,7 @@ type, which is looked up only in modules that are already imported.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Mapping
 from typing import Any, Literal, Self
 
@@ -79,6 +80,20 @@ class Structure(Record):
     def path_of(self, leaf: int) -> str:
         """Return where a leaf is, as text for messages: `past_key_values[0][1]`, `loss`."""
         return _leaf_path(self, leaf, "") or f"leaf {leaf}"
+
+    def access_of(self, leaf: int) -> str:
+        """Return the code that takes a leaf from the value: `.loss`, `["loss"]`, `[0]`; "" for a
+        value that is the leaf itself."""
+        if self.kind == "leaf":
+            return ""
+        keys = self.keys or tuple(range(len(self.children)))
+        key, child = next(
+            (key, child)
+            for key, child in zip(keys, self.children, strict=False)
+            if leaf in child.leaves()
+        )
+        step = f".{key}" if self.kind == "object" else f"[{json.dumps(key)}]"
+        return step + child.access_of(leaf)
 
 
 def _replace_leaves(root: Structure, node: Structure, numbers: Mapping[int, int]) -> Structure:

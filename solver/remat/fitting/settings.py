@@ -9,7 +9,7 @@ from remat.allocator.prediction import is_on_cuda
 from remat.costs.optimizer_memory import smaller_optimizers
 from remat.fitting.question import EagerStep, FitQuestion
 from remat.limits.outputs import OUTPUTS_DROPPED
-from remat.passes.outputs import returns_loss, with_outputs
+from remat.passes.outputs import loss_code, returns_loss, with_outputs
 from remat.report.fit import FitOption
 
 
@@ -50,5 +50,6 @@ def released_output_options(question: FitQuestion) -> Iterator[FitOption]:
     released = EagerStep.of(with_outputs(step.trace, OUTPUTS_DROPPED))
     memory = released.memory(question.optimizer)
     if memory.reserved_bytes < step.memory(question.optimizer).reserved_bytes:
-        code = "loss = model(...).loss: no variable references other outputs during backward()"
-        yield question.option("other outputs released", memory, step.time_s, code)
+        code = f"loss = model(...){loss_code(step.trace)}"
+        note = "no variable references the other outputs during loss.backward()"
+        yield question.option("other outputs released", memory, step.time_s, code, note)

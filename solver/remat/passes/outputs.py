@@ -30,7 +30,23 @@ def unreturned_bytes(trace: Trace) -> int:
 
 def returns_loss(trace: Trace) -> bool:
     """True if gradients come from an output of one element."""
-    return any(o.tangent and prod(trace.tensors[o.name].shape) == 1 for o in trace.outputs)
+    return _loss(trace) is not None
+
+
+def loss_code(trace: Trace) -> str:
+    """Return the code that takes the loss from what the model returns: `.loss`, `["loss"]`, `[0]`.
+    The trace is one that `returns_loss`."""
+    loss = _loss(trace)
+    assert loss is not None
+    return trace.result.access_of(loss)
+
+
+def _loss(trace: Trace) -> int | None:
+    """Return the number of the first output of one element that gradients come from."""
+    shapes = (trace.tensors[o.name].shape if o.tangent else None for o in trace.outputs)
+    return next(
+        (n for n, shape in enumerate(shapes) if shape is not None and prod(shape) == 1), None
+    )
 
 
 def differentiated_bytes(trace: Trace) -> int:

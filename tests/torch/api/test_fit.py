@@ -16,6 +16,7 @@ from torch import nn
 import remat
 from remat.costs.optimizer_memory import OptimizerMemory
 from remat.frontend.memory.meter import LiveStorageMeter, unique_bytes
+from remat.passes.outputs import loss_code
 from remat.report.fit import Fit, FitOption
 from remat.report.training_memory import TrainingMemory
 from remat.schedule import Schedule
@@ -131,6 +132,15 @@ def test_convolutions_have_the_predicted_peak(family: str, tolerance: float) -> 
     assert answer.memory.peak_bytes == pytest.approx(peak_bytes, rel=tolerance)
 
 
+def test_the_optimizer_in_8_bits_keeps_its_promise(answer: Fit) -> None:
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    promised = option(answer, "optimizer adamw-8bit")
+    call = gpt2()
+    code = promised.code.removeprefix("optimizer = ")
+    optimizer = eval(code, {"model": call[0], "bitsandbytes": bitsandbytes})
+    assert promised.peak_bytes == pytest.approx(trained_peak(call, optimizer), rel=0.001)
+
+
 def test_the_first_option_is_the_fastest_that_fits(answer: Fit) -> None:
     assert not answer.fits
     names = {o.name for o in answer.options}
@@ -188,14 +198,37 @@ def test_released_outputs_keep_their_promise() -> None:
 
     held_bytes = answer_with("1TiB").memory.peak_bytes
     promised = option(answer_with(held_bytes - 1), "other outputs released")
+    code = promised.code.replace("(...)", "(*args)").removeprefix("loss = ")
+    assert code == 'model(*args)["loss"]'
     with LiveStorageMeter(unique_bytes([*call[0].parameters(), *call[1]])) as meter:
         for _ in range(2):
-            loss = call[0](*call[1])["loss"]
+            loss = eval(code, {"model": call[0], "args": call[1]})
             loss.backward()
             call[0].zero_grad()
     assert promised.fits
     assert promised.peak_bytes == pytest.approx(meter.peak_bytes, rel=0.001)
     assert held_bytes - promised.peak_bytes == 256 * 4096 * 4
+
+
+def test_the_code_takes_the_loss_as_the_model_returns_it() -> None:
+    """A tuple, a dict in a list, and the loss alone."""
+
+    class Nested(nn.Module):
+        def __init__(self, nest: Callable[[torch.Tensor, torch.Tensor], object]) -> None:
+            super().__init__()
+            self.layer, self.nest = nn.Linear(4, 4), nest
+
+        def forward(self, x: torch.Tensor) -> object:
+            y = self.layer(x)
+            return self.nest(y.mean(), y.detach())
+
+    nests: dict[str, Callable[[torch.Tensor, torch.Tensor], object]] = {
+        "[0]": lambda loss, y: (loss, y),
+        '[1]["loss"]': lambda loss, y: [y, {"logits": y, "loss": loss}],
+        "": lambda loss, y: loss,
+    }
+    for code, nest in nests.items():
+        assert loss_code(remat.trace(Nested(nest), (torch.ones(2, 4),))) == code
 
 
 def test_plain_outputs_have_no_options_for_others() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +15,7 @@ import torch
 
 import remat
 from remat.commands.models.batches import BatchSizes
+from remat.commands.models.library_logs import silence_warnings_of
 from remat.commands.models.sources import TrainingStep, load_training_step
 from remat.errors import TraceError
 from remat.frontend.api.comparison import loss_of
@@ -28,6 +31,11 @@ TINY = {
     ],
     "vit": ["num_hidden_layers=1", "hidden_size=16", "num_attention_heads=2", "num_labels=5"],
     "resnet": ["depths=[1,1]", "hidden_sizes=[8,16]", "embedding_size=8"],
+    "whisper": [
+        "encoder_layers=1", "decoder_layers=1", "d_model=16", "encoder_attention_heads=2",
+        "decoder_attention_heads=2", "encoder_ffn_dim=32", "decoder_ffn_dim=32", "vocab_size=50",
+        "num_mel_bins=8", "max_source_positions=20",
+    ],
 }  # fmt: skip
 CLASSES = {
     "gpt2": "GPT2LMHeadModel",
@@ -37,6 +45,7 @@ CLASSES = {
     "qwen2": "Qwen2ForCausalLM",
     "vit": "ViTForImageClassification",
     "resnet": "ResNetForImageClassification",
+    "whisper": "WhisperForConditionalGeneration",
 }
 UNET = {
     "_class_name": "UNet2DModel",
@@ -99,9 +108,40 @@ def test_a_model_type_gives_a_training_step(name: str) -> None:
     assert all(torch.equal(a, b) for a, b in weights), "the seed determines the weights"
 
 
-def test_the_step_of_a_model_type_can_be_traced() -> None:
-    step = tiny("gpt2")
+@pytest.mark.parametrize("name", ["gpt2", "whisper"])
+def test_the_step_of_a_model_type_can_be_traced(name: str) -> None:
+    step = tiny(name)
     assert remat.trace(step.model, step.args, step.kwargs).nodes
+
+
+@pytest.mark.parametrize(
+    ("name", "speech", "shape"),
+    [
+        ("whisper", "input_features", (2, 80, 3000)),
+        ("speech_to_text", "input_features", (2, 1000, 80)),
+        ("moonshine", "input_values", (2, 160_000)),
+    ],
+)
+def test_speech_to_text_has_speech_and_tokens(
+    name: str, speech: str, shape: tuple[int, ...]
+) -> None:
+    kwargs = load_training_step(f"hf:{name}", BatchSizes(2, 7), device="meta").kwargs
+    assert kwargs[speech].shape == shape
+    assert kwargs["labels"].shape == (2, 7)
+
+
+def test_warnings_of_libraries_are_silent_unless_the_user_wants_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    logger = logging.getLogger("transformers")
+    monkeypatch.setattr(logger, "level", logging.WARNING)
+    monkeypatch.setenv("TRANSFORMERS_VERBOSITY", "info")
+    silence_warnings_of("transformers")
+    assert logger.level == logging.WARNING
+    monkeypatch.delenv("TRANSFORMERS_VERBOSITY")
+    silence_warnings_of("transformers")
+    assert logger.level == logging.ERROR
+    assert os.environ["TRANSFORMERS_VERBOSITY"] == "error"
 
 
 def test_options_set_the_sizes_of_the_batch() -> None:
@@ -169,7 +209,8 @@ def test_a_diffusion_model_gives_a_training_step() -> None:
     [
         ("hf:gtp2", {}, "near are gpt2"),
         ("hf:detr", {}, "no training step for the model type 'detr'"),
-        ("hf:whisper", {}, "no training step for the model type 'whisper'"),
+        ("hf:dia", {}, "no training step for the model type 'dia'"),
+        ("hf:whisper", {"tokens": 1000}, "at most 448 tokens"),
         ("hf:gpt2", {"tokens": 1025}, "has positions for 1,024 tokens, but --tokens is 1,025"),
         ("hf:roberta", {"tokens": 511}, "use at most 510 tokens"),
         ("hf:gpt2", {"overrides": ["layers=2"]}, "has no 'layers'; near are n_layer"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,9 +11,11 @@ import torch
 from remat.errors import TraceError
 
 SEQ_TO_SEQ = "SEQ_TO_SEQ_CAUSAL_LM"
+SPEECH = "SPEECH_SEQ_2_SEQ"
 _IMAGES = ("IMAGE_CLASSIFICATION", "SEMANTIC_SEGMENTATION")
 TASKS = (
     SEQ_TO_SEQ,
+    SPEECH,
     "MASKED_LM",
     "CAUSAL_LM",
     *_IMAGES,
@@ -25,6 +28,22 @@ TASKS = (
 The task of a configuration is the first one whose table has it, unless its `architectures` name a
 model of another task.
 """
+
+
+_S2T_FRAMES = 1000
+_SAMPLES = 160_000
+"""Ten seconds of speech, as frames of 10 ms and as samples at 16 kHz."""
+
+_SPEECH_INPUTS: dict[str, Callable[[Any], tuple[str, tuple[int, ...]]]] = {
+    # Whisper takes 30 s always; its first convolutions halve the frames.
+    "whisper": lambda c: ("input_features", (c.num_mel_bins, 2 * c.max_source_positions)),
+    "speech_to_text": lambda c: ("input_features", (_S2T_FRAMES, c.input_feat_per_channel)),
+    "moonshine": lambda c: ("input_values", (_SAMPLES,)),
+}
+"""The name and the shape of a sample's speech, by model type."""
+
+SPEECH_TYPES = tuple(_SPEECH_INPUTS)
+"""The model types that have a batch for the task `SPEECH`."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +69,8 @@ def make_batch(task: str, config: Any, sizes: BatchSizes) -> dict[str, torch.Ten
     """
     if task in _IMAGES:
         return _image_batch(task, config, sizes)
+    if task == SPEECH:
+        return _speech_batch(config, sizes)
     text = config.get_text_config()
     ids = _token_ids(text, sizes)
     if task == SEQ_TO_SEQ and getattr(config, "decoder_start_token_id", None) is None:
@@ -78,6 +99,19 @@ def _token_ids(config: Any, sizes: BatchSizes) -> torch.Tensor:
     if not len(ids):
         ids = torch.arange(config.vocab_size)
     return ids[torch.randint(0, len(ids), (sizes.batch, sizes.tokens))]
+
+
+def _speech_batch(config: Any, sizes: BatchSizes) -> dict[str, torch.Tensor]:
+    max_tokens = getattr(config, "max_target_positions", None)
+    if max_tokens is not None and sizes.tokens > max_tokens:
+        raise TraceError(
+            f"{config.model_type} has positions for {max_tokens:,} tokens of text, but "
+            f"{sizes.tokens_option} is {sizes.tokens:,}; use at most {max_tokens} tokens"
+        )
+    if config.pad_token_id is None:
+        config.pad_token_id = 0
+    name, shape = _SPEECH_INPUTS[config.model_type](config)
+    return {name: torch.randn(sizes.batch, *shape), "labels": _token_ids(config, sizes)}
 
 
 def _image_batch(task: str, config: Any, sizes: BatchSizes) -> dict[str, torch.Tensor]:

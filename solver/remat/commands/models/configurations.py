@@ -17,11 +17,14 @@ from torch import nn
 from remat.commands.models import diffusion
 from remat.commands.models.batches import (
     SEQ_TO_SEQ,
+    SPEECH,
+    SPEECH_TYPES,
     TASKS,
     BatchSizes,
     make_batch,
     special_token_ids,
 )
+from remat.commands.models.library_logs import silence_warnings_of
 from remat.commands.models.model_sizes import LAYERS, SIZES, check_sizes
 from remat.errors import TraceError, one_line, similar_names_hint
 from remat.frontend.memory.device_memory import free_bytes
@@ -99,6 +102,7 @@ def _build_step(
 
 
 def _import_package(name: str) -> ModuleType:
+    silence_warnings_of(name)
     try:
         return import_module(name)
     except ImportError as error:
@@ -233,6 +237,7 @@ def _task_and_model_class(
         task: entry if isinstance(entry, tuple) else (entry,)
         for task, table in tables.items()
         if (entry := table.get(type(config), None)) is not None
+        and (task != SPEECH or config.model_type in SPEECH_TYPES)
     }
     for name in config.architectures or ():
         for task, classes in classes_by_task.items():
@@ -248,7 +253,8 @@ def _task_and_model_class(
         return task, classes[0]
     raise TraceError(
         f"remat has no training step for the model type {config.model_type!r} of {source}: it is "
-        f"not a language model, image classifier or segmenter of transformers; {_FACTORY_REMEDY}"
+        "not a language model, image classifier, segmenter or speech-to-text model of "
+        f"transformers; {_FACTORY_REMEDY}"
     )
 
 
