@@ -33,8 +33,8 @@ _KINDS: dict[_Kind, str] = {
 }
 """Kinds of options and their titles, the one that is simplest to apply first."""
 
-_SLOW_KINDS = (plan_options, loss_only_options)
-"""Kinds of options that take long to search for, and are the last."""
+_SLOW_KINDS = (smaller_batch_options, plan_options, loss_only_options)
+"""Kinds of options that trace or solve, and are the last, in this order."""
 
 _DEADLINE_NOTE = (
     "the time limit of {:g} s ended the search: with a longer one, there may be other options"
@@ -70,7 +70,7 @@ def answer_question(question: FitQuestion, notes: Sequence[str] = ()) -> Fit:
 
 def search_options(question: FitQuestion) -> Iterator[tuple[_Kind, FitOption | ExcludedOption]]:
     """Yield options with their kinds until the deadline; those that take long come last."""
-    kinds = sorted(_KINDS, key=lambda kind: kind in _SLOW_KINDS)
+    kinds = [*(kind for kind in _KINDS if kind not in _SLOW_KINDS), *_SLOW_KINDS]
     for number, kind in enumerate(kinds, 1):
         if question.deadline.is_set():
             return
