@@ -61,6 +61,8 @@ NAMES = (*MODELS, "elementwise")
 BUDGETS = ("50%", "35%", "least", "below")
 LIMIT_S, FULL_LIMIT_S = 20.0, 60.0
 """Time limits of solves, and of the search for a plan within "below" by recomputation alone."""
+_MIN_BYTES = 1 << 20
+"""The smallest copies that are timed: others take as long as threads take to notice them."""
 
 
 @dataclass
@@ -252,23 +254,24 @@ class _TimedWaits:
 
 
 class _TimedCopies:
-    """Measure the bandwidth of all copies between memory and the file, in both directions."""
+    """Measure the bandwidth of copies between memory and the file, in both directions: the median
+    of the copies of a mebibyte and more."""
 
     def __init__(self) -> None:
-        self._bytes = {"write": 0, "read": 0}
-        self._seconds = {"write": 0.0, "read": 0.0}
+        self._rates: dict[str, list[float]] = {"write": [], "read": []}
         self._copy = HostFile._copy
 
     def link(self) -> Link:
         """Return the bandwidth of the copies so far. Some have to have been made."""
-        return Link(*(self._bytes[name] / self._seconds[name] for name in ("write", "read")))
+        return Link(*(statistics.median(self._rates[name]) for name in ("write", "read")))
 
     def __enter__(self) -> Self:
         def timed(file: HostFile, copy: Callable[..., None], *arguments: int) -> None:
             start_s = time.perf_counter()
             self._copy(file, copy, *arguments)
-            self._seconds[copy.__name__] += time.perf_counter() - start_s
-            self._bytes[copy.__name__] += arguments[1]
+            size_bytes, seconds = arguments[1], time.perf_counter() - start_s
+            if size_bytes >= _MIN_BYTES:
+                self._rates[copy.__name__].append(size_bytes / seconds)
 
         setattr(HostFile, "_copy", timed)  # noqa: B010  # the type of a method is not assignable
         return self
