@@ -18,7 +18,7 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Generic
 
-from remat.choice.offload_search import limits_at_cut
+from remat.choice.offload_search import limits_at_cut, offloaded_forms
 from remat.choice.offloadable_step import S, StepPlan
 from remat.choice.offloaded_forms import (
     CANDIDATE_CUTS,
@@ -49,6 +49,10 @@ has a solution."""
 
 _FIRST_HALVINGS, _MAX_HALVINGS = 2, 7
 """How often the bytes on the host are halved after the first solution, and at most."""
+
+_FASTER_LINK = 1000.0
+"""For a link that is faster by this factor, the relaxation offloads as few bytes as the memory
+needs: the step waits less where waiting costs more than recomputation."""
 
 _INTEGER_GAP = 0.01
 _COPY_COST = 0.01
@@ -86,7 +90,14 @@ def plan_with_late_copies(
             elif not options:
                 direction = -1  # fewer bytes on the host are too few, too
             halvings += direction
-        return best or faster_plan(forms.with_everything(), None)
+        remaining_s = deadline - time.monotonic()
+        if best is None or (_waits_most(best.plan) and remaining_s > 0):
+            late = replace(limits, link=limits.link.scaled(_FASTER_LINK))
+            few = offloaded_forms([forms.step], budget_bytes, late, cancel, max(remaining_s, 1.0))
+            last = [*few[:1], *forms.with_everything()]
+            last = [replace(form, bound_s=max(form.bound_s, forms.bound_s)) for form in last]
+            best = faster_plan(last, best) or best
+        return best
 
     def faster_plan(
         forms: Sequence[OffloadedForm[S]], best: StepPlan[S] | None
@@ -164,7 +175,7 @@ class _Forms(Generic[S]):
         return stays_from_last_use(self.graph, self.backward, left_bytes)
 
     @cached_property
-    def _bound_s(self) -> float:
+    def bound_s(self) -> float:
         """The time that every plan takes, whatever it offloads."""
         host = limits_at_cut(self.graph, self.cuts[0], self.names, self.limits)
         cut = solve_offload_cut(self.graph, self.budget_bytes, self.cuts[0], host)
@@ -201,7 +212,7 @@ class _Forms(Generic[S]):
             instant,
             score_s=least_time_within(graph, self.budget_bytes, during_bytes, math.inf),
             waiting_s=0.0,
-            bound_s=self._bound_s,
+            bound_s=self.bound_s,
             without_recompute_s=math.inf,
             free_share=0.0,
         )
