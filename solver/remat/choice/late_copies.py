@@ -18,7 +18,13 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Generic
 
-from remat.choice.offload_search import limits_at_cut, offloaded_forms
+from remat.choice.offload_search import (
+    COPY_COST,
+    INTEGER_GAP,
+    INTEGER_TIME_LIMIT_S,
+    limits_at_cut,
+    offloaded_forms,
+)
 from remat.choice.offloadable_step import S, StepPlan
 from remat.choice.offloaded_forms import (
     CANDIDATE_CUTS,
@@ -54,10 +60,6 @@ _FASTER_LINK = 1000.0
 """For a link that is faster by this factor, the relaxation offloads as few bytes as the memory
 needs: the step waits less where waiting costs more than recomputation."""
 
-_INTEGER_GAP = 0.01
-_COPY_COST = 0.01
-_INTEGER_TIME_LIMIT_S = 2.0
-
 
 def plan_with_late_copies(
     steps: Sequence[S],
@@ -70,7 +72,8 @@ def plan_with_late_copies(
 ) -> StepPlan[S] | None:
     """Return the fastest plan that is found; None if there is none, or if the step fits without
     recomputation. Of several forms of the step, the first that fits is solved. Once a plan fits, no
-    solve starts after `deadline`; none at all starts once `cancel` is set."""
+    solve starts after `deadline`; until then, all forms are tried, since no other plan may fit. No
+    solve starts once `cancel` is set."""
 
     def fastest(forms: _Forms[S]) -> StepPlan[S] | None:
         """Return the fastest plan that is found with these forms."""
@@ -88,9 +91,12 @@ def plan_with_late_copies(
             elif best is not None and options:
                 break
             elif not options:
-                direction = -1  # fewer bytes on the host are too few, too
+                # fewer bytes on the host are too few, too: the halvings before were tried
+                direction, halvings = -1, min(halvings, _FIRST_HALVINGS)
             halvings += direction
         remaining_s = deadline - time.monotonic()
+        if is_cancelled(cancel):
+            return best
         if best is None or (_waits_most(best.plan) and remaining_s > 0):
             late = replace(limits, link=limits.link.scaled(_FASTER_LINK))
             few = offloaded_forms([forms.step], budget_bytes, late, cancel, max(remaining_s, 1.0))
@@ -113,7 +119,7 @@ def plan_with_late_copies(
 
     for step in steps:
         if smallest_need_bytes(step.graph()) <= budget_bytes:
-            forms = _Forms(step, budget_bytes, limits)
+            forms = _Forms(step, budget_bytes, limits, lambda: is_cancelled(cancel))
             if forms.cuts and (plan := fastest(forms)) is not None:
                 return plan
     return None
@@ -127,7 +133,14 @@ def _waits_most(plan: Plan) -> bool:
 class _Forms(Generic[S]):
     """Forms of a step with more or fewer bytes on the host."""
 
-    def __init__(self, step: S, budget_bytes: int, limits: OffloadLimits) -> None:
+    def __init__(
+        self,
+        step: S,
+        budget_bytes: int,
+        limits: OffloadLimits,
+        is_cancelled: Callable[[], bool],
+    ) -> None:
+        self._is_cancelled = is_cancelled
         self.step = step
         self.graph = step.graph()
         self.budget_bytes = budget_bytes
@@ -145,6 +158,8 @@ class _Forms(Generic[S]):
         """Return forms with at most this share of the bytes on the host that the relaxation
         offloads without a limit: one, and one in which tensors of the backward are offloaded, too.
         Empty if nothing is."""
+        if self._is_cancelled():
+            return ()
         cut = self._cut(int(share * self._largest_bytes))
         if cut is None or not cut.offloaded:
             return ()
@@ -178,7 +193,9 @@ class _Forms(Generic[S]):
     def bound_s(self) -> float:
         """The time that every plan takes, whatever it offloads."""
         host = limits_at_cut(self.graph, self.cuts[0], self.names, self.limits)
-        cut = solve_offload_cut(self.graph, self.budget_bytes, self.cuts[0], host)
+        cut = solve_offload_cut(
+            self.graph, self.budget_bytes, self.cuts[0], host, is_cancelled=self._is_cancelled
+        )
         return self.graph.total_cost_s if cut is None else cut.bound_s
 
     def _cut(self, host_bytes: int | None) -> OffloadCut | None:
@@ -192,9 +209,10 @@ class _Forms(Generic[S]):
                 self.budget_bytes - free_bytes,
                 self.cuts[0],
                 host,
-                gap=_INTEGER_GAP,
-                copy_cost=_COPY_COST,
-                time_limit=_INTEGER_TIME_LIMIT_S,
+                gap=INTEGER_GAP,
+                copy_cost=COPY_COST,
+                time_limit=INTEGER_TIME_LIMIT_S,
+                is_cancelled=self._is_cancelled,
             )
             if cut is not None:
                 return cut

@@ -44,7 +44,7 @@ from remat.simulate import simulate
 _CUTS = 3
 """Checkpoint cuts at which the relaxation is solved."""
 
-_INTEGER_GAP = 0.01
+INTEGER_GAP = 0.01
 """Relative gap of the integer programs."""
 
 _REFINED_GAP = 0.002
@@ -57,9 +57,10 @@ With 0.1%, plans were faster by up to 0.2 percentage points, for up to twice the
 _RETAINING_GAP = 0.003
 """The same without recomputation, which has fewer variables."""
 
-_INTEGER_TIME_LIMIT_S = 2.0
+INTEGER_TIME_LIMIT_S = 2.0
+"""Time limit of each integer program."""
 
-_COPY_COST = 0.01
+COPY_COST = 0.01
 """Seconds that each second of a copy costs where it is hidden: on an H200, copies in both
 directions slow down concurrent matrix products by 2%."""
 
@@ -250,9 +251,9 @@ class _Search(Generic[S]):
             self.budget_bytes - int(program.slack * self.range_bytes),
             program.cut,
             self.used_limits[program.cut],
-            gap=gap or (_INTEGER_GAP if recomputes else _RETAINING_GAP),
-            copy_cost=_COPY_COST,
-            time_limit=_INTEGER_TIME_LIMIT_S,
+            gap=gap or (INTEGER_GAP if recomputes else _RETAINING_GAP),
+            copy_cost=COPY_COST,
+            time_limit=INTEGER_TIME_LIMIT_S,
             recomputes=recomputes,
             is_cancelled=self.has_ended,
         )

@@ -35,10 +35,6 @@ _JUDGED_CUTS = 4
 INSTANT_COPIES_FACTOR = 1e6
 """Copies are placed for a link that is faster by this factor where they take the least memory."""
 
-_OVERLAPPING_FREE_SHARE = 0.99
-"""The `free_share` of the form with everything offloaded in which copies overlap: less than that of
-the one in which they do not."""
-
 
 @dataclass(frozen=True, slots=True)
 class OffloadLimits:
@@ -130,7 +126,7 @@ def form_with_everything_offloaded(
         waiting_s=times.waiting_s,
         bound_s=graph.total_cost_s,
         without_recompute_s=times.step_s,
-        free_share=_OVERLAPPING_FREE_SHARE if overlaps else 1.0,
+        free_share=1.0,
     )
 
 

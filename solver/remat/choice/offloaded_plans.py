@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from remat.choice.offloadable_step import S, StepPlan
+from remat.choice.offloadable_step import OffloadableStep, S, StepPlan
 from remat.choice.offloaded_forms import LEAST_GAIN, OffloadedForm
 from remat.costs.link import Link
 from remat.errors import GraphError, InfeasibleBudget, SolverTimeout
@@ -161,7 +161,7 @@ def _with_waiting(
     return StepPlan(step, changed)
 
 
-def _with_moved_copies(step: S, plan: Plan, limit_bytes: int, link: Link) -> Plan:
+def _with_moved_copies(step: OffloadableStep, plan: Plan, limit_bytes: int, link: Link) -> Plan:
     """Return the plan with copies moved for shorter waits. Where torch's allocator would then
     exceed the budget, they have less room."""
     for share in _ROOM_SHARES:

@@ -38,7 +38,8 @@ TimeLimit = Annotated[
     typer.Option(
         "--time-limit",
         metavar="SECONDS",
-        help="The search for options ends after this time, tracing included.",
+        help="The search for options ends after this time, tracing included; "
+        "each of --lengths has as much.",
     ),
 ]
 

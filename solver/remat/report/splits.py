@@ -25,7 +25,7 @@ def split_lines_of(plan: PlanData, ops: Sequence[int]) -> list[str]:
     modules = {o.module for o in pieces}
     lines = _lines(plan, [s for s in plan.graph.splits if s.module in modules])
     reason = str(plan.stats.get(NOT_SPLIT_STAT, ""))
-    if reason.split(":")[0] in {plan.graph.operations[op].module for op in ops}:
+    if reason and reason.split(":")[0] in {plan.graph.operations[op].module for op in ops}:
         lines.append(reason)
     return [f"  {line}" for line in lines]
 

@@ -169,6 +169,31 @@ class StoresInGlobal(nn.Module):
         return LAST[0].tanh()
 
 
+class Proxy:
+    """It stands for an object that is absent, as of a request that has ended."""
+
+    @property
+    def __dict__(self) -> dict[str, object]:  # type: ignore[override]
+        raise RuntimeError("working outside of a context")
+
+
+REQUEST = Proxy()
+
+
+class NamesProxy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert REQUEST is not None
+        return self.linear(x)
+
+
+def test_a_global_variable_that_gives_no_attributes_is_left_alone() -> None:
+    assert remat.trace(NamesProxy(), torch.randn(4, 4)).nodes
+
+
 def test_a_tensor_in_a_global_variable_is_not_read_by_the_next_call() -> None:
     model, x = MasksByGlobal(), torch.randn(4, 4)
     with pytest.raises(remat.TraceError, match="is no parameter, buffer or input"):

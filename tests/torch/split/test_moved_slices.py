@@ -166,3 +166,27 @@ def test_logits_that_are_read_as_a_whole_stay(model: type[LanguageModel]) -> Non
     case = case_of(model(shifted))
     trace = remat.trace(case.model, case.args)
     assert with_moved_slices(trace) is trace
+
+
+class AddedToEachRow(nn.Module):
+    """A head whose product has an addend for each row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, 16)
+        self.weight = nn.Parameter(torch.randn(WORDS, 16))
+        self.register_buffer("addend", torch.randn(4 * 33, WORDS))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        rows = self.embed(ids).flatten(0, 1)
+        addend = self.get_buffer("addend")
+        logits = torch.addmm(addend, rows, self.weight.t()).view(*ids.shape, WORDS)
+        return shifted(logits, ids)
+
+
+def test_a_slice_stays_behind_a_product_with_an_addend_for_each_row() -> None:
+    torch.manual_seed(0)
+    case = Case(AddedToEachRow(), (torch.randint(0, WORDS, (4, 33)),), loss=lambda loss: loss)
+    eager = eager_step(case)
+    model = remat.optimize(case.model, "100%", case.args, costs=COSTS, split=4)
+    assert_same(run_step(model, case), eager, tolerance=1e-5)

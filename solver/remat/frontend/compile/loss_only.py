@@ -80,9 +80,10 @@ def set_default_loss_types(model: object) -> None:
     They warn about it, and Dynamo breaks the graph at the warning: between the logits and the loss,
     so that both have to exist as a whole.
     """
-    if not isinstance(model, nn.Module) or "transformers" not in sys.modules:
+    transformers = sys.modules.get("transformers.modeling_utils")
+    if not isinstance(model, nn.Module) or transformers is None:
         return
-    pretrained_model: Any = getattr(sys.modules["transformers"], "PreTrainedModel", None)
+    pretrained_model: Any = getattr(transformers, "PreTrainedModel", None)
     for module in model.modules():
         if (
             pretrained_model is not None

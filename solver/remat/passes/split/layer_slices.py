@@ -112,8 +112,12 @@ class _Finder:
             if not _is_row_major(tensor) or part.sliced(tensor.shape) is None:
                 break
             if node.target in PRODUCTS:
-                rows = node.args[PRODUCTS[node.target]]
+                rows, addend = node.args[PRODUCTS[node.target]], node.args[0]
                 assert isinstance(rows, Ref)
+                if addend != rows:  # one for each column, not for each row of the product
+                    assert isinstance(addend, Ref)
+                    if len(trace.tensors[addend.name].shape) != 1:
+                        break
                 return tuple(chain) if _is_row_major(trace.tensors[rows.name]) else ()
             if node.target not in (*VIEWS, *_CASTS):
                 break

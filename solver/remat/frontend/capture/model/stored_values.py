@@ -1,5 +1,5 @@
 """The values that a model stores between calls: attributes and buffers of its modules, items of
-these, and global variables of the Python files that its forwards are in.
+these, and global variables that the code of its forwards names.
 
 A forward that changes them may run differently in the next call.
 """
@@ -7,10 +7,9 @@ A forward that changes them may run differently in the next call.
 from __future__ import annotations
 
 import copy
-import inspect
 from collections import deque
 from collections.abc import Iterable, Iterator
-from types import FunctionType, MethodType, ModuleType
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -42,10 +41,13 @@ class StoredValues:
         """Each dictionary, list, deque and set, with a copy."""
         for module in model.modules():
             self._add_items(module, module.__dict__.items(), _OBJECT_DEPTH)
-        self._namespaces = [(names, dict(names)) for names in _namespaces(model)]
-        """The global variables of each Python file, with a copy."""
-        for names, values in self._namespaces:
-            self._add_items(names, values.items(), 0)
+        self._globals = [
+            (namespace, names, {name: namespace[name] for name in names if name in namespace})
+            for namespace, names in _named_globals(model)
+        ]
+        """Global variables of each Python file: the file's, the names, and their values."""
+        for namespace, _, values in self._globals:
+            self._add_items(namespace, values.items(), 0)
 
     def have_changed(self) -> bool:
         """True if the model stores other values now."""
@@ -58,11 +60,11 @@ class StoredValues:
     def remove_tensors_of_capture(self) -> None:
         """Restore the global variables that are tensors of a capture, and the contents of the
         containers that have some."""
-        for names, before in self._namespaces:
-            for name, value in list(names.items()):
-                if is_of_capture(value):
-                    del names[name]
-                    names.update({name: before[name]} if name in before else {})
+        for namespace, names, before in self._globals:
+            for name in names & namespace.keys():
+                if is_of_capture(namespace[name]):
+                    del namespace[name]
+                    namespace.update({name: before[name]} if name in before else {})
         for container, before in self._containers:
             items = list(container.values() if isinstance(container, dict) else container)
             if any(map(is_of_capture, items)):
@@ -82,7 +84,7 @@ class StoredValues:
                 self._add_contents(value, depth)
 
     def _add_contents(self, value: Any, depth: int) -> None:
-        attributes = getattr(value, "__dict__", None)
+        attributes = _dictionary(value)
         for container in (value, attributes):
             if isinstance(container, (dict, list, deque, set)):
                 self._containers.append((container, copy.copy(container)))
@@ -96,28 +98,61 @@ class StoredValues:
             self._add_items(value, list(_attributes(value)), depth - 1)
 
 
-def _namespaces(model: nn.Module) -> list[dict[str, Any]]:
-    """Return the global variables of the Python files of all forwards, decorated ones included.
-    Torch's own modules store nothing there."""
-    namespaces: dict[int, dict[str, Any]] = {}
-    for forward in {
-        getattr(module.forward, "__func__", module.forward) for module in model.modules()
-    }:
-        functions: list[Any] = []
-        inspect.unwrap(forward, stop=functions.append)
-        for function in (*functions, inspect.unwrap(forward)):
-            names = getattr(function, "__globals__", {})
-            if names and str(names.get("__name__", "")).split(".")[0] != "torch":
-                namespaces[id(names)] = names
-    return list(namespaces.values())
+def _named_globals(model: nn.Module) -> list[tuple[dict[str, Any], set[str]]]:
+    """Return the namespaces of the Python files that the methods of all modules are in, each with
+    the names that their code, and functions of these files that it names, can refer to. Torch's own
+    modules store nothing there."""
+    pending: list[Any] = []
+    for cls in {base for module in model.modules() for base in type(module).__mro__}:
+        pending += [f for f in vars(cls).values() if isinstance(f, FunctionType)]
+    for module in model.modules():
+        pending.append(getattr(module.forward, "__func__", module.forward))
+    found: dict[int, tuple[dict[str, Any], set[str]]] = {}
+    seen: set[int] = set()
+    while pending:
+        function = pending.pop()
+        wrapped = getattr(function, "__wrapped__", None)
+        if id(function) in seen or not isinstance(function, FunctionType):
+            continue
+        seen.add(id(function))
+        if wrapped is not None:
+            pending.append(wrapped)
+        namespace = function.__globals__
+        if str(namespace.get("__name__", "")).split(".")[0] == "torch":
+            continue
+        _, names = found.setdefault(id(namespace), (namespace, set()))
+        new_names = set(_names_of_code(function.__code__)) - names
+        names |= new_names
+        pending += [namespace[name] for name in new_names if name in namespace]
+    return list(found.values())
+
+
+def _names_of_code(code: CodeType) -> Iterator[str]:
+    """Yield the names in the code of a function, and of those that it defines."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names_of_code(constant)
+
+
+def _dictionary(value: object) -> Any:
+    """Return the attributes of an object; None if it has none, or does not give them."""
+    try:
+        return getattr(value, "__dict__", None)
+    except Exception:  # a proxy without the object that it stands for
+        return None
 
 
 def _attributes(value: object) -> Iterator[tuple[str, Any]]:
     """Yield the attributes of an object by name, those in slots too."""
-    names = list(getattr(value, "__dict__", ()))
+    names = list(_dictionary(value) or ())
     for cls in type(value).__mro__:
         slots = cls.__dict__.get("__slots__", ())
         names += [slots] if isinstance(slots, str) else list(slots)
     for name in names:
-        if (item := getattr(value, name, _ABSENT)) is not _ABSENT:
+        try:
+            item = getattr(value, name, _ABSENT)
+        except Exception:  # a property of a proxy
+            continue
+        if item is not _ABSENT:
             yield name, item
