@@ -216,7 +216,7 @@ class _Request(Record):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if (self.trace is None) == (self.graph is None):
-            raise ValueError("one of `trace` and `graph` is needed, not both")
+            raise ValueError("give either `trace` or `graph`: one of them is needed, and only one")
         if self.graph is not None:
             self.graph.to_graph()  # raises GraphError, a ValueError, if it is invalid
             if self.options.costs is not None:

@@ -72,8 +72,8 @@ def fit(
     the model if it is there already. Other
     arguments are those of `remat.estimate`; `strategy` is that of `remat.solve` for a plan, by
     default with a gap of 2% and a limit of 2 s. `time_limit` seconds after the call the search for
-    options ends, and a note says so; each of `lengths` has as many. `progress` is called with a `Progress` at each stage of the
-    answer, and by the solves for plans.
+    options ends, and a note says so; each of `lengths` has as many. `progress` is
+    called with a `Progress` at each stage of the answer, and by the solves for plans.
 
     `batch` is the batch size of the example inputs, and `with_batch(n)` returns the model and its
     call for another one, as the function of `remat.max_batch` does: with both, a smaller batch with

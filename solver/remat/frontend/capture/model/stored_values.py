@@ -107,7 +107,7 @@ def _named_globals(model: nn.Module) -> list[tuple[dict[str, Any], set[str]]]:
         pending += [f for f in vars(cls).values() if isinstance(f, FunctionType)]
     for module in model.modules():
         pending.append(getattr(module.forward, "__func__", module.forward))
-    found: dict[int, tuple[dict[str, Any], set[str]]] = {}
+    namespaces: dict[int, tuple[dict[str, Any], set[str]]] = {}
     seen: set[int] = set()
     while pending:
         function = pending.pop()
@@ -120,11 +120,11 @@ def _named_globals(model: nn.Module) -> list[tuple[dict[str, Any], set[str]]]:
         namespace = function.__globals__
         if str(namespace.get("__name__", "")).split(".")[0] == "torch":
             continue
-        _, names = found.setdefault(id(namespace), (namespace, set()))
+        _, names = namespaces.setdefault(id(namespace), (namespace, set()))
         new_names = set(_names_of_code(function.__code__)) - names
         names |= new_names
         pending += [namespace[name] for name in new_names if name in namespace]
-    return list(found.values())
+    return list(namespaces.values())
 
 
 def _names_of_code(code: CodeType) -> Iterator[str]:
