@@ -25,6 +25,11 @@ _HINT_AT_END = (
     'with these, "min" may reach a smaller peak'
 )
 
+_HINT_OFFLOADED = (
+    "These are bytes without offloading; no plan with it was found within the budget either, but "
+    '"min" takes the smallest peak with it, which may be below them'
+)
+
 _MAX_ROUNDS = 4
 """The maximum number of times that the largest operations are split to reach a budget."""
 
@@ -102,15 +107,18 @@ def solve_step(
         else:
             traces = (chosen.trace,) if chosen.trace is trace else (chosen.trace, trace)
             chosen_without = _returning(chosen)
-    return solve_with_offload(
-        traces,
-        budget,
-        offload,
-        solve_in_full=solve_in_full,
-        solve_without=chosen_without,
-        cancel=cancel,
-        limit_s=limit_s,
-    )
+    try:
+        return solve_with_offload(
+            traces,
+            budget,
+            offload,
+            solve_in_full=solve_in_full,
+            solve_without=chosen_without,
+            cancel=cancel,
+            limit_s=limit_s,
+        )
+    except InfeasibleBudget as error:
+        raise error.with_hint(_HINT_OFFLOADED) from None
 
 
 def _exceeds_at_end(trace: Trace, budget: Budget) -> bool:

@@ -26,7 +26,7 @@ from remat.choice.trace_plan import TracePlan
 from remat.costs.link import Link
 from remat.documents.targets import OFFLOAD_TARGET
 from remat.documents.trace import Trace
-from remat.heuristics.peak_bounds import peak_lower_bound_bytes
+from remat.heuristics.peak_bounds import end_bytes, peak_lower_bound_bytes
 from remat.limits.budget import Budget
 from remat.passes.offload.copies import copy_times
 from remat.plan import Plan
@@ -233,6 +233,8 @@ def test_an_infeasible_budget_is_that_of_the_step_without_copies(trace: Trace) -
     with pytest.raises(remat.InfeasibleBudget) as without:
         solve_in_full(trace, Budget.parse(smallest // 3))
     assert chosen.value.min_feasible_bytes == without.value.min_feasible_bytes
+    with pytest.raises(remat.InfeasibleBudget, match='"min" takes the smallest peak with it'):
+        choose(trace, end_bytes(trace.graph()) + 1, FAST)
 
 
 def test_the_search_ends_with_a_trace_that_is_as_fast_as_the_bound(trace: Trace) -> None:
