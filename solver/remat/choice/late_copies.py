@@ -1,12 +1,11 @@
-"""Plans for budgets that no plan with copies in time fits: few tensors on the host, for long.
+"""Plans with late copies, for budgets that no others fit: tensors come back right before use.
 
 The relaxation covers one moment. Where a budget is a small part of the peak, its cheapest solution
 offloads so much that what comes back does not fit the moments after it. With fewer bytes on the
 host, more is recomputed and less comes back at once. After that solution, the search takes a
 quarter of its bytes, then halves them if the step waits for copies, or doubles them if it
-recomputes, as long as plans get faster. Tensors come back right before they are needed: whether
-copies of a solved schedule have room to start earlier is decided afterwards
-(`remat.passes.offload.shorter_waits`).
+recomputes, as long as plans get faster. Copies of a solved schedule start earlier afterwards, where
+memory has room (`remat.passes.offload.shorter_waits`).
 """
 
 from __future__ import annotations
@@ -75,22 +74,22 @@ def plan_with_late_copies(
     solve starts after `deadline`; until then, all forms are tried, since no other plan may fit. No
     solve starts once `cancel` is set."""
 
-    def fastest(forms: _Forms[S]) -> StepPlan[S] | None:
-        """Return the fastest plan that is found with these forms."""
+    def search_host_bytes(forms: _Forms[S]) -> StepPlan[S] | None:
+        """Return the fastest plan that is found, with more or fewer bytes on the host."""
         best = faster_plan(forms.with_host_share(1.0), None)
         halvings, direction = _FIRST_HALVINGS, 1
         while 0 < halvings <= _MAX_HALVINGS and not is_cancelled(cancel):
             if best is not None and time.monotonic() >= deadline:
                 break
-            options = forms.with_host_share(0.5**halvings)
-            plan = faster_plan(options, best)
+            candidates = forms.with_host_share(0.5**halvings)
+            plan = faster_plan(candidates, best)
             if plan is not None:
                 if halvings == _FIRST_HALVINGS and not _waits_most(plan.plan):
                     direction = -1
                 best = plan
-            elif best is not None and options:
+            elif best is not None and candidates:
                 break
-            elif not options:
+            elif not candidates:
                 # fewer bytes on the host are too few, too: the halvings before were tried
                 direction, halvings = -1, min(halvings, _FIRST_HALVINGS)
             halvings += direction
@@ -120,7 +119,7 @@ def plan_with_late_copies(
     for step in steps:
         if smallest_need_bytes(step.graph()) <= budget_bytes:
             forms = _Forms(step, budget_bytes, limits, lambda: is_cancelled(cancel))
-            if forms.cuts and (plan := fastest(forms)) is not None:
+            if forms.cuts and (plan := search_host_bytes(forms)) is not None:
                 return plan
     return None
 

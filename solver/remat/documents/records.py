@@ -36,6 +36,13 @@ class TensorMeta(Record):
             raise ValueError("a tensor has less than 2**63 elements")
         return self
 
+    def is_row_major(self) -> bool:
+        """True if the elements begin at the start of the storage and follow in the order of their
+        indices, without gaps."""
+        dense = [prod(self.shape[d + 1 :]) for d in range(len(self.shape))]
+        strides = zip(self.shape, self.stride, dense, strict=True)
+        return not self.offset and all(stride == d for size, stride, d in strides if size > 1)
+
 
 class Result(Record):
     """A named tensor that an operation returns. `storage` is an index of `Trace.storage_bytes`."""

@@ -8,7 +8,7 @@ from math import prod
 from typing import Any
 
 from remat.documents.arguments import Ref
-from remat.documents.records import Node, TensorMeta
+from remat.documents.records import Node
 from remat.documents.trace import Trace
 from remat.passes.split.regions import TraceIndex
 
@@ -17,7 +17,7 @@ PRODUCTS = {"aten.mm.default": 0, "aten.addmm.default": 1}
 
 VIEWS = ("aten.view.default", "aten._unsafe_view.default", "aten.reshape.default")
 TRANSPOSES = ("aten.t.default", "aten.permute.default", "aten.transpose.int")
-_CASTS = ("aten._to_copy.default", "prims.convert_element_type.default")
+CASTS = ("aten._to_copy.default", "prims.convert_element_type.default")
 _MIN_SHARE = 0.25
 """The smallest result whose slice counts, as a share of the largest tensor of the step."""
 
@@ -93,7 +93,7 @@ class _Finder:
         result = LayerSlice(shape, *part, (number,), None, (), ())
         forward = self._chain_to_product(result, source, number)
         copy = self._copy_of(node)
-        if not forward or (copy is None and not _is_row_major(node.results[0].tensor)):
+        if not forward or (copy is None and not node.results[0].tensor.is_row_major()):
             return None
         result = LayerSlice(shape, *part, (number, *forward), copy, (), ())
         gradients = (
@@ -109,7 +109,7 @@ class _Finder:
             reader = self.index.producer[name]
             node, tensor = trace.nodes[reader], trace.tensors[name]
             chain.append(reader)
-            if not _is_row_major(tensor) or part.sliced(tensor.shape) is None:
+            if not tensor.is_row_major() or part.sliced(tensor.shape) is None:
                 break
             if node.target in PRODUCTS:
                 rows, addend = node.args[PRODUCTS[node.target]], node.args[0]
@@ -118,8 +118,8 @@ class _Finder:
                     assert isinstance(addend, Ref)
                     if len(trace.tensors[addend.name].shape) != 1:
                         break
-                return tuple(chain) if _is_row_major(trace.tensors[rows.name]) else ()
-            if node.target not in (*VIEWS, *_CASTS):
+                return tuple(chain) if trace.tensors[rows.name].is_row_major() else ()
+            if node.target not in (*VIEWS, *CASTS):
                 break
             name = node.operand_names[0]
         return ()
@@ -130,7 +130,7 @@ class _Finder:
         if len(readers) != 1 or not self._is_read_by(node.results[0].name, readers):
             return None
         copy = self.trace.nodes[readers[0]]
-        is_copy = copy.target == "aten.clone.default" and _is_row_major(copy.results[0].tensor)
+        is_copy = copy.target == "aten.clone.default" and copy.results[0].tensor.is_row_major()
         return readers[0] if is_copy and copy.results[0].name not in self.returned else None
 
     def _gradient_of(self, part: LayerSlice, number: int) -> LayerSlice | None:
@@ -138,7 +138,7 @@ class _Finder:
         do not."""
         trace, node = self.trace, self.trace.nodes[number]
         name = padded_gradient(trace, self.index, node, part)
-        if not name or not _is_row_major(trace.tensors[name]):
+        if not name or not trace.tensors[name].is_row_major():
             return None
         chain, current = [number], node.results[0].name
         while True:
@@ -146,11 +146,11 @@ class _Finder:
             if not readers or not self._is_read_by(current, readers):
                 return None
             reader = trace.nodes[readers[0]]
-            if len(readers) > 1 or reader.target not in (*VIEWS, *_CASTS):
+            if len(readers) > 1 or reader.target not in (*VIEWS, *CASTS):
                 break
             current = reader.results[0].name
             tensor = trace.tensors[current]
-            if part.sliced(tensor.shape) is None or not _is_row_major(tensor):
+            if part.sliced(tensor.shape) is None or not tensor.is_row_major():
                 return None
             chain.append(readers[0])
         product = trace.nodes[part.forward[-1]]
@@ -183,7 +183,7 @@ class _Finder:
             elif node.target == "aten.mm.default":
                 if node.args[0] != operand or node.args[1] == operand:
                     return ()
-                if not _is_row_major(node.results[0].tensor):
+                if not node.results[0].tensor.is_row_major():
                     return ()
             elif node.target != "aten.sum.dim_IntList" or node.args[1] != (0,):
                 return ()
@@ -226,13 +226,3 @@ def padded_gradient(trace: Trace, index: TraceIndex, node: Node, part: LayerSlic
             if is_zero and has_shape and _sliced_range(node, 2, part.shape) == wanted:
                 return gradient.name
     return ""
-
-
-def _is_row_major(tensor: TensorMeta) -> bool:
-    sizes = tensor.shape
-    expected = [prod(sizes[d + 1 :]) for d in range(len(sizes))]
-    return not tensor.offset and all(
-        stride == dense
-        for size, stride, dense in zip(sizes, tensor.stride, expected, strict=True)
-        if size > 1
-    )

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from remat.documents.records import Node
 from remat.documents.trace import Trace
+from remat.passes.split.layer_slices import CASTS, VIEWS
 from remat.passes.split.moved_slices import with_moved_slices
 from remat.passes.split.regions import TraceIndex
 
 _SLICE = "aten.slice.Tensor"
 _TRANSPOSES = ("aten.transpose.int", "aten.permute.default")
-_COPIES = (
-    "aten.view.default", "aten._unsafe_view.default", "aten.reshape.default", "aten.clone.default",
-    "aten._to_copy.default", "prims.convert_element_type.default",
-)  # fmt: skip
+_COPIES = (*VIEWS, *CASTS, "aten.clone.default")
 _LOSSES = ("aten._log_softmax.default", "aten.amax.default", "aten.logsumexp.default")
 """The first operations of a cross-entropy loss."""
 

@@ -17,7 +17,7 @@ from itertools import accumulate, permutations
 from math import prod
 
 from remat.documents.arguments import Args, Argument, Ref, rename_refs
-from remat.documents.records import BaselineRecord, Node, Result, SplitRecord, TensorMeta
+from remat.documents.records import BaselineRecord, Node, Result, SplitRecord
 from remat.documents.targets import ADD_PRODUCT_TARGET, ADD_TARGET, WRITE_ROWS_TARGET
 from remat.documents.trace import Trace
 from remat.errors import RematError
@@ -321,7 +321,7 @@ class _Rewriting:
         """Put a piece's rows to those before: into a buffer, or, once all are there, one after the
         other."""
         assert isinstance(state, Rows)
-        if node.backward or not _is_row_major(result.tensor):
+        if node.backward or not result.tensor.is_row_major():
             whole = self._partial_result(result, piece)
             before = Ref(self.total[result.name]) if piece.number else None
             name = self.piece_name[result.name, piece.number]
@@ -348,13 +348,3 @@ class _Rewriting:
         self.writer.append(node, "aten.cat.default", (parts, dimension), flat)
         args = (Ref(flat.name), result.tensor.shape)
         self.writer.append(node, "aten.view.default", args, whole, view=True)
-
-
-def _is_row_major(tensor: TensorMeta) -> bool:
-    sizes = tensor.shape
-    expected = [prod(sizes[d + 1 :]) for d in range(len(sizes))]
-    return not tensor.offset and all(
-        stride == dense
-        for size, stride, dense in zip(sizes, tensor.stride, expected, strict=True)
-        if size > 1
-    )
