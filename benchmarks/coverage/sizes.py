@@ -53,7 +53,7 @@ def _equals_new_capture(trace_cache: TraceCache, kind: str, model: nn.Module, si
     batch: dict[str, Any] = batch_of(kind, model, size)
     call = ModelCall.of((), batch, "the batch ")
     with torch.enable_grad():
-        cached_trace = trace_cache.trace(
+        cached = trace_cache.step(
             model, call, call_signature(ModelTracker(model), call.structure, call.leaves)
         )
-    return is_same_except_names(cached_trace, remat.trace(model, (), batch))
+    return is_same_except_names(cached.trace, remat.trace(model, (), batch))

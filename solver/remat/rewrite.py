@@ -82,6 +82,7 @@ def rewrite(trace: Trace, schedule: Schedule) -> Program:
         gradients=writer.gradients,
         inputs=trace.inputs,
         result=trace.result,
+        stores=trace.stores,
         environment=trace.environment,
         accumulates_gradients=trace.accumulates_gradients,
         outputs_dropped=trace.outputs_dropped,

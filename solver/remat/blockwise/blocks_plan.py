@@ -44,8 +44,9 @@ class BlocksPlan:
     include parameters, buffers, gradients, batch, the workspaces of libraries (`library_bytes`) and
     everything outside of blocks. Times are of the blocks only. No choice among the blocks' options
     is faster than `bound_s`. `not_whole_reason` says why the model could not be planned as a whole,
-    if that was tried. Copies of offloaded tensors take `copies_s`, for `waiting_s` of which the
-    step waits; at most `host_bytes` are on the host.
+    if that was tried; `replaced` are blocks that could not be planned, and whose submodules were
+    planned instead: pairs of the path and the reason. Copies of offloaded tensors take `copies_s`,
+    for `waiting_s` of which the step waits; at most `host_bytes` are on the host.
     """
 
     budget_bytes: int
@@ -55,6 +56,7 @@ class BlocksPlan:
     calls: tuple[BlockCall, ...]
     cost_source: str = "as given"
     not_whole_reason: str = ""
+    replaced: tuple[tuple[str, str], ...] = ()
     library_bytes: int = 0
     waiting_s: float = 0.0
     copies_s: float = 0.0
@@ -108,6 +110,10 @@ class BlocksPlan:
         )
         if reasons:
             lines += ["", "not planned:", *(f"  {path}: {text}" for path, text in reasons)]
+        replaced = {fold_layer_numbers(path): text for path, text in reversed(self.replaced)}
+        if replaced:
+            lines += ["", "planned by their submodules:"]
+            lines += [f"  {path}: {text}" for path, text in sorted(replaced.items())]
         if self.not_whole_reason:
             lines += ["", f"block by block, because {self.not_whole_reason}"]
         return "\n".join(lines)

@@ -15,8 +15,8 @@ from remat.documents.arguments import Args, Kwargs, Ref, referenced_names
 from remat.documents.base import Document, DottedPath, Identifier, Record, Target, check_variable
 from remat.documents.copy_checks import check_copies
 from remat.documents.memory_reuse import OUT_VARIANTS
-from remat.documents.records import Environment, Gradient, Output, Placeholder
-from remat.documents.structure import Structure
+from remat.documents.records import Environment, Gradient, Output, Placeholder, Store
+from remat.documents.structure import Structure, check_output_leaves
 from remat.documents.targets import ACCUMULATE_TARGET
 from remat.limits.units import format_bytes
 
@@ -79,6 +79,7 @@ class Program(Document):
     gradients: tuple[Gradient, ...]
     inputs: Structure
     result: Structure
+    stores: tuple[Store, ...] = ()
     environment: Environment
     accumulates_gradients: bool = False
     outputs_dropped: bool = False
@@ -123,8 +124,7 @@ class Program(Document):
                 raise ValueError(f"the gradient {gradient.name} is not defined in the backward")
         check_copies(self)
         _check_accumulation(self, {name for name, kind in kinds.items() if kind == "parameter"})
-        if sorted(set(self.result.leaves())) != list(range(len(self.outputs))):
-            raise ValueError("the result's leaves are not the outputs")
+        check_output_leaves(self.result, [store.value for store in self.stores], len(self.outputs))
         return self
 
 

@@ -12,6 +12,7 @@ from pydantic import Field, model_validator
 from remat.documents.arguments import Args, Kwargs, referenced_names
 from remat.documents.base import DottedPath, Identifier, Record, Target
 from remat.documents.quantities import Cost, Int64, Natural, Size
+from remat.documents.structure import MAX_DEPTH, Structure
 from remat.graph import Baseline, Split
 
 _Sizes = Annotated[tuple[Int64, ...], Field(max_length=64)]
@@ -113,11 +114,37 @@ class Node(Record):
 
 class Output(Record):
     """A tensor that the model returns. `tangent` is the name of its gradient's placeholder, or ""
-    if the step does not differentiate it."""
+    if the step does not differentiate it. `is_stored` is True if the model does not return it: it
+    is part of a `Store` only."""
 
     name: Identifier
     differentiable: bool
     tangent: str = ""
+    is_stored: bool = False
+
+
+class Store(Record):
+    """A value that each call of the model leaves outside of what it returns: in an attribute of a
+    module, or in a list or dict among its arguments.
+
+    `place` is the path of a module, and names of attributes and keys below it; for an argument, the
+    keys below the pair of positional and keyword arguments. The leaves of `value` are outputs, or
+    the step's inputs (kind "input"). With `is_content`, the list or dict at the place gets the
+    content of `value`, and remains the same object.
+    """
+
+    kind: Literal["attribute", "argument"]
+    place: Annotated[tuple[str | int, ...], Field(max_length=2 * MAX_DEPTH)]
+    value: Structure
+    is_content: bool = False
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.kind == "attribute" and len(self.place) < 2:
+            raise ValueError("a stored value needs a module and the name of an attribute")
+        if any(isinstance(s, str) and s.startswith("__") for s in self.place):
+            raise ValueError("a stored value is in no attribute with two leading underscores")
+        return self
 
 
 class Gradient(Record):

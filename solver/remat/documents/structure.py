@@ -8,27 +8,28 @@ type, which is looked up only in modules that are already imported.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, Literal, Self
 
 from pydantic import ConfigDict, model_validator
 
-from remat.documents.arguments import Scalar
+from remat.documents.arguments import Argument, Scalar
 from remat.documents.base import DottedPath, Record
 from remat.documents.quantities import Natural
 
 MAX_DEPTH = 32
 
 _CHILDREN_SCHEMA: dict[str, Any] = {
-    "if": {"properties": {"kind": {"enum": ["leaf", "value", "dropped"]}}},
+    "if": {"properties": {"kind": {"enum": ["leaf", "input", "value", "dropped"]}}},
     "then": {"properties": {"children": {"maxItems": 0}}},
 }
 """Only containers have children."""
 
 
 class Structure(Record):
-    """A node of the tree: a tensor with the number `leaf`, the constant `value`, an output that the
-    step does not compute ("dropped"; `value` is its path), or a container.
+    """A node of the tree: a tensor with the number `leaf`, an input tensor of the step with this
+    number ("input"), the constant `value`, an output that the step does not compute ("dropped";
+    `value` is its path), or a container.
 
     Containers have `children`; dicts and objects also have a key for each child. `type` is the
     "module:QualName" of an object's class.
@@ -36,7 +37,9 @@ class Structure(Record):
 
     model_config = ConfigDict(json_schema_extra=_CHILDREN_SCHEMA)
 
-    kind: Literal["leaf", "value", "dropped", "list", "tuple", "dict", "object", "namedtuple"]
+    kind: Literal[
+        "leaf", "input", "value", "dropped", "list", "tuple", "dict", "object", "namedtuple"
+    ]
     leaf: Natural = 0
     value: Scalar = None
     type: DottedPath = ""
@@ -47,7 +50,7 @@ class Structure(Record):
     def _check(self) -> Self:
         if self.kind in ("dict", "object") and len(self.keys) != len(self.children):
             raise ValueError(f"{self.kind} has {len(self.keys)} keys, {len(self.children)} items")
-        if self.kind in ("leaf", "value", "dropped") and self.children:
+        if self.kind in ("leaf", "input", "value", "dropped") and self.children:
             raise ValueError(f"a {self.kind} has no children")
         if self.depth() > MAX_DEPTH:
             raise ValueError(f"nested more than {MAX_DEPTH} deep")
@@ -72,10 +75,42 @@ class Structure(Record):
         return [leaf for child in self.children for leaf in child.leaves()]
 
     def without_leaves(self, dropped: Collection[int]) -> Structure:
-        """Return the tree with some tensors replaced by nodes of the kind "dropped"; the others are
-        numbered without gaps."""
-        remaining = [leaf for leaf in sorted(set(self.leaves())) if leaf not in dropped]
-        return _replace_leaves(self, self, {leaf: number for number, leaf in enumerate(remaining)})
+        """Return the tree with some tensors replaced by nodes of the kind "dropped"; the numbers of
+        the others are reduced by those of the dropped tensors before them."""
+
+        def renumbered(leaf: int) -> Structure:
+            if leaf in dropped:
+                return Structure(kind="dropped", value=self.path_of(leaf))
+            return Structure(kind="leaf", leaf=leaf - sum(d < leaf for d in dropped))
+
+        return self.with_leaves(renumbered)
+
+    def with_leaves(self, leaf_of: Callable[[int], Structure]) -> Structure:
+        """Return the tree with `leaf_of(number)` in place of each tensor."""
+        if self.kind == "leaf":
+            return leaf_of(self.leaf)
+        if not self.children:
+            return self
+        children = tuple(child.with_leaves(leaf_of) for child in self.children)
+        return self.model_copy(update={"children": children})
+
+    def changed_values(
+        self, before: Structure, path: tuple[str | int, ...] = ()
+    ) -> Iterator[tuple[tuple[str | int, ...], Argument, Argument]]:
+        """Yield the path, the value before and the value now of each constant that differs from
+        that of another tree; where the trees differ in more than constants, the path and twice
+        None."""
+        same_node = (self.kind, self.type, self.keys, len(self.children)) == (
+            before.kind, before.type, before.keys, len(before.children),
+        )  # fmt: skip
+        if not same_node:
+            yield path, None, None
+        elif self.kind == "value" and self != before:
+            yield path, before.value, self.value
+        else:
+            keys = self.keys or tuple(range(len(self.children)))
+            for key, child, child_before in zip(keys, self.children, before.children, strict=True):
+                yield from child.changed_values(child_before, (*path, key))
 
     def path_of(self, leaf: int) -> str:
         """Return where a leaf is, as text for messages: `past_key_values[0][1]`, `loss`."""
@@ -96,13 +131,11 @@ class Structure(Record):
         return step + child.access_of(leaf)
 
 
-def _replace_leaves(root: Structure, node: Structure, numbers: Mapping[int, int]) -> Structure:
-    if node.kind == "leaf":
-        if node.leaf in numbers:
-            return Structure(kind="leaf", leaf=numbers[node.leaf])
-        return Structure(kind="dropped", value=root.path_of(node.leaf))
-    children = tuple(_replace_leaves(root, child, numbers) for child in node.children)
-    return node.model_copy(update={"children": children})
+def check_output_leaves(result: Structure, stored: Iterable[Structure], output_count: int) -> None:
+    """Raise ValueError unless the leaves of what a model returns and stores are all its outputs."""
+    leaves = {leaf for structure in (result, *stored) for leaf in structure.leaves()}
+    if sorted(leaves) != list(range(output_count)):
+        raise ValueError("the leaves of the result and of stored values are not the outputs")
 
 
 def _leaf_path(node: Structure, leaf: int, prefix: str) -> str | None:

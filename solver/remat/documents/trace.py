@@ -25,6 +25,7 @@ from remat.documents.records import (
     Output,
     Placeholder,
     SplitRecord,
+    Store,
     TensorMeta,
 )
 from remat.documents.structure import Structure
@@ -48,8 +49,9 @@ class Trace(Document):
     """A captured training step as data. `nodes` are in execution order. Names are unique, except
     that the result of `remat.arrive` has the name of the tensor that it brings back.
 
-    `inputs` is the structure of the model's arguments, `result` that of what it returns; the leaves
-    of `result` are indices of `outputs`.
+    `inputs` is the structure of the model's arguments, `result` that of what it returns, `stores`
+    are the values that it leaves elsewhere; the leaves of `result` and `stores` are indices of
+    `outputs`.
     """
 
     FORMAT: ClassVar[str] = "remat.trace"
@@ -68,6 +70,7 @@ class Trace(Document):
     """The size of each storage. Tensors refer to it by its index."""
     inputs: Structure
     result: Structure
+    stores: tuple[Store, ...] = ()
     environment: Environment
     accumulates_gradients: bool = False
     """True if every parameter has a `.grad` already, into which the step adds its gradient."""
@@ -306,11 +309,13 @@ def storages_live_at_end(trace: Trace) -> set[int]:
 
 def dropped_output_storages(trace: Trace) -> set[int]:
     """Return the storages of outputs that the caller does not reference once the backward has
-    started. The loss is not among them: `loss.backward()` references it."""
+    started. The loss is not among them: `loss.backward()` references it. Nor are stored outputs."""
     if not trace.outputs_dropped:
         return set()
     losses = {p.name for p in trace.placeholders if p.kind == "tangent" and not p.tensor.shape}
-    retained = {trace.storage_of[o.name] for o in trace.outputs if o.tangent in losses}
+    retained = {
+        trace.storage_of[o.name] for o in trace.outputs if o.is_stored or o.tangent in losses
+    }
     return {trace.storage_of[o.name] for o in trace.outputs} - retained
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from remat.documents.arguments import referenced_names
+from remat.documents.structure import check_output_leaves
 from remat.documents.targets import ACCUMULATE_TARGET, ARRIVE_TARGET, BOUNDARY_NAME
 
 if TYPE_CHECKING:
@@ -77,8 +78,7 @@ def check_trace(trace: Trace) -> None:
     for gradient in trace.gradients:
         if gradient.placeholder not in defined or gradient.name not in defined:
             raise ValueError(f"the gradient {gradient.name} is not defined")
-    if sorted(set(trace.result.leaves())) != list(range(len(trace.outputs))):
-        raise ValueError("the result's leaves are not the outputs")
+    check_output_leaves(trace.result, [store.value for store in trace.stores], len(trace.outputs))
 
 
 def _check_arrival(node: Node, defined: dict[str, int], arrived: set[str]) -> None:

@@ -82,10 +82,14 @@ def _without_other_outputs(trace: Trace) -> Trace:
         nodes=tuple(reversed(nodes)),
         outputs=returned,
         result=trace.result.without_leaves(dropped),
+        stores=tuple(
+            s.model_copy(update={"value": s.value.without_leaves(dropped)}) for s in trace.stores
+        ),
     )
 
 
 def _is_returned(trace: Trace, output: Output) -> bool:
-    """True if `outputs="loss"` returns this output: gradients come from it, or it has one
-    element."""
-    return bool(output.tangent) or prod(trace.tensors[output.name].shape) == 1
+    """True if `outputs="loss"` computes this output: gradients come from it, it has one element, or
+    the model stores it."""
+    has_one_element = prod(trace.tensors[output.name].shape) == 1
+    return bool(output.tangent) or output.is_stored or has_one_element

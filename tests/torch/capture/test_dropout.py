@@ -119,15 +119,14 @@ def test_a_capture_restores_torch() -> None:
     before = state_of_torch()
     remat.trace(*traced_args(case_of(lambda h: F.dropout(h, 0.1))))
     assert state_of_torch() == before
-    seen: list[tuple[object, ...]] = []
 
     def fails(h: torch.Tensor) -> torch.Tensor:
-        seen.append(state_of_torch())
-        raise ValueError("no")
+        raise ValueError("no", state_of_torch())
 
-    with pytest.raises(remat.TraceError, match="no"):
+    with pytest.raises(remat.TraceError, match="no") as error:
         remat.trace(*traced_args(case_of(fails)))
-    assert state_of_torch() == before != seen[0]
+    assert error.value.__cause__ is not None
+    assert state_of_torch() == before != error.value.__cause__.args[1]
 
 
 def test_concurrent_captures_wait_for_each_other() -> None:

@@ -233,9 +233,9 @@ FORGED: list[tuple[str, object, str]] = [
     ("unknown", {f"k{i}": 0 for i in range(300_000)}, "has 300000 keys"),
     ("environment.autocast", ["cpu:float32"] * 3 + [4], "valid string"),
     ("inputs", {"kind": "leaf", "leaf": 3}, "placeholders of inputs"),
-    ("result", {"kind": "leaf", "leaf": 1}, "leaves are not the outputs"),
+    ("result", {"kind": "leaf", "leaf": 1}, "are not the outputs"),
     ("result", {"kind": "leaf", "leaf": -1}, "greater than or equal to 0"),
-    ("result", {"kind": "value", "value": 1}, "leaves are not the outputs"),
+    ("result", {"kind": "value", "value": 1}, "are not the outputs"),
     ("result", {"kind": "dict", "keys": [], "children": [{"kind": "leaf"}]}, "0 keys, 1 items"),
 ]
 

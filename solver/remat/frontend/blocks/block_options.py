@@ -18,8 +18,9 @@ from remat.errors import DocumentError, RematError, TraceError
 from remat.frontend.blocks.fsdp2 import unsharded_parameters
 from remat.frontend.blocks.profile import non_leaf_alias
 from remat.frontend.blocks.step_recorder import DryRunCall
+from remat.frontend.capture.model.attribute_guards import AttributeGuards
 from remat.frontend.capture.model.environment import autocast_set_to
-from remat.frontend.capture.trace import trace as capture
+from remat.frontend.capture.trace import CapturedStep, capture
 from remat.frontend.common.operators import check_operations_allowed
 from remat.frontend.common.pytree import unflatten
 from remat.frontend.costs.measure import measure
@@ -116,7 +117,7 @@ class BlockSolver:
     schedule_cache: BlockScheduleCache = field(default_factory=BlockScheduleCache)
     cost_source: str = "run once"
     is_all_reused: bool = True
-    _traces: dict[tuple[int, CallSignature, frozenset[str]], Trace | str] = field(
+    _captured: dict[tuple[int, CallSignature, frozenset[str]], CapturedStep | str] = field(
         default_factory=dict
     )
     _failures_by_class: dict[tuple[type, object], str] = field(default_factory=dict)
@@ -126,17 +127,27 @@ class BlockSolver:
 
     def trace_or_failure(self, call: DryRunCall) -> Trace | str:
         """Return the trace of the block in this call, or the reason why it cannot be captured."""
+        captured = self._captured_or_failure(call)
+        return captured if isinstance(captured, str) else captured.trace
+
+    def guards_of(self, call: DryRunCall) -> AttributeGuards:
+        """Return the Python values of the block that its plans are for; none if the block cannot be
+        captured: then its own code runs."""
+        captured = self._captured_or_failure(call)
+        return AttributeGuards() if isinstance(captured, str) else captured.guards
+
+    def _captured_or_failure(self, call: DryRunCall) -> CapturedStep | str:
         if call.signature is None:
             return call.uncapturable_reason
         key = id(call.submodule.module), call.signature, call.results_with_gradient
-        if key not in self._traces:
-            trace = self._capture(call, call.signature)
-            if isinstance(trace, Trace) and trace not in self._distinct_traces:
-                self._distinct_traces.append(trace)
-            self._traces[key] = trace
-        return self._traces[key]
+        if key not in self._captured:
+            captured = self._capture(call, call.signature)
+            if isinstance(captured, CapturedStep) and captured.trace not in self._distinct_traces:
+                self._distinct_traces.append(captured.trace)
+            self._captured[key] = captured
+        return self._captured[key]
 
-    def _capture(self, call: DryRunCall, signature: CallSignature) -> Trace | str:
+    def _capture(self, call: DryRunCall, signature: CallSignature) -> CapturedStep | str:
         self.log_progress(f"capturing {call.submodule.path}")
         # The inputs of a block are results of operations: autocast casts them at each use.
         leaves = [
@@ -154,7 +165,7 @@ class BlockSolver:
         try:
             args, kwargs = unflatten(signature.structure, leaves)
             with unsharded_parameters(module), autocast_set_to(signature.autocast):
-                trace = capture(
+                trace, guards = capture(
                     module, args, kwargs, differentiate=differentiate, outputs=OUTPUTS_DROPPED
                 )
             check_operations_allowed(
@@ -162,7 +173,9 @@ class BlockSolver:
             )
         except (TraceError, DocumentError) as error:
             return short_reason(error)
-        return with_gradient_accumulation(trace) if signature.accumulates_gradients else trace
+        if signature.accumulates_gradients:
+            trace = with_gradient_accumulation(trace)
+        return CapturedStep(trace, guards)
 
     def capture_failure(self, call: DryRunCall) -> str:
         """Return why a block cannot be captured, or "". Blocks of the same class and input

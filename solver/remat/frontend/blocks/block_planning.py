@@ -25,11 +25,11 @@ from remat.errors import InfeasibleBudget, TraceError
 from remat.frontend.blocks.block_options import BlockSolver, PlannedOption
 from remat.frontend.blocks.candidates import CallCandidates, available_bytes, with_saved_inputs
 from remat.frontend.blocks.host_variants import host_variants
-from remat.frontend.blocks.module_state import python_state_restored
 from remat.frontend.blocks.runtime import PlannedCall
 from remat.frontend.blocks.selection import select_blocks
 from remat.frontend.blocks.step_copies import PlannedCopies
 from remat.frontend.blocks.step_recorder import DryRunCall
+from remat.frontend.capture.model.attribute_guards import AttributeGuards
 from remat.frontend.capture.model.checkpointing import checkpointing_disabled
 from remat.frontend.planning.host_limits import host_limits, reserve_host
 from remat.frontend.planning.optimize_options import OptimizeOptions
@@ -79,7 +79,7 @@ def plan_blocks(
         options, lambda text: logger.info("planning by blocks: %s", text), schedule_cache
     )
     alternatives: list[_Alternative] = []
-    with python_state_restored(model), checkpointing_disabled():
+    with checkpointing_disabled():
         with suppress(TraceError):  # blocks that call none of their child modules
             alternatives.append(_alternative(model, call, options, solver, keep_uncapturable=False))
         if not alternatives or any(
@@ -130,7 +130,8 @@ class _Alternative:
     """A selection of blocks for the step, with the candidates of each block call.
 
     `planned_options` has the plans of each call, none if it runs in eager mode. `capture_failures`
-    says why blocks and child modules could not be captured. `library_bytes` are the workspaces of
+    says why blocks and child modules could not be captured, `replaced` which blocks are planned by
+    their child modules. `library_bytes` are the workspaces of
     libraries, a part of the step's peaks. `offloaded` is the step with variants that offload
     tensors, None if there are none.
     """
@@ -140,6 +141,7 @@ class _Alternative:
     candidates: list[CallCandidates]
     planned_options: list[tuple[PlannedOption, ...]]
     capture_failures: tuple[str, ...]
+    replaced: tuple[tuple[str, str], ...]
     offloaded: OffloadedStep | None = None
 
     def choose(self, budget_bytes: int | None) -> VariantChoice:
@@ -167,9 +169,8 @@ def _alternative(
     *,
     keep_uncapturable: bool,
 ) -> _Alternative:
-    dry_run, failures = select_blocks(
-        model, call, options, solver, keep_uncapturable=keep_uncapturable
-    )
+    selection = select_blocks(model, call, options, solver, keep_uncapturable=keep_uncapturable)
+    dry_run, failures = selection.dry_run, selection.failures
     planned_options = [
         () if c.measured_options else tuple(solver.options_of(c)) for c in dry_run.calls
     ]
@@ -199,6 +200,7 @@ def _alternative(
         candidates,
         planned_options,
         tuple(failures.values()),
+        selection.replaced,
         offloaded,
     )
 
@@ -276,6 +278,8 @@ def _planned_blocks(
                 plan=plan,
                 may_recompute=bool(planned_options) or CHECKPOINTED in candidate.option_names,
                 copies=copies.get(number),
+                changes_values=candidate.call.changes_values,
+                guards=AttributeGuards() if planned is None else solver.guards_of(candidate.call),
             )
         )
     blocks_plan = BlocksPlan(
@@ -287,6 +291,7 @@ def _planned_blocks(
         library_bytes=alternative.library_bytes,
         cost_source=solver.cost_source,
         not_whole_reason=not_whole_reason,
+        replaced=alternative.replaced,
         waiting_s=choice.outcome.waiting_s,
         copies_s=choice.outcome.copies_s,
         host_bytes=choice.outcome.host_bytes,

@@ -8,8 +8,8 @@ bytes in use at each of them. RNG states and buffers are restored afterwards.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
@@ -25,17 +25,14 @@ from remat.frontend.blocks.fsdp2 import (
     local_tensor,
     run_post_forward,
     sharded_parameters,
+    unreduced_gradients,
 )
-from remat.frontend.blocks.module_state import (
-    BufferSnapshot,
-    python_state_restored,
-)
+from remat.frontend.blocks.module_state import state_restored
 from remat.frontend.blocks.patching import patched_forwards
 from remat.frontend.blocks.profile import (
     measure_eager_options,
 )
 from remat.frontend.blocks.step_recorder import DryRunCall, MeasureOptions, StepRecorder
-from remat.frontend.capture.model.preserved_state import model_state_preserved
 from remat.frontend.memory.device_memory import allocated_workspace_bytes
 from remat.frontend.memory.gauge import gauge
 from remat.frontend.memory.meter import unique_bytes
@@ -79,7 +76,7 @@ def run_dry(
     library_bytes = allocated_workspace_bytes(device)
     torch.clear_autocast_cache()  # else it already holds weights in lower precision
     with ExitStack() as stack:
-        stack.enter_context(_model_restored(model))
+        stack.enter_context(state_restored(model, (call.args, call.kwargs)))
         stack.enter_context(torch.enable_grad())
         recorder = StepRecorder(
             stack.enter_context(gauge(device)),
@@ -120,19 +117,6 @@ def _non_block_leaves(
 
 def _constant_bytes(model: nn.Module, call: ModelCall) -> int:
     """Return the bytes of parameters, buffers, batch, and gradients that already exist."""
-    tensors = [*model.parameters(), *model.buffers(), *call.leaves]
+    tensors = [*model.parameters(), *model.buffers(), *call.leaves, *unreduced_gradients(model)]
     tensors += [p.grad for p in model.parameters() if p.grad is not None]
     return unique_bytes(map(local_tensor, (*tensors, *sharded_parameters(model))))
-
-
-@contextmanager
-def _model_restored(model: nn.Module) -> Iterator[None]:
-    """Restore parameters, buffers and attributes (objects and elements) and RNG states after this
-    context."""
-    buffers = BufferSnapshot(model)
-    try:
-        with model_state_preserved(model), python_state_restored(model):
-            yield
-    finally:
-        if buffers.has_changed():
-            buffers.restore()

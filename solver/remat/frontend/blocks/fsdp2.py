@@ -45,9 +45,19 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 def sharded_parameters(model: nn.Module) -> list[nn.Parameter]:
     """Return the sharded parameters of FSDP2, also those of modules that are gathered now."""
-    states = [state for m in model.modules() if (state := _fsdp_state(m)) is not None]
-    groups = [group for state in states for group in _parameter_groups(state)]
-    return [p.sharded_param for group in groups for p in group.fsdp_params]
+    return [p.sharded_param for group in _groups(model) for p in group.fsdp_params]
+
+
+def gathered_storages(model: nn.Module) -> set[int]:
+    """Return the addresses of the storages that FSDP2 gathers parameters into, and frees."""
+    parameters = [p for group in _groups(model) for p in group.fsdp_params]
+    return {tensor.untyped_storage()._cdata for p in parameters for tensor in p.all_gather_outputs}
+
+
+def unreduced_gradients(model: nn.Module) -> list[torch.Tensor]:
+    """Return the gradients that FSDP2 has accumulated and not reduced yet."""
+    tensors = [getattr(*place) for place in _unreduced_places(model)]
+    return [tensor for tensor in tensors if tensor is not None]
 
 
 @contextmanager
@@ -57,18 +67,20 @@ def inside_model_forward(
     """Run a forward and a backward inside the forward of a model that FSDP2 has sharded.
 
     A backward ends FSDP2's forward state, so its pre-forward runs before this context and again
-    after it. Gradients are restored.
+    after it. Gradients are restored: those of the parameters, and those that micro-batches before
+    have left unreduced (`set_requires_gradient_sync(False)`), which the backward would reduce.
     """
-    parameters = {id(p): p for p in (*sharded_parameters(model), *model.parameters())}
-    gradients = [(p, p.grad) for p in parameters.values()]
-    for parameter, _ in gradients:
-        parameter.grad = None
+    places = [(p, "grad") for p in (*sharded_parameters(model), *model.parameters())]
+    places += _unreduced_places(model)
+    gradients = [(owner, name, getattr(owner, name)) for owner, name in places]
+    for owner, name, _ in gradients:
+        setattr(owner, name, None)
     _run_pre_forward(model, args, kwargs)
     try:
         yield
     finally:
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
+        for owner, name, gradient in gradients:
+            setattr(owner, name, gradient)
         _run_pre_forward(model, args, kwargs)
 
 
@@ -104,6 +116,24 @@ def _run_pre_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
     """Run FSDP2's pre-forward of the whole model, which gathers the parameters outside blocks."""
     if (state := _fsdp_state(model)) is not None:
         state._pre_forward(model, args, kwargs)
+
+
+def _groups(model: nn.Module) -> list[Any]:
+    states = [state for m in model.modules() if (state := _fsdp_state(m)) is not None]
+    return [group for state in dict.fromkeys(states) for group in _parameter_groups(state)]
+
+
+def _unreduced_places(model: nn.Module) -> list[tuple[Any, str]]:
+    """Return the objects and attributes in which FSDP2 accumulates gradients without reduction: of
+    a gathered parameter, of a parameter in another dtype, of a group of HSDP."""
+    places: list[tuple[Any, str]] = []
+    for group in _groups(model):
+        places.append((group, "_partial_reduce_output"))
+        for parameter in group.fsdp_params:
+            places.append((parameter, "unsharded_accumulated_grad"))
+            if hasattr(parameter, "_unsharded_param"):
+                places.append((parameter._unsharded_param, "grad"))
+    return places
 
 
 def _fsdp_state(module: nn.Module) -> Any:

@@ -1,6 +1,6 @@
-"""State of modules that their forward changes, such as the statistics of batch norm.
+"""State that a forward changes, such as the statistics of batch norm, counters and lists.
 
-Planning and recomputation run a block more often than the user's step does: its buffers, attributes
+Planning and recomputation run a block more often than the user's step does: its tensors, attributes
 and random number generators are restored afterwards.
 """
 
@@ -16,8 +16,12 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from remat.frontend.blocks.fsdp2 import gathered_storages, is_dtensor
 from remat.frontend.blocks.patching import layer_checkpointing_disabled
+from remat.frontend.blocks.write_journal import WriteJournal
 from remat.frontend.capture.model.checkpointing import checkpointing_disabled, checkpointing_enabled
+from remat.frontend.capture.model.preserved_state import model_state_preserved
+from remat.frontend.capture.model.python_state import PythonState
 from remat.frontend.common.pytree import tensors_in
 
 
@@ -50,12 +54,15 @@ def run_checkpointed(
     original_forward: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
+    *,
+    changes_values: bool = True,
 ) -> Any:
     """Call the module's forward under `torch.utils.checkpoint`, which saves only its inputs.
 
-    The recomputation leaves the buffers unchanged, so that batch norm counts a batch once. The
-    module's own checkpointing is off, in the recomputation too: layers of Transformers decide
-    whether to checkpoint each time they run.
+    The recomputation leaves buffers unchanged, so that batch norm counts a batch once; and Python
+    values, unless `changes_values` is False: then the forward changes none. The module's own
+    checkpointing is off, in the recomputation too: layers of Transformers decide whether to
+    checkpoint each time they run.
     """
 
     versions = [(t, t._version) for t in tensors_in((args, kwargs)) if not t.is_inference()]
@@ -71,21 +78,25 @@ def run_checkpointed(
             return original_forward(*args, **kwargs)
 
     def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        return nullcontext(), _RecomputeContext(module)
+        return nullcontext(), _RecomputeContext(module, changes_values)
 
     with checkpointing_enabled():
         return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
 
 class _RecomputeContext(AbstractContextManager[None]):
-    """Reusable context of a recomputation: buffers are restored, and layers do not checkpoint."""
+    """Reusable context of a recomputation: buffers and Python values are restored, and layers do
+    not checkpoint."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, changes_values: bool) -> None:
         self._module = module
+        self._changes_values = changes_values
         self._stack = ExitStack()
 
     def __enter__(self) -> None:
         self._stack.callback(BufferSnapshot(self._module).restore)
+        if self._changes_values:
+            self._stack.callback(PythonState(self._module).restore)
         self._stack.enter_context(layer_checkpointing_disabled(self._module))
 
     def __exit__(self, *_: object) -> None:
@@ -96,37 +107,6 @@ def _is_modified(pair: tuple[dict[str, Any], dict[str, Any]]) -> bool:
     """True if a dict has other keys or other objects than its copy."""
     current, copy = pair
     return current.keys() != copy.keys() or any(current[k] is not copy[k] for k in current)
-
-
-class AttributeSnapshot:
-    """A copy of the numbers, tensors and generators in the attributes of a module and its
-    submodules."""
-
-    def __init__(self, module: nn.Module) -> None:
-        tables = [m.__dict__ for m in module.modules()]
-        self._values = [
-            (table, name, value)
-            for table in tables
-            for name, value in table.items()
-            if isinstance(value, int | float | torch.Tensor) and not isinstance(value, bool)
-        ]
-        tensors = [value for _, _, value in self._values if isinstance(value, torch.Tensor)]
-        self._copies = [(tensor, tensor.detach().clone()) for tensor in tensors]
-        generators = {
-            id(g): g for t in tables for g in t.values() if isinstance(g, torch.Generator)
-        }
-        self._states = [(generator, generator.get_state()) for generator in generators.values()]
-
-    def restore(self) -> None:
-        """Restore the attributes, the elements of tensors and the states of generators."""
-        for table, name, value in self._values:
-            if table.get(name) is not value:
-                table[name] = value
-        for tensor, copy in self._copies:
-            if not torch.equal(tensor, copy):
-                tensor.detach().copy_(copy)
-        for generator, state in self._states:
-            generator.set_state(state)
 
 
 def differentiable_attributes(module: nn.Module) -> dict[tuple[int, str, int], torch.Tensor]:
@@ -146,13 +126,30 @@ def differentiable_attributes(module: nn.Module) -> dict[tuple[int, str, int], t
 
 
 @contextmanager
-def python_state_restored(model: nn.Module) -> Iterator[None]:
-    """Restore the model's attributes and the RNG states of Python and NumPy after this context."""
-    attributes = AttributeSnapshot(model)
-    python_state, numpy_state = random.getstate(), np.random.get_state()
+def state_restored(model: nn.Module, arguments: Any = ()) -> Iterator[None]:
+    """Restore what a run of the model inside this context changes: parameters, buffers, and all
+    other tensors from before that it writes into; Python values of the model's code, and the
+    containers in `arguments`; RNG states of torch, Python and NumPy."""
+    python_state = PythonState(model, arguments)
+    random_state, numpy_state = random.getstate(), np.random.get_state()
+    tensors = [*model.parameters(), *model.buffers()]
+    memory = [(t, t.detach(), _address(t)) for t in tensors if not is_dtensor(t)]
+    buffers = BufferSnapshot(model)  # operators of batch norm do not say that they write
+    journal = WriteJournal(gathered_storages(model))
     try:
-        yield
+        with model_state_preserved(model), journal:
+            yield
     finally:
-        attributes.restore()
-        random.setstate(python_state)
+        for tensor, alias, address in memory:
+            if _address(tensor) != address:  # by `tensor.data = ...`
+                tensor.data = alias
+        journal.restore()
+        if buffers.has_changed():
+            buffers.restore()
+        python_state.restore()
+        random.setstate(random_state)
         np.random.set_state(numpy_state)
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata

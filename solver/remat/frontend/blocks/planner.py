@@ -18,6 +18,7 @@ from remat.frontend.blocks.block_planning import PlannedBlocks, plan_blocks
 from remat.frontend.blocks.fsdp2 import check_unsharded, is_sharded
 from remat.frontend.blocks.patching import layer_checkpointing_disabled
 from remat.frontend.blocks.runtime import BoundBlocks, PlannedCall
+from remat.frontend.capture.model.attribute_guards import AttributeGuards
 from remat.frontend.planning.plan_cache import PlanEntry
 from remat.frontend.planning.planner import Planner
 from remat.frontend.planning.schedule_reuse import BlockScheduleCache
@@ -79,10 +80,12 @@ class UnboundBlocksEntry:
     def bind(self, model: nn.Module) -> BlocksEntry:
         """Return a new entry with the same plans, whose step runs on `model`."""
         step = BoundBlocks(model, self.calls, self.training, self.returned)
+        guards = AttributeGuards.of_submodules((call.path, call.guards) for call in self.calls)
         return BlocksEntry(
             step,
             None,
             self.plan,
+            guards.bind(model),
             is_reused=self.is_reused,
             calls=self.calls,
             returned=self.returned,

@@ -15,11 +15,15 @@ from typing import Any
 import torch
 
 from remat.blockwise.block_step import BlockOption
+from remat.costs.roofline import Roofline
 from remat.errors import one_line
 from remat.frontend.blocks.discovery import Submodule, trainable_parameters
+from remat.frontend.blocks.fsdp2 import gathered_storages
 from remat.frontend.blocks.module_state import BufferSnapshot, run_checkpointed
+from remat.frontend.blocks.write_journal import WriteJournal
 from remat.frontend.capture.model.preserved_state import rng_state_preserved
 from remat.frontend.common.pytree import flatten_objects, tensors_in, unflatten_objects
+from remat.frontend.costs.clocks import Clock, clock
 from remat.frontend.memory.gauge import Gauge, wait_for_autograd
 from remat.frontend.memory.meter import storage_bytes
 
@@ -65,14 +69,17 @@ class ModuleInvocation:
         return replace(self, args=args, kwargs=kwargs)
 
 
-def measure_eager_options(gauge: Gauge, call: ModuleInvocation) -> tuple[BlockOption, ...]:
-    """Measure a block call as it is and, if the block can be recomputed, checkpointed.
+def measure_eager_options(
+    gauge: Gauge, call: ModuleInvocation, roofline: Roofline | None = None
+) -> tuple[BlockOption, ...]:
+    """Measure a block call as it is and, if the block can be recomputed, checkpointed. Seconds are
+    those of the machine, or by a data sheet.
 
     A checkpointed block need not free everything: what an autograd function stores on its context
     without `save_for_backward` stays. RNG states and buffers are restored afterwards.
     """
     buffers = BufferSnapshot(call.submodule.module)
-    as_it_is, forward_s = measure_invocation(gauge, call)
+    as_it_is, forward_s = measure_invocation(gauge, call, roofline=roofline)
     buffers.restore()
     obstacle = recompute_obstacle(call)
     gauge.peak()
@@ -80,7 +87,7 @@ def measure_eager_options(gauge: Gauge, call: ModuleInvocation) -> tuple[BlockOp
     if not obstacle:
         try:
             checkpointed_call = call.with_forward(partial(_run_checkpointed, call))
-            checkpointed, _ = measure_invocation(gauge, checkpointed_call)
+            checkpointed, _ = measure_invocation(gauge, checkpointed_call, roofline=roofline)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:  # such as torch's: the recomputation saves other tensors
@@ -94,15 +101,22 @@ def measure_eager_options(gauge: Gauge, call: ModuleInvocation) -> tuple[BlockOp
 
 def recompute_obstacle(call: ModuleInvocation) -> str:
     """Return why the block must not be recomputed, or "". RNG states and buffers are restored."""
-    buffers = BufferSnapshot(call.submodule.module)
+    module = call.submodule.module
+    buffers = BufferSnapshot(module)
     standalone = call.with_leaf_inputs()
     inputs = tensors_in((standalone.args, standalone.kwargs))
     versions = [tensor._version for tensor in inputs]
-    first = _outputs_without_grad(standalone)
+    journal = WriteJournal(gathered_storages(module))
+    with journal:
+        first = _outputs_without_grad(standalone)
     # Checkpointing such a block would also make a reference cycle that torch never frees.
     if versions != [tensor._version for tensor in inputs]:
         buffers.restore()
         return "it modifies its inputs in place"
+    restored = {tensor.untyped_storage()._cdata for tensor in (*inputs, *module.buffers())}
+    if journal.written_storages - restored:
+        journal.restore()
+        return "it writes into a tensor that is no buffer"
     second = _outputs_without_grad(standalone)  # sees the state that the first run has changed
     buffers.restore()
     if len(first) != len(second) or not all(map(_are_equal, first, second)):
@@ -127,6 +141,7 @@ def measure_invocation(
     gauge: Gauge,
     call: ModuleInvocation,
     compute_gradients: BackwardFunction = gradients_by_autograd,
+    roofline: Roofline | None = None,
 ) -> tuple[BlockOption, float]:
     """Run a block call and its backward; return its time and memory, and the seconds of its
     forward. RNG states are restored afterwards."""
@@ -137,9 +152,10 @@ def measure_invocation(
     parameters = trainable_parameters([call.submodule])
     differentiable = [t for t in (*tensors, *parameters) if requires_gradient(t)]
     try:
-        with rng_state_preserved():
+        with rng_state_preserved(), clock(roofline, {t.device for t in differentiable}) as time:
             measured = _measure(
                 gauge,
+                time,
                 lambda: standalone.with_non_leaf_inputs().run(),
                 tensors,
                 differentiable,
@@ -154,6 +170,7 @@ def measure_invocation(
 
 def _measure(
     gauge: Gauge,
+    clock: Clock,
     run: Callable[[], Any],
     inputs: Sequence[torch.Tensor],
     differentiable: Sequence[torch.Tensor],
@@ -162,21 +179,21 @@ def _measure(
     input_storages = {t.untyped_storage()._cdata for t in inputs}
     gauge.peak()
     bytes_before = gauge.live()
-    start_s = synchronized_time_s(differentiable)
+    start_s = clock.seconds()
     outputs = tensors_in(run())
-    forward_s = synchronized_time_s(differentiable) - start_s
+    forward_s = clock.seconds() - start_s
     forward_bytes = gauge.peak() - bytes_before
     sizes = {t.untyped_storage()._cdata: storage_bytes(t.untyped_storage()) for t in outputs}
     output_bytes = sum(size for key, size in sizes.items() if key not in input_storages)
     saved_bytes = max(0, gauge.live() - bytes_before - output_bytes)
     differentiated = [t for t in outputs if t.requires_grad]
-    start_s = synchronized_time_s(differentiable)
+    start_s = clock.seconds()
     gradients: object = None
     if differentiated and differentiable:
         tangents = [torch.ones_like(t) for t in differentiated]
         gradients = compute_gradients(differentiated, differentiable, tangents)
         del tangents
-    backward_s = synchronized_time_s(differentiable) - start_s
+    backward_s = clock.seconds() - start_s
     backward_bytes = gauge.peak() - bytes_before
     del gradients, differentiated, outputs
     time_s = forward_s + backward_s

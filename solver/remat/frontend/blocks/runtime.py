@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from remat.frontend.blocks.module_state import run_checkpointed
 from remat.frontend.blocks.patching import layer_checkpointing_disabled, patched_forwards
 from remat.frontend.blocks.returned_outputs import without_other_outputs
 from remat.frontend.blocks.step_copies import PlannedCopies, StepCopies
+from remat.frontend.capture.model.attribute_guards import AttributeGuards, BoundGuards
 from remat.frontend.capture.model.checkpointing import checkpointing_disabled
 from remat.frontend.runtime.guards import CallSignature, ModelCall, ModelTracker, call_signature
 from remat.frontend.runtime.lower import LoweredProgram
@@ -31,8 +32,9 @@ class PlannedCall:
     is" or "checkpointed").
 
     `path` is the block's module path, and `signature` the inputs that the program is for.
-    `may_recompute` is False if a second run of the block would compute something else. `copies` are
-    those that the program's saved tensors need.
+    `may_recompute` is False if a second run of the block would compute something else,
+    `changes_values` if no run changes Python values. `copies` are those that the program's saved
+    tensors need, `guards` the Python values of the block that the program is for.
     """
 
     path: str
@@ -41,7 +43,9 @@ class PlannedCall:
     lowered: LoweredProgram | None = None
     plan: Plan | None = None
     may_recompute: bool = True
+    changes_values: bool = True
     copies: PlannedCopies | None = None
+    guards: AttributeGuards = field(default_factory=AttributeGuards)
 
 
 class BoundBlocks:
@@ -110,6 +114,7 @@ class _BoundBlock:
         self._module = module
         self._tracker = ModelTracker(module)
         self._calls: list[PlannedCall] = []
+        self._guards: dict[AttributeGuards, BoundGuards] = {}
         self._numbers: list[int] = []
         self._programs: dict[int, BoundProgram] = {}
         self._has_warned = False
@@ -118,6 +123,8 @@ class _BoundBlock:
         """Append the next planned call of this block in a step, in which it has this number."""
         self._calls.append(call)
         self._numbers.append(number)
+        if call.guards not in self._guards:
+            self._guards[call.guards] = call.guards.bind(self._module)
 
     def _bound_program(self, index: int, call: PlannedCall) -> BoundProgram:
         """Return the program of a call, bound to the block's parameters. It is bound at the call
@@ -146,7 +153,7 @@ class _BoundBlock:
                 call = self._matching_call(planned, args, kwargs)
             if call is not None:
                 program = self._bound_program(index, planned)
-                result = program(call.leaves, copies.of_call(number))
+                result = program(call, copies.of_call(number))
             else:
                 result = self._run_eagerly(planned, original_forward, args, kwargs)
                 copies.reload_before_backward(number, result)
@@ -169,7 +176,10 @@ class _BoundBlock:
             self._warn_once()
         if not all(call.may_recompute for call in self._calls):
             return original_forward(*args, **kwargs)
-        return run_checkpointed(self._module, original_forward, args, kwargs)
+        changes_values = not self._calls or any(call.changes_values for call in self._calls)
+        return run_checkpointed(
+            self._module, original_forward, args, kwargs, changes_values=changes_values
+        )
 
     def _matching_call(
         self, planned: PlannedCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -182,7 +192,8 @@ class _BoundBlock:
         if self._tracker.refresh():
             self._programs.clear()
         signature = call_signature(self._tracker, call.structure, call.leaves)
-        return call if signature == planned.signature else None
+        is_as_planned = signature == planned.signature and self._guards[planned.guards].hold()
+        return call if is_as_planned else None
 
     def _warn_once(self) -> None:
         if not self._has_warned:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Mapping
+from dataclasses import dataclass
+from functools import partial
 
 from torch import nn
 
+from remat.costs.roofline import Roofline
 from remat.errors import TraceError
 from remat.frontend.blocks.block_options import BlockSolver
 from remat.frontend.blocks.discovery import (
@@ -14,12 +17,24 @@ from remat.frontend.blocks.discovery import (
     repeated_blocks,
 )
 from remat.frontend.blocks.dry_run import DryRun, run_dry
+from remat.frontend.blocks.profile import measure_eager_options
 from remat.frontend.planning.optimize_options import OptimizeOptions
 from remat.frontend.runtime.guards import ModelCall
 from remat.limits.outputs import are_dropped
 from remat.report.tables import fold_layer_numbers
 
 _DATA_DEPENDENT = "its calls depend on the data"
+
+
+@dataclass(frozen=True)
+class Selection:
+    """A dry run with the selected blocks. `failures` says why modules cannot be captured, by the id
+    of the module; `replaced` has the paths of those whose submodules were selected instead, with
+    the reasons."""
+
+    dry_run: DryRun
+    failures: Mapping[int, str]
+    replaced: tuple[tuple[str, str], ...]
 
 
 def select_blocks(
@@ -29,8 +44,8 @@ def select_blocks(
     solver: BlockSolver,
     *,
     keep_uncapturable: bool = False,
-) -> tuple[DryRun, dict[int, str]]:
-    """Select the blocks to plan; return a dry run with them, and the capture failures by module id.
+) -> Selection:
+    """Select the blocks to plan, and run a step dry with them.
 
     A block that cannot be captured is replaced by its child modules, until the rest can be
     captured. Modules without children and those whose calls depend on the data are measured in
@@ -40,15 +55,18 @@ def select_blocks(
     blocks = repeated_blocks(model) or children_with_parameters(Submodule("", model))
     if not blocks:
         raise TraceError(f"this {type(model).__name__} has no modules that could be planned")
+    roofline = options.costs if isinstance(options.costs, Roofline) else None
     parts: dict[int, Submodule] = {}  # child modules that replace an uncapturable block
     eager: dict[int, Submodule] = {}
     failures: dict[int, str] = {}
+    replaced: list[tuple[str, str]] = []
     while True:
         dry_run = run_dry(
             model,
             call,
             blocks,
             measured_submodules=list(eager.values()),
+            measure_options=partial(measure_eager_options, roofline=roofline),
             differentiate=options.differentiate,
             outputs_dropped=are_dropped(options.outputs),
         )
@@ -63,17 +81,21 @@ def select_blocks(
                 uncapturable.add(module)
                 failures[module] = failure
         if not uncapturable and data_dependent.keys() <= eager.keys():
-            return dry_run, failures
+            return Selection(dry_run, failures, tuple(replaced))
         eager |= data_dependent
         failures |= dict.fromkeys(data_dependent, _DATA_DEPENDENT)
         if keep_uncapturable:
             eager |= {id(b.module): b for b in blocks if id(b.module) in uncapturable - opaque}
             uncapturable &= opaque
-        blocks = [
-            replacement
-            for block in blocks
-            for replacement in _replacements(block, uncapturable, opaque, parts, eager)
+        replacements = [
+            (block, _replacements(block, uncapturable, opaque, parts, eager)) for block in blocks
         ]
+        replaced += [
+            (block.path, f"{block.class_name}: {failures[id(block.module)]}")
+            for block, others in replacements
+            if others != [block] and not any(block.path.startswith(f"{p}.") for p, _ in replaced)
+        ]
+        blocks = [block for _, others in replacements for block in others]
         if not blocks:
             raise TraceError(
                 f"nothing of this {type(model).__name__} can be planned: "

@@ -13,16 +13,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from remat.blockwise.block_step import BlockOption, StepEvent
 from remat.errors import TraceError
 from remat.frontend.blocks.discovery import Submodule, trainable_parameters
-from remat.frontend.blocks.module_state import (
-    differentiable_attributes,
-)
-from remat.frontend.blocks.profile import (
-    ModuleInvocation,
-    requires_gradient,
-)
+from remat.frontend.blocks.module_state import differentiable_attributes
+from remat.frontend.blocks.profile import ModuleInvocation, requires_gradient
 from remat.frontend.blocks.stub import StubBlock, copy_argument_mutations, in_separate_storages
 from remat.frontend.capture.model.environment import autocast_cache_disabled
 from remat.frontend.capture.model.flat_model import outputs_to_differentiate
+from remat.frontend.capture.model.python_state import PythonState
 from remat.frontend.common.pytree import flatten, flatten_objects, tensors_in, unflatten_objects
 from remat.frontend.memory.gauge import Gauge
 from remat.frontend.memory.meter import allocated_size_bytes, storage_bytes
@@ -42,7 +38,8 @@ class DryRunCall:
     arguments cannot be described, or it has side effects. `input_storages` are the storages of its
     input tensors, with their sizes. `measured_options` are the options that were measured, if that
     was requested; by default as it is, and checkpointed. `results_with_gradient` are the paths of
-    the results that received a gradient, empty if unknown.
+    the results that received a gradient, empty if unknown. `changes_values` is True if the forward
+    changed Python values, such as a counter.
     """
 
     submodule: Submodule
@@ -52,6 +49,7 @@ class DryRunCall:
     uncapturable_reason: str = ""
     measured_options: tuple[BlockOption, ...] = ()
     results_with_gradient: frozenset[str] = frozenset()
+    changes_values: bool = False
 
 
 @dataclass
@@ -111,9 +109,12 @@ class StepRecorder:
                 ]
                 stub_args, stub_kwargs = unflatten_objects(leaves, input_shape)
                 attributes_before = differentiable_attributes(block.module)
+                values_before = PythonState(block.module)
                 # Weights that autocast casts within a block are part of the block's memory.
                 with autocast_cache_disabled():
                     result = original_forward(*stub_args, **stub_kwargs)
+                if values_before.changes():
+                    self.calls[index] = replace(self.calls[index], changes_values=True)
                 attributes = differentiable_attributes(block.module)
                 if new := attributes.keys() - attributes_before.keys():
                     name = min(name for _, name, _ in new)
@@ -151,9 +152,7 @@ class StepRecorder:
         block = invocation.submodule
         options = self._measured_options(invocation)
         try:
-            call = ModelCall.of(
-                invocation.args, invocation.kwargs, f"an argument of {block.path}: "
-            )
+            call = ModelCall.of(invocation.args, invocation.kwargs, "its argument ")
         except TraceError as error:
             tensors = tensors_in((invocation.args, invocation.kwargs))
             return DryRunCall(block, None, *_storages(tensors), str(error), options)

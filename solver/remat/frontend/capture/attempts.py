@@ -18,7 +18,8 @@ from torch import nn
 from remat.errors import RematError, TraceError, one_line
 from remat.frontend.capture.model.flat_model import FlatModel
 from remat.frontend.capture.model.preserved_state import model_state_preserved
-from remat.frontend.capture.model.stored_values import StoredValues
+from remat.frontend.capture.model.python_state import path_label
+from remat.frontend.capture.model.stores import check_steady
 from remat.frontend.capture.operator_recorder import ForeignTensorError
 from remat.frontend.capture.reading.constant_folding import ConstantFolding, ConstantQuery
 from remat.frontend.capture.reading.joint_graph import JointGraph
@@ -106,24 +107,35 @@ def _is_raised_by_framework(error: BaseException) -> bool:
 
 def _record(flat_model: FlatModel, leaves: Sequence[torch.Tensor]) -> JointGraph:
     """Record one call of the model. If it changes what the modules store, record a second call
-    instead: later calls behave like it.
+    instead: later calls behave like it. If the recording fails, restore what they store.
 
-    Raises `TraceError` if the first call writes into a tensor that later calls do not write into,
-    and another error if the second call reads a tensor of the first."""
-    stored = StoredValues(flat_model.model)
+    Raises `TraceError` if each call changes it in another way, if the first call writes into a
+    tensor that later calls do not write into, and another error if the second call reads a tensor
+    of the first."""
+    model = flat_model.model
+    before = flat_model.start_call()
     try:
         with cycles_not_collected():
-            first = record_joint_graph(flat_model, leaves)
-            if not stored.have_changed():
-                return first
-            joint = record_joint_graph(flat_model, leaves)
-    finally:
-        stored.remove_tensors_of_capture()
-    if initialised := sorted(_written(first) - _written(joint)):
-        raise TraceError(
-            f"only the first call of {type(flat_model.model).__name__} writes into "
-            f"{initialised[0]}, so a plan would never do so. Remedy: call the model once before"
-        )
+            joint = first = record_joint_graph(flat_model, leaves)
+            if changes := flat_model.changes:
+                flat_model.start_call()
+                joint = record_joint_graph(flat_model, leaves)
+                check_steady(model, changes, flat_model.changes)
+        if read := flat_model.access.reads_of_earlier_call:
+            raise TraceError(
+                f"the forward of {type(model).__name__} reads {path_label(read)}, in which an "
+                "earlier call has stored a tensor. Remedy: make it a buffer of its module "
+                "(self.register_buffer), and write into it in place; or compute it in each call"
+            )
+        if initialised := sorted(_written(first) - _written(joint)):
+            raise TraceError(
+                f"only the first call of {type(model).__name__} writes into {initialised[0]}, so a "
+                "plan would never do so. Remedy: call the model once before"
+            )
+    except BaseException:
+        before.restore()
+        raise
+    before.remove_tensors_of_capture()
     return joint
 
 

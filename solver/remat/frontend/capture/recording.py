@@ -71,6 +71,8 @@ class _StepRecording:
             self._recorder.add_input(f"primals_{number}", key, fake)
             self._storages[key] = fake.untyped_storage()._cdata
             wrapper = torch._to_functional_tensor(fake)
+            if not isinstance(tensor, FakeTensor):
+                wrapper.__dict__ = tensor.__dict__  # attributes that the model's code may have set
             self._wrappers[key] = wrapper.requires_grad_(tensor.requires_grad)
 
     def run(self, leaf_count: int) -> JointGraph:
@@ -79,7 +81,10 @@ class _StepRecording:
         arguments = list(wrappers.values())[len(wrappers) - leaf_count :]
         differentiable = {key: w for key, w in wrappers.items() if w.requires_grad}
         # In the backward too: a checkpoint of the model's own calls a module there.
-        with _state_replaced(self._flat_model.model, wrappers):
+        with (
+            _state_replaced(self._flat_model.model, wrappers),
+            self._flat_model.access.recorded(),
+        ):
             with self._recorded():
                 outputs = self._flat_model(*arguments)
             writes = self._writes()

@@ -39,6 +39,7 @@ class SymbolicCapture:
         shape_env: ShapeEnv,
     ) -> None:
         self.symbolic_dimensions = frozenset(symbols)
+        self.guards = joint.guards
         self._joint = joint
         self._symbols = symbols
         self._guards = [guard.expr for guard in shape_env.guards]

@@ -11,7 +11,7 @@ import inspect
 import logging
 import threading
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -23,6 +23,7 @@ from remat.frontend.capture.absent_gpu.convolution_layouts import cudnn_convolut
 from remat.frontend.capture.attempts import capture_step
 from remat.frontend.capture.eager_kernels.fake_layouts import fakes_with_kernel_layouts
 from remat.frontend.capture.eager_kernels.overrides import eager_kernel_overrides
+from remat.frontend.capture.model.attribute_guards import AttributeGuards
 from remat.frontend.capture.model.checkpointing import checkpointing_disabled
 from remat.frontend.capture.model.compiled_modules import (
     compiled_code_run_eagerly,
@@ -34,7 +35,6 @@ from remat.frontend.capture.model.hooks import root_hooks_removed, submodule_hoo
 from remat.frontend.capture.model.meta_device import tensors_placed
 from remat.frontend.capture.model.preserved_state import (
     model_state_preserved,
-    module_attributes_checked,
     python_rng_forbidden,
 )
 from remat.frontend.capture.reading.captured_joint_graph import CapturedJointGraph
@@ -83,6 +83,33 @@ def trace(
 
     Raises `TraceError` with the place and a remedy if the model cannot be captured.
     """
+    return capture(
+        model,
+        example_inputs,
+        example_kwargs,
+        differentiate=differentiate,
+        device=device,
+        outputs=outputs,
+    ).trace
+
+
+class CapturedStep(NamedTuple):
+    """A captured step, and the Python values of the model that it is for."""
+
+    trace: Trace
+    guards: AttributeGuards
+
+
+def capture(
+    model: nn.Module,
+    example_inputs: Any = (),
+    example_kwargs: Mapping[str, Any] | None = None,
+    *,
+    differentiate: str | Sequence[str] = "auto",
+    device: str | torch.device | None = None,
+    outputs: str = OUTPUTS_HELD,
+) -> CapturedStep:
+    """Capture a step as `trace` does, with the Python values that the model's code has read."""
     are_dropped(outputs)  # raises for an unknown value
     model = unwrap_compiled(model)
     args, kwargs = normalise_inputs(model, example_inputs, example_kwargs)
@@ -94,8 +121,9 @@ def trace(
     with tensors_placed(model, args, kwargs, capture_device) as (args, kwargs):
         leaves, inputs = flatten((args, kwargs), "the example inputs ")
         selected = differentiated_with(outputs, differentiate)
-        traced = capture_joint_graph(model, leaves, inputs, selected, target).trace()
-    return with_outputs(traced, outputs)
+        joint = capture_joint_graph(model, leaves, inputs, selected, target)
+        traced = joint.trace()
+    return CapturedStep(with_outputs(traced, outputs), joint.guards)
 
 
 def capture_joint_graph(
@@ -111,15 +139,11 @@ def capture_joint_graph(
     whose structure is `inputs`; those that are no leaves of autograd are results of operations
     before the step.
 
-    Use `symbolic` if some of their sizes are SymInts: then the forward must not change module
-    attributes, and no hook warnings are issued, since an earlier capture has issued them.
+    Use `symbolic` if some of their sizes are SymInts: then no hook warnings are issued, since an
+    earlier capture has issued them.
     """
     environment = current_environment(model, target)
-    with (
-        _capture_lock,
-        module_attributes_checked(model) as changed,
-        contextlib.ExitStack() as stack,
-    ):
+    with _capture_lock, contextlib.ExitStack() as stack:
         are_leaves = [leaf.is_leaf for leaf in leaves]
         # The fake tensor of a tensor with a history would have a copy of that history.
         leaves = [t if t.is_leaf else t.detach().requires_grad_() for t in leaves]
@@ -139,12 +163,6 @@ def capture_joint_graph(
             stack.enter_context(cudnn_convolution_layouts())
         graph, queries = capture_step(flat_model, leaves)
         joint = CapturedJointGraph(graph, flat_model, inputs, environment, target, queries)
-    if symbolic and changed:
-        name, owner = next(iter(changed.items()))
-        raise TraceError(
-            f"{owner} changes its attribute {name!r} in the forward, so one capture cannot be used "
-            "for several input sizes"
-        )
     if not symbolic:
         hooks.warn_about_observers()
     return joint

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import nn
 
 from remat.blockwise.blocks_plan import BlocksPlan
 from remat.documents.trace import Trace
+from remat.frontend.capture.model.attribute_guards import AttributeGuards, BoundGuards
 from remat.frontend.planning.optimize_options import OptimizeOptions
 from remat.frontend.runtime.guards import CallSignature
 from remat.frontend.runtime.lower import LoweredProgram
@@ -17,18 +18,28 @@ from remat.passes.trace_equality import topology_key
 from remat.plan import Plan
 
 
+class EntryKey(NamedTuple):
+    """The key of an entry: the signature of its calls, and a number that tells apart entries for
+    different Python values of the model."""
+
+    signature: CallSignature
+    number: int
+
+
 @dataclass
 class PlanEntry:
     """The plan for one call signature, and the step that runs it.
 
-    `trace` is None where the model is planned block by block. `is_reused` is True if the schedule
-    comes from other sizes, or nothing needs to be recomputed: then the solver did not run.
+    `guards` are the Python values of the model that the plan is for. `trace` is None where the
+    model is planned block by block. `is_reused` is True if the schedule comes from other sizes, or
+    nothing needs to be recomputed: then the solver did not run.
     `captured_storage_bytes` are the sizes of the trace's storages before they were measured.
     """
 
     step: PlannedStep
     trace: Trace | None
     plan: Plan | BlocksPlan
+    guards: BoundGuards
     captured_storage_bytes: tuple[int, ...] = ()
     is_reused: bool = False
 
@@ -41,7 +52,12 @@ class PlanEntry:
         assert isinstance(self.plan, Plan)
         assert self.trace is not None
         return UnboundModelEntry(
-            self.step.lowered, self.trace, self.plan, self.captured_storage_bytes, self.is_reused
+            self.step.lowered,
+            self.trace,
+            self.plan,
+            self.guards.guards,
+            self.captured_storage_bytes,
+            self.is_reused,
         )
 
 
@@ -61,13 +77,21 @@ class UnboundModelEntry:
     lowered: LoweredProgram
     trace: Trace
     plan: Plan
+    guards: AttributeGuards
     captured_storage_bytes: tuple[int, ...]
     is_reused: bool
 
     def bind(self, model: nn.Module) -> PlanEntry:
         """Return a new entry with the same plan, whose step runs on `model`."""
         step = BoundProgram(self.lowered, model, self.plan)
-        return PlanEntry(step, self.trace, self.plan, self.captured_storage_bytes, self.is_reused)
+        return PlanEntry(
+            step,
+            self.trace,
+            self.plan,
+            self.guards.bind(model),
+            self.captured_storage_bytes,
+            self.is_reused,
+        )
 
 
 @dataclass(frozen=True)
@@ -77,5 +101,5 @@ class PlannerState:
 
     options: OptimizeOptions
     timings_s: dict[str, float]
-    entries: tuple[tuple[CallSignature, UnboundEntry], ...]
+    entries: tuple[tuple[EntryKey, UnboundEntry], ...]
     has_run: bool

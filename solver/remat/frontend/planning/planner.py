@@ -28,17 +28,16 @@ from remat.frontend.memory.auto_budget import auto_limits
 from remat.frontend.memory.reserve import reserve_size
 from remat.frontend.planning.host_limits import prepare_host
 from remat.frontend.planning.optimize_options import MEASURED_BY_SERVICE, OptimizeOptions
-from remat.frontend.planning.plan_cache import PlanEntry, PlannerState
+from remat.frontend.planning.plan_cache import EntryKey, PlanEntry, PlannerState
+from remat.frontend.planning.replan_report import ReplanReport
 from remat.frontend.planning.schedule_reuse import ScheduleReuse, superseded_keys
 from remat.frontend.planning.solving import PlanningResult, solve_trace, with_measured_costs
 from remat.frontend.planning.trace_cache import TraceCache
 from remat.frontend.runtime.guards import (
-    ACCUMULATION,
     CallSignature,
     ModelCall,
     ModelTracker,
     call_signature,
-    changes_between,
 )
 from remat.frontend.runtime.lower import lower_program
 from remat.frontend.runtime.module import BoundProgram, PlannedStep, StepProvider
@@ -80,16 +79,18 @@ class Planner:
 
     options: OptimizeOptions
     timings_s: dict[str, float] = field(default_factory=dict)
-    _entries: OrderedDict[CallSignature, PlanEntry] = field(default_factory=OrderedDict)
-    _current_step: PlannedStep | None = None
-    _current_key: CallSignature | None = None
+    _entries: OrderedDict[EntryKey, PlanEntry] = field(default_factory=OrderedDict)
+    _current: PlanEntry | None = None
+    _current_signature: CallSignature | None = None
 
     def __post_init__(self) -> None:
         self.trace_cache = TraceCache(self.options)
+        self._entry_count = 0
+        self._report = ReplanReport()
 
     def current_step(self) -> PlannedStep | None:
         """Return the step that ran or was planned last, None before the first."""
-        return self._current_step
+        return None if self._current is None else self._current.step
 
     @property
     def entries(self) -> list[PlanEntry]:
@@ -99,7 +100,7 @@ class Planner:
     def state(self) -> PlannerState:
         """Return the options and plans without the model, for copies and pickles."""
         entries = tuple((key, entry.unbound()) for key, entry in self._entries.items())
-        has_run = self._current_step is not None
+        has_run = self._current is not None
         return PlannerState(self.options, dict(self.timings_s), entries, has_run)
 
     @classmethod
@@ -108,8 +109,9 @@ class Planner:
         planner = cls(state.options, dict(state.timings_s))
         for key, entry in state.entries:
             planner._entries[key] = entry.bind(model)
+            planner._entry_count = max(planner._entry_count, key.number)
         if state.has_run:
-            planner._current_step = planner.entries[-1].step
+            planner._current = planner.entries[-1]
         return planner
 
     def copy_for(self, model: nn.Module) -> StepProvider:
@@ -125,20 +127,29 @@ class Planner:
             except (GuardError, AttributeError):  # a submodule of the plan does not exist any more
                 del self._entries[key]
                 self.trace_cache = TraceCache(self.options)
-        self._current_key = None
+        self._current_signature = None
 
     def step_for(self, tracker: ModelTracker, call: ModelCall) -> PlannedStep:
-        """Return the planned step for a call; plan it if the call's signature is new."""
-        key = call_signature(tracker, call.structure, call.leaves)
-        if key == self._current_key and self._current_step is not None:
-            return self._current_step
-        entry = self._entries.get(key)
-        if entry is None:
-            entry = self._plan(tracker.model, call, key)
-            self._add(key, entry)
-        self._entries.move_to_end(key)
-        self._current_step, self._current_key = entry.step, key
-        return entry.step
+        """Return the planned step for a call; plan it if the call's signature is new, or Python
+        values that the planned steps have read are others now."""
+        signature = call_signature(tracker, call.structure, call.leaves)
+        current = self._current
+        if current is None or signature != self._current_signature or not current.guards.hold():
+            current = self._entry_for(signature)
+            if current is None:
+                current = self._plan(tracker.model, call, signature)
+                self._add(signature, current)
+            self._current, self._current_signature = current, signature
+        return current.step
+
+    def _entry_for(self, signature: CallSignature) -> PlanEntry | None:
+        """Return the entry for a signature and the model's present values, and move it to the end;
+        None if there is none."""
+        for key in reversed(self._entries):
+            if key.signature == signature and self._entries[key].guards.hold():
+                self._entries.move_to_end(key)
+                return self._entries[key]
+        return None
 
     # -- planning ---------------------------------------------------------------------------
 
@@ -147,7 +158,7 @@ class Planner:
         self.timings_s = {}
         accumulates_gradients = key.accumulates_gradients
         with self._timed("trace"):
-            traced = self.trace_cache.trace(model, call, key)
+            traced, guards = self.trace_cache.step(model, call, key)
             check_operations_allowed((n.target for n in traced.nodes), self.options.namespaces)
             if accumulates_gradients:
                 traced = with_gradient_accumulation(traced)
@@ -162,9 +173,10 @@ class Planner:
                 program = rewrite(traced, plan.schedule)
         with self._timed("lower"):
             step = BoundProgram(lower_program(program, self.options.namespaces), model, plan)
-        self._log(plan, key, is_reused=is_reused)
+        self._report.log(plan, key, self._entries, self.timings_s, is_reused=is_reused)
         captured = with_recorded_splits(captured, traced.splits)
-        return PlanEntry(step, traced, plan, captured.storage_bytes, is_reused)
+        bound_guards = guards.bind(model)
+        return PlanEntry(step, traced, plan, bound_guards, captured.storage_bytes, is_reused)
 
     def _plan_trace(self, traced: Trace, accumulates_gradients: bool) -> PlanningResult:
         """Reuse a schedule if one is good enough; else measure the trace and solve it."""
@@ -243,13 +255,14 @@ class Planner:
             yield
         self.timings_s[phase] = time.perf_counter() - start
 
-    def _add(self, key: CallSignature, entry: PlanEntry) -> None:
+    def _add(self, signature: CallSignature, entry: PlanEntry) -> None:
         """Add an entry to the plan cache; remove entries that it replaces, or that are too many."""
         budget = self.options.budget
         if budget is not None and budget.size_bytes is None:  # a budget in bytes suits all sizes
             for superseded_key in superseded_keys(entry, self._entries):
                 del self._entries[superseded_key]
-        self._entries[key] = entry
+        self._entry_count += 1
+        self._entries[EntryKey(signature, self._entry_count)] = entry
         solved = [key for key, entry in self._entries.items() if not entry.is_reused]
         if len(solved) > self.options.max_plans:
             del self._entries[solved[0]]
@@ -261,20 +274,3 @@ class Planner:
         reused = [key for key, entry in self._entries.items() if entry.is_reused]
         if len(reused) > _MAX_REUSED_PLANS:
             del self._entries[reused[0]]
-
-    def _log(self, plan: Plan, key: CallSignature, *, is_reused: bool) -> None:
-        """Log a new plan: as a warning where a changed call caused a full planning."""
-        phases = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in self.timings_s.items())
-        purpose = " for gradient accumulation" if key.accumulates_gradients else ""
-        others = (changes_between(k, key) for k in reversed(self._entries))
-        changes = min(others, key=len, default=[])
-        changed = " and ".join(changes or ["inputs"])
-        if ACCUMULATION in changes:
-            purpose = ""
-        if not self._entries:
-            logger.info("planned%s: %r (%s)", purpose, plan, phases)
-        elif is_reused:
-            strategy = plan.stats["strategy"]
-            logger.info("%s changed%s: %r by %s (%s)", changed, purpose, plan, strategy, phases)
-        else:
-            logger.warning("%s changed: replanned%s: %r (%s)", changed, purpose, plan, phases)

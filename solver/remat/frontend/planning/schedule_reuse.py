@@ -23,8 +23,7 @@ from remat.costs.scaling import with_scaled_costs
 from remat.documents.records import BaselineRecord, SplitRecord
 from remat.documents.trace import Trace
 from remat.errors import RematError
-from remat.frontend.planning.plan_cache import PlanEntry
-from remat.frontend.runtime.guards import CallSignature
+from remat.frontend.planning.plan_cache import EntryKey, PlanEntry
 from remat.limits.budget import Budget
 from remat.passes.split.recorded_splits import with_recorded_splits
 from remat.passes.trace_equality import topology_key
@@ -133,9 +132,7 @@ class ScheduleReuse:
         return baseline_of(self.trace.graph()).peak_bytes
 
 
-def superseded_keys(
-    entry: PlanEntry, entries: Mapping[CallSignature, PlanEntry]
-) -> list[CallSignature]:
+def superseded_keys(entry: PlanEntry, entries: Mapping[EntryKey, PlanEntry]) -> list[EntryKey]:
     """Return the keys of plans for smaller sizes that recompute more than they need to: with a
     relative budget they may use as much memory as `entry`, the plan of a larger step."""
     if not isinstance(entry.plan, Plan):

@@ -9,7 +9,6 @@ must give exactly the first trace; otherwise each size is captured separately.
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -19,13 +18,14 @@ from torch import nn
 
 from remat.documents.trace import Trace
 from remat.errors import one_line
+from remat.frontend.capture.model.attribute_guards import BoundGuards
 from remat.frontend.capture.symbolic_capture import (
     MIN_SYMBOLIC_SIZE,
     InputDimension,
     SymbolicCapture,
     capture_symbolically,
 )
-from remat.frontend.capture.trace import trace as capture
+from remat.frontend.capture.trace import CapturedStep, capture
 from remat.frontend.planning.optimize_options import OptimizeOptions
 from remat.frontend.runtime.guards import CallSignature, ModelCall
 from remat.limits.outputs import differentiated_with
@@ -52,11 +52,13 @@ class _CallKind(NamedTuple):
 
 @dataclass
 class _CachedTraces:
-    """The first trace of a kind of call, and the symbolic capture for its other sizes. `attempts`
+    """The first step of a kind of call, and the symbolic capture for its other sizes. `attempts`
     are the sets of dimensions for which a symbolic capture was tried."""
 
+    kind: _CallKind
     shapes: Shapes
-    trace: Trace
+    step: CapturedStep
+    guards: BoundGuards
     symbolic: SymbolicCapture | None = None
     attempts: set[Dimensions] = field(default_factory=set)
 
@@ -66,34 +68,46 @@ class _CachedTraces:
 
 
 class TraceCache:
-    """The traces of one planner's calls. `capture_count` is the number of captures so far."""
+    """The captured steps of one planner's calls. `capture_count` is the number of captures."""
 
     def __init__(self, options: OptimizeOptions) -> None:
         self.capture_count = 0
         self._options = options
-        self._cached: OrderedDict[_CallKind, _CachedTraces] = OrderedDict()
+        self._cached: list[_CachedTraces] = []
+        """The latest used is the last."""
 
-    def trace(self, model: nn.Module, call: ModelCall, key: CallSignature) -> Trace:
-        """Return the trace of a call's training step. Raises `TraceError`."""
+    def step(self, model: nn.Module, call: ModelCall, key: CallSignature) -> CapturedStep:
+        """Return the captured training step of a call. Raises `TraceError`."""
         shapes = tuple(tuple(leaf.shape) for leaf in call.leaves)
         kind = _call_kind(call.leaves, key)
-        if kind not in self._cached:
-            self._cached[kind] = _CachedTraces(shapes, self._capture(model, call))
-            if len(self._cached) > self._options.max_plans:
-                self._cached.popitem(last=False)
-            return self._cached[kind].trace
-        self._cached.move_to_end(kind)
-        cached = self._cached[kind]
+        cached = self._find(kind)
+        if cached is None:
+            step = self._capture(model, call)
+            self._cached.append(_CachedTraces(kind, shapes, step, step.guards.bind(model)))
+            del self._cached[: -self._options.max_plans]
+            return step
         if shapes == cached.shapes:
-            return cached.trace
+            return cached.step
         varying = frozenset(_differing_dimensions(cached.shapes, shapes))
         trace = self._symbolic_trace(cached, varying, shapes)
         if trace is None and self._may_be_symbolic(cached, varying, call):
             self._capture_symbolically(model, call, cached, varying)
             trace = self._symbolic_trace(cached, varying, shapes)
-        return self._capture(model, call) if trace is None else trace
+        if trace is None:
+            return self._capture(model, call)
+        assert cached.symbolic is not None
+        return CapturedStep(trace, cached.symbolic.guards)
 
-    def _capture(self, model: nn.Module, call: ModelCall) -> Trace:
+    def _find(self, kind: _CallKind) -> _CachedTraces | None:
+        """Return the traces of a kind of call for the model's present values, and move them to the
+        end; None if there are none."""
+        for number, cached in enumerate(reversed(self._cached), start=1):
+            if cached.kind == kind and cached.guards.hold():
+                self._cached.append(self._cached.pop(-number))
+                return cached
+        return None
+
+    def _capture(self, model: nn.Module, call: ModelCall) -> CapturedStep:
         """Capture a call with its sizes as constants."""
         self.capture_count += 1
         options = self._options
@@ -147,7 +161,7 @@ class TraceCache:
         except Exception as error:  # any error of torch's symbolic shapes: capture each size
             logger.info("each size needs a capture of its own: %s", one_line(error))
             return
-        if trace is None or not is_same_except_names(trace, cached.trace):
+        if trace is None or not is_same_except_names(trace, cached.step.trace):
             logger.info("each size needs a capture of its own: the steps differ in more than sizes")
             return
         cached.symbolic = symbolic

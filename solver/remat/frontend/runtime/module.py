@@ -32,9 +32,10 @@ from remat.frontend.runtime.guards import (
 )
 from remat.frontend.runtime.lower import LoweredProgram, lower_program, program_on_model_device
 from remat.frontend.runtime.output_monitor import OutputReleaseMonitor
+from remat.frontend.runtime.stores import StoreWriter
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Collection
 
     from torch.fx.graph import PythonCode
 
@@ -51,15 +52,15 @@ class BoundProgram:
         self._model = model
         self._binding = PlaceholderBinding(lowered.program, model)
         self._output_monitor = OutputReleaseMonitor(lowered.program)
+        self._stores = StoreWriter(lowered.program, model)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return BoundProgram, (self.lowered, self._model, self.plan)
 
-    def __call__(
-        self, leaves: Sequence[torch.Tensor], copies: SavedTensorCopies | None = None
-    ) -> Any:
-        tensors = self._binding.tensors(leaves)
+    def __call__(self, call: ModelCall, copies: SavedTensorCopies | None = None) -> Any:
+        tensors = self._binding.tensors(call.leaves)
         outputs = run_step(self.lowered, tensors, self._output_monitor, copies)
+        self._stores.write(outputs, call.leaves, (call.args, call.kwargs))
         return self.lowered.unflatten_outputs(outputs)
 
     @property
@@ -69,7 +70,7 @@ class BoundProgram:
 
     def run(self, call: ModelCall, original_forward: Callable[..., Any]) -> Any:
         """Return the outputs of one call of the model, computed by the program."""
-        return self(call.leaves)
+        return self(call)
 
 
 class PlannedStep(Protocol):

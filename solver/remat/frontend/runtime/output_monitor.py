@@ -34,7 +34,9 @@ class OutputReleaseMonitor:
         has_recomputation = any(statement.recomputation for statement in program.backward)
         self._is_active = has_recomputation and not program.outputs_dropped
         self._unsaved_outputs = [
-            index for index, o in enumerate(program.outputs) if o.name not in program.saved
+            index
+            for index, o in enumerate(program.outputs)
+            if o.name not in program.saved and not o.is_stored
         ]
         self._min_bytes = program.predicted_peak_bytes * _MIN_PEAK_FRACTION
         self._consecutive_releases = 0

@@ -6,41 +6,58 @@ module runs when, and flattens the outputs. One autograd node must be able to re
 * a model that returns a loss is differentiated through the loss only: its other outputs are
   detached, so that no gradient of the size of the logits is allocated;
 * an output that is a view of an input, a parameter or another output is cloned;
-* a buffer that the model replaces (`self.buf = ...`) is written in place instead.
+* a buffer that the model replaces (`self.buf = ...`) is written in place instead;
+* what the model stores elsewhere (attributes, containers among its arguments) is a further output.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import compress
+from typing import Any
 
 import torch
 from torch import nn
 
+from remat.documents.records import Store
 from remat.documents.structure import Structure
 from remat.errors import TraceError, no_loss_returned
 from remat.frontend.capture.eager_kernels.autocast_cache import AutocastCache
+from remat.frontend.capture.model.attribute_access import AttributeAccess
 from remat.frontend.capture.model.call_limit import CallLimit
 from remat.frontend.capture.model.module_paths import ModulePaths
 from remat.frontend.capture.model.preserved_state import registered_buffers
+from remat.frontend.capture.model.python_state import Change, PythonState
+from remat.frontend.capture.model.stores import (
+    StoredValue,
+    input_leaves_marked,
+    stored_arguments,
+    stored_attributes,
+)
 from remat.frontend.common.pytree import flatten, unflatten
+from remat.frontend.common.torch_modes import capture_paused
 from remat.limits.outputs import SCALARS
 
 
 @dataclass
 class OutputInfo:
-    """The outputs of a model's last call: their structure, which tensors require a gradient, and
-    which of those the step differentiates. Also which of its inputs required a gradient."""
+    """The outputs of a model's last call: the structure of what it returns, what it stores
+    elsewhere, which tensors require a gradient, which of those the step differentiates, and which
+    are returned. Also which of its inputs required a gradient."""
 
     structure: Structure | None = None
+    stores: tuple[Store, ...] = ()
+    returned: list[bool] = field(default_factory=list)
     requires_grad: list[bool] = field(default_factory=list)
     differentiated: list[bool] = field(default_factory=list)
     inputs_require_grad: list[bool] = field(default_factory=list)
 
 
 class FlatModel(nn.Module):
-    """A model that takes and returns flat tuples of tensors; `output_info` describes its last call.
+    """A model that takes and returns flat tuples of tensors; `output_info` describes its last call,
+    `changes` what that changed since `start_call`, and `access` the attributes that it used.
 
     `are_leaves` says of each of its arguments if it is a leaf of autograd: only then does autocast
     cache its cast. `parameters_by_name` has the parameters by all of their names. It is read before
@@ -63,6 +80,14 @@ class FlatModel(nn.Module):
         self.autocast_cache = AutocastCache()
         self.module_paths = ModulePaths()
         self.parameters_by_name = dict(model.named_parameters(remove_duplicate=False))
+        self.changes: list[Change] = []
+        self.start_call()
+
+    def start_call(self) -> PythonState:
+        """Prepare a call: note the state of the model, which is returned."""
+        self.state = PythonState(self.model)
+        self.access = AttributeAccess(self.model)
+        return self.state
 
     def forward(self, *leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Call the model with these tensors as the leaves of its arguments."""
@@ -73,21 +98,67 @@ class FlatModel(nn.Module):
         with self.module_paths.followed_forward(self.model), CallLimit(self.model):
             returned = self.model(*args, **kwargs)
         _write_replaced_buffers(self.model, buffers)
-        tensors, structure = flatten(returned, "the model's output ")
-        if not tensors:
-            raise TraceError("the model returns no tensor, so there is nothing to differentiate")
-        differentiated = outputs_to_differentiate(structure, tensors, self.differentiate)
-        self.output_info = OutputInfo(
-            structure,
-            [tensor.requires_grad for tensor in tensors],
-            differentiated,
-            [leaf.requires_grad for leaf in leaves],
-        )
+        with capture_paused():
+            self.changes = self.state.changes()
+        stored = [
+            *stored_attributes(self.model, self.changes),
+            *self._constant_writes(),
+            *stored_arguments((args, kwargs), self.inputs, leaves),
+        ]
+        tensors = self._describe_outputs(returned, stored, leaves)
         storages = {_storage_id(t) for t in (*leaves, *self.parameters(), *self.buffers())}
         return tuple(
             _separate_output(tensor if is_differentiated else tensor.detach(), storages)
-            for tensor, is_differentiated in zip(tensors, differentiated, strict=True)
+            for tensor, is_differentiated in zip(
+                tensors, self.output_info.differentiated, strict=True
+            )
         )
+
+    def _describe_outputs(
+        self, returned: Any, stored: Sequence[StoredValue], leaves: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """Set `output_info`, and return the tensors of all outputs: of what the model returns, then
+        of what it stores."""
+        tensors, result = flatten(returned, "the model's output ")
+        if not tensors:
+            raise TraceError("the model returns no tensor, so there is nothing to differentiate")
+        differentiated = outputs_to_differentiate(result, tensors, self.differentiate)
+        number_of = {id(tensor): number for number, tensor in enumerate(tensors)}
+        stores: list[Store] = []
+        for item in stored:
+            parts, value = flatten(item.value, item.label)
+            value = input_leaves_marked(value, parts, leaves)
+            for leaf in value.leaves():
+                if id(parts[leaf]) not in number_of:
+                    number_of[id(parts[leaf])] = len(tensors)
+                    tensors.append(parts[leaf])
+            value = value.with_leaves(partial(_numbered_leaf, parts, number_of))
+            stores.append(
+                Store(kind=item.kind, place=item.place, value=value, is_content=item.is_content)
+            )
+        stored_only = tensors[len(differentiated) :]
+        self.output_info = OutputInfo(
+            result,
+            tuple(stores),
+            [True] * len(differentiated) + [False] * len(stored_only),
+            [tensor.requires_grad for tensor in tensors],
+            differentiated + [self._differentiates_stored(t) for t in stored_only],
+            [leaf.requires_grad for leaf in leaves],
+        )
+        return tensors
+
+    def _differentiates_stored(self, tensor: torch.Tensor) -> bool:
+        """True if gradients may come from a tensor that the model stores and does not return."""
+        is_small = tensor.numel() == 1
+        return tensor.requires_grad and (self.differentiate in ("auto", "all") or is_small)
+
+    def _constant_writes(self) -> Iterator[StoredValue]:
+        """Yield the attributes of modules that the call has set to the value that they had."""
+        changed = {change.path for change in self.changes}
+        for path, name in self.access.writes:
+            value = vars(self.model.get_submodule(path)).get(name)
+            if (path, name) not in changed and isinstance(value, (bool, int, float, str)):
+                yield StoredValue("attribute", (path, name), value, False)
 
     def _tied_parameters(self) -> Iterator[list[torch.Tensor]]:
         """Yield, for each parameter, the tensors that now are at all of its names."""
@@ -131,6 +202,12 @@ def outputs_to_differentiate(
         if path in paths and is_scalar[paths.index(path)] and sum(is_scalar) == 1:
             return [p == path for p in paths]
     return requires_grad
+
+
+def _numbered_leaf(
+    tensors: Sequence[torch.Tensor], number_of: Mapping[int, int], leaf: int
+) -> Structure:
+    return Structure(kind="leaf", leaf=number_of[id(tensors[leaf])])
 
 
 def _storage_id(tensor: torch.Tensor) -> int:

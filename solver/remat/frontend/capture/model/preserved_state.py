@@ -1,4 +1,4 @@
-"""State that a capture must not change: RNG states, parameters, buffers and module attributes."""
+"""Tensors and RNG states that a capture must not change: parameters, buffers, generators."""
 
 from __future__ import annotations
 
@@ -12,12 +12,8 @@ import numpy as np
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._pytree import tree_leaves
 
 from remat.errors import TraceError
-
-_ABSENT = object()
-"""Stands for the previous value of an attribute that did not exist."""
 
 _CAPTURE_TYPES = (FakeTensor, torch.SymInt, torch.SymFloat, torch.SymBool)
 """Types of values that are meaningless after the capture."""
@@ -86,32 +82,6 @@ def model_state_preserved(model: nn.Module) -> Iterator[None]:
         for table, before in tables:
             table.clear()
             table.update(before)
-
-
-@contextmanager
-def module_attributes_checked(model: nn.Module) -> Iterator[dict[str, str]]:
-    """Record the module attributes that change within the context.
-
-    Yields a dictionary that is filled at the end: the class name of the module by the name of each
-    changed attribute. New values stay, as in eager mode, unless they contain fake tensors or
-    symbols; then the attribute gets its previous value.
-    """
-    modules = [(module, dict(module.__dict__)) for module in model.modules()]
-    changed: dict[str, str] = {}
-    try:
-        yield changed
-    finally:
-        for module, before in modules:
-            for name, value in list(module.__dict__.items()):
-                previous = before.get(name, _ABSENT)
-                if value is previous or is_same_scalar(value, previous):
-                    continue
-                changed[name] = type(module).__name__
-                if not any(map(is_of_capture, tree_leaves(value))):
-                    continue
-                del module.__dict__[name]
-                if previous is not _ABSENT:
-                    module.__dict__[name] = previous
 
 
 def is_of_capture(leaf: object) -> bool:

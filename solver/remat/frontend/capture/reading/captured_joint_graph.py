@@ -8,11 +8,13 @@ storage.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 from remat.documents.records import Environment
 from remat.documents.structure import Structure
 from remat.documents.trace import Trace
 from remat.frontend.capture.eager_kernels.fake_dtypes import correct_fake_dtypes
+from remat.frontend.capture.model.attribute_guards import AttributeGuards
 from remat.frontend.capture.model.flat_model import FlatModel
 from remat.frontend.capture.reading.constant_folding import ConstantQuery
 from remat.frontend.capture.reading.joint_graph import JointGraph
@@ -50,6 +52,11 @@ class CapturedJointGraph:
         self._target = target
         self._queries = queries
 
+    @cached_property
+    def guards(self) -> AttributeGuards:
+        """The Python values that the model's code has read."""
+        return AttributeGuards.of(self._flat_model.model, self._flat_model.access.reads)
+
     def is_valid_at(self, values: SymbolValues) -> bool:
         """True if every constant that the capture read is the same for these symbol values."""
         return all(query.has_same_answer(values) for query in self._queries)
@@ -63,8 +70,8 @@ class CapturedJointGraph:
         reader = JointGraphReader(self._joint, self._flat_model, values)
         reader.read()
         builder, target = reader.builder, self._target
-        model, result = self._flat_model.model, self._flat_model.output_info.structure
-        assert result is not None
+        model, info = self._flat_model.model, self._flat_model.output_info
+        assert info.structure is not None
         device = builder.main_device()
         trace = Trace(
             model=f"{type(model).__module__}.{type(model).__qualname__}",
@@ -76,7 +83,8 @@ class CapturedJointGraph:
             gradients=tuple(builder.gradients),
             storage_bytes=tuple(builder.storage_bytes),
             inputs=self._inputs,
-            result=result,
+            result=info.structure,
+            stores=info.stores,
             environment=self._environment,
             reuses_memory=True,
             library_bytes=library_bytes(

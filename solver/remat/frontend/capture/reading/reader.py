@@ -277,6 +277,7 @@ class JointGraphReader:
                     name=self._tensor_name(node),
                     differentiable=info.requires_grad[index],
                     tangent=tangent,
+                    is_stored=not info.returned[index],
                 )
             )
 

@@ -1,0 +1,192 @@
+"""`AttributeAccess`: which attributes the code of a model reads and writes while it is recorded.
+
+A recorded step contains the values that attributes had: a loss weight, the `p` of a dropout, the
+active adapter. A training loop may change them between steps, so the values that were read become
+guards (`attribute_guards`).
+
+Reads of modules, and of the objects that these reads return, are intercepted by a
+`__getattribute__` that their classes have for as long as the recording lasts. The content of a list
+or dict is noted when an attribute returns it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import MemberDescriptorType
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from remat.frontend.capture.model.comparable import (
+    Comparable,
+    comparable,
+    is_container,
+    is_plain,
+    items_of,
+)
+from remat.frontend.capture.model.named_state import is_searched
+from remat.frontend.capture.model.preserved_state import is_of_capture
+from remat.frontend.capture.model.python_state import ABSENT, Path
+
+_HEAP_TYPE, _IMMUTABLE_TYPE = 1 << 9, 1 << 8
+"""Flags of types: a class of Python code; a class that cannot be changed."""
+
+_UNGUARDED = frozenset({*nn.Module().__dict__, "forward", "_compiled_call_impl"})
+"""Attributes of every module, such as `training`: call signatures have what matters of them."""
+
+_MODULE_TABLES = ("_parameters", "_buffers", "_modules")
+
+
+class Read(NamedTuple):
+    """An attribute that the code has read, or the content of a container. `path` is that of its
+    owner, `name` is None for the content of a container. `value` is `ABSENT.comparable` for an
+    attribute that did not exist."""
+
+    path: Path
+    name: str | None
+    value: Comparable
+
+
+class AttributeAccess:
+    """The attributes that the code of a model reads and writes within `recorded`.
+
+    `writes` are pairs of a module's path and an attribute's name. `reads_of_earlier_call` is an
+    attribute whose tensor of a capture was read before the call has set it; None without any.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.reads: list[Read] = []
+        self.writes: dict[tuple[str, str], None] = {}
+        self.reads_of_earlier_call: Path | None = None
+        self._paths: dict[int, tuple[Path, Any]] = {}
+        """The path of each object that guards can name, with the object: no other gets its id."""
+        for name, module in model.named_modules():
+            self._paths[id(module)] = (name,), module
+        self._seen: set[tuple[int, str]] = set()
+        self._thread = 0
+        self._patched: dict[type, Any] = {}
+
+    @contextmanager
+    def recorded(self) -> Iterator[None]:
+        """Record reads and writes within the context, in this thread."""
+        self._thread = threading.get_ident()
+        set_attribute = nn.Module.__setattr__
+
+        def set_and_note(module: nn.Module, name: str, value: Any) -> None:
+            set_attribute(module, name, value)
+            self._note_write(module, name)
+
+        try:
+            self._intercept(nn.Module)
+            type.__setattr__(nn.Module, "__setattr__", set_and_note)
+            yield
+        finally:
+            type.__setattr__(nn.Module, "__setattr__", set_attribute)
+            for cls, original in self._patched.items():
+                if original is None:
+                    type.__delattr__(cls, "__getattribute__")
+                else:
+                    type.__setattr__(cls, "__getattribute__", original)
+            self._patched.clear()
+
+    def _intercept(self, cls: type) -> None:
+        """Give a class a `__getattribute__` that notes what is read of its objects."""
+        if cls in self._patched:
+            return
+        self._patched[cls] = vars(cls).get("__getattribute__")
+        get: Callable[[Any, str], Any] = cls.__getattribute__  # type: ignore[assignment]
+
+        def get_and_note(owner: Any, name: str) -> Any:
+            try:
+                value = get(owner, name)
+            except AttributeError:
+                self._note_absence(owner, name)
+                raise
+            self._note_read(owner, name, value)
+            return value
+
+        type.__setattr__(cls, "__getattribute__", get_and_note)
+
+    # -- what is noted ----------------------------------------------------------------------
+
+    def _path_to_note(self, owner: Any, name: str) -> Path | None:
+        """Return the path of an attribute's owner, if this access is the first of this attribute
+        and guards can name it; else None."""
+        if threading.get_ident() != self._thread or (id(owner), name) in self._seen:
+            return None
+        path, item = self._paths.get(id(owner), (None, None))
+        if path is None or name.startswith("__"):
+            return None
+        return None if isinstance(item, nn.Module) and name in _UNGUARDED else path
+
+    def _note_read(self, owner: Any, name: str, value: Any) -> None:
+        path = self._path_to_note(owner, name)
+        if path is not None and _is_data(owner, name):
+            self._seen.add((id(owner), name))
+            self._note_value(path, name, value)
+
+    def _note_absence(self, owner: Any, name: str) -> None:
+        path = self._path_to_note(owner, name)
+        if path is None:
+            return
+        attributes = object.__getattribute__(owner, "__dict__")
+        if not any(name in attributes.get(table, ()) for table in _MODULE_TABLES):
+            self._seen.add((id(owner), name))
+            self.reads.append(Read(path, name, comparable(ABSENT)))
+
+    def _note_write(self, module: nn.Module, name: str) -> None:
+        if threading.get_ident() != self._thread or id(module) not in self._paths:
+            return
+        self._seen.add((id(module), name))  # a later read returns what was written
+        if name in object.__getattribute__(module, "__dict__"):
+            self.writes[str(self._paths[id(module)][0][0]), name] = None
+
+    def _note_value(self, path: Path, name: str, value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            if is_of_capture(value):
+                self.reads_of_earlier_call = (*path, name)
+            return
+        if isinstance(value, nn.Module) and id(value) in self._paths:
+            return
+        self.reads.append(Read(path, name, comparable(value, with_items=False)))
+        self._follow((*path, name), value)
+
+    def _follow(self, path: Path, value: Any) -> None:
+        """Note the content of a container, and what will be read of an object."""
+        if is_plain(value) or isinstance(value, (type, torch.Tensor)) or id(value) in self._paths:
+            return
+        self._paths[id(value)] = path, value
+        if is_container(value):
+            self.reads.append(Read(path, None, comparable(value)))
+            for key, item in items_of(value):
+                if isinstance(key, (str, int)):
+                    self._follow((*path, key), item)
+        elif _is_of_python_class(value) and is_searched(value):
+            self._intercept(type(value))
+
+
+def _is_data(owner: Any, name: str) -> bool:
+    """True if an attribute is in the object or its slots, or is data of its class: not a method or
+    property, whose own reads are noted."""
+    if name in _attributes_of(owner):
+        return True
+    for cls in type(owner).__mro__:
+        if name in vars(cls):
+            attribute = vars(cls)[name]
+            return isinstance(attribute, MemberDescriptorType) or not hasattr(attribute, "__get__")
+    return False
+
+
+def _attributes_of(owner: Any) -> Any:
+    try:
+        return object.__getattribute__(owner, "__dict__")
+    except Exception:  # without a dictionary, or a proxy
+        return ()
+
+
+def _is_of_python_class(value: Any) -> bool:
+    flags = type(value).__flags__
+    return bool(flags & _HEAP_TYPE) and not flags & _IMMUTABLE_TYPE

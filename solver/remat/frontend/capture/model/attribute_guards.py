@@ -1,0 +1,259 @@
+"""`AttributeGuards`: the Python values that a recorded step has read, to be compared at each call.
+
+A plan is for these values. If one of them is another now, the step is captured with the new ones.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from operator import is_, itemgetter
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from remat.frontend.capture.model.attribute_access import Read
+from remat.frontend.capture.model.comparable import (
+    MAX_ITEMS,
+    Code,
+    Comparable,
+    comparable,
+    is_container,
+    is_plain,
+)
+from remat.frontend.capture.model.named_state import variables_of
+from remat.frontend.capture.model.python_state import ABSENT, Path, path_label
+
+
+class Variable(NamedTuple):
+    """A variable that the code of a model may have read, where nothing notices it: a global
+    variable, a class attribute, a variable of a closure. `owner` says whose it is."""
+
+    owner: str
+    name: str
+    value: Comparable
+
+
+@dataclass(frozen=True)
+class AttributeGuards:
+    """The values that the code of a model read. Paths of reads begin with the path of a module. It
+    has no reference to the model: it can be pickled, and bound to a copy of the model."""
+
+    reads: tuple[Read, ...] = ()
+    variables: tuple[Variable, ...] = ()
+
+    @classmethod
+    def of(cls, model: nn.Module, reads: Iterable[Read]) -> AttributeGuards:
+        """Return the guards for what the recorded code of a model has read."""
+        variables = [
+            Variable(owner, name, comparable(table[name]))
+            for owner, table, names in variables_of(model)
+            for name in sorted(names)
+            if name in table and _is_plain(table[name])
+        ]
+        return cls(tuple(dict.fromkeys(reads)), tuple(variables))
+
+    def bind(self, model: nn.Module) -> BoundGuards:
+        """Return the guards for the attributes of this model."""
+        return BoundGuards(self, model)
+
+    @classmethod
+    def of_submodules(cls, guards: Iterable[tuple[str, AttributeGuards]]) -> AttributeGuards:
+        """Return the guards of several submodules, given with their paths, as those of the
+        model."""
+        reads: dict[Read, None] = {}
+        variables: dict[Variable, None] = {}
+        for path, part in guards:
+            variables |= dict.fromkeys(part.variables)
+            for read in part.reads:
+                module = f"{path}.{read.path[0]}" if read.path[0] else path
+                reads[read._replace(path=(module, *read.path[1:]))] = None
+        return cls(tuple(reads), tuple(variables))
+
+
+class BoundGuards:
+    """Guards with the tables of one model that have the values to compare."""
+
+    def __init__(self, guards: AttributeGuards, model: nn.Module) -> None:
+        self.guards = guards
+        self._model = model
+        self._reads: dict[Path, dict[str | None, Comparable]] = {}
+        for read in guards.reads:
+            self._reads.setdefault(read.path, {})[read.name] = read.value
+        self._roots = {path[0]: _submodule(model, str(path[0])) for path in self._reads}
+        self._owners: dict[Path, Any] = {}
+        self._bind()
+
+    def hold(self) -> bool:
+        """True if all values are those that the recorded code has read."""
+        for path in self._paths_below:
+            if self._owner(path) is not self._owners[path]:
+                self._bind()  # another object or container is at this place
+                break
+        return (
+            self._is_equal
+            and all(map(_PlainValues.hold, self._plain))
+            and all(map(_OtherValues.hold, self._others))
+        )
+
+    def difference(self) -> str:
+        """Return which value is another one, as text for messages: "layers.0.p is 0.2 instead of
+        0.1"; "" if there is none."""
+        return next(self._differences(), "")
+
+    def _bind(self) -> None:
+        """Find the tables that have the values. Values that are equal now are compared later in
+        the fastest way; if some are not, the guards do not hold until something is replaced."""
+        self._owners = {path: self._owner(path) for path in self._reads}
+        self._paths_below = [path for path in self._reads if len(path) > 1]
+        """Containers and objects are found by their paths: the training loop may replace them."""
+        self._is_equal = self.difference() == ""
+        self._plain: list[_PlainValues] = []
+        self._others: list[_OtherValues] = []
+        for path, values in self._reads.items():
+            self._add_owner(self._owners[path], values)
+        for _, table, values in self._variable_tables():
+            self._plain.append(_PlainValues(table, [n for n in values if n in table]))
+
+    def _add_owner(self, owner: Any, values: Mapping[str | None, Comparable]) -> None:
+        attributes = _attributes(owner)
+        names = [name for name in values if name is not None]
+        plain = [n for n in names if n in attributes and _is_plain(attributes[n])]
+        if plain:
+            self._plain.append(_PlainValues(attributes, plain))
+        absent = [n for n in names if n not in attributes]
+        of_class: list[str] = []
+        for cls in type(owner).__mro__ if absent else ():
+            data = [n for n in absent if n not in of_class and _is_plain_data(cls, n)]
+            if data:
+                self._plain.append(_PlainValues(vars(cls), data))
+                of_class += data
+        others = _OtherValues(owner, attributes)
+        others.absent = frozenset(absent)
+        others.classes = [
+            (n, type(attributes[n])) for n in names if n in attributes and n not in plain
+        ]
+        if None in values:
+            others.content = copy.copy(owner) if _is_plain(owner) else values[None]
+            others.has_plain_content = _is_plain(owner)
+        if absent or others.classes or None in values:
+            self._others.append(others)
+
+    def _variable_tables(self) -> Iterator[tuple[str, Mapping[str, Any], dict[str, Comparable]]]:
+        by_owner: dict[str, dict[str, Comparable]] = {}
+        for variable in self.guards.variables:
+            by_owner.setdefault(variable.owner, {})[variable.name] = variable.value
+        for owner, table, _ in variables_of(self._model):
+            if owner in by_owner:
+                yield owner, table, by_owner.pop(owner)
+
+    def _owner(self, path: Path) -> Any:
+        """Return the object at a path; `ABSENT` if there is none."""
+        owner = self._roots[path[0]]
+        try:
+            for step in path[1:]:
+                owner = owner[step] if is_container(owner) else getattr(owner, str(step))
+        except (AttributeError, LookupError, TypeError):
+            return ABSENT
+        return owner
+
+    def _differences(self) -> Iterator[str]:
+        for path, values in self._reads.items():
+            owner = self._owner(path)
+            for name, before in values.items():
+                if name is None:
+                    now = comparable(owner)
+                else:
+                    now = comparable(getattr(owner, name, ABSENT), with_items=False)
+                if now != before:
+                    label = path_label(path if name is None else (*path, name))
+                    yield f"{label} is {_text(now)} instead of {_text(before)}"
+        for owner, table, values in self._variable_tables():
+            for name, before in values.items():
+                if (now := comparable(table.get(name, ABSENT))) != before:
+                    yield f"{owner}.{name} is {_text(now)} instead of {_text(before)}"
+
+
+class _PlainValues:
+    """Plain values of one table, compared all at once with what they were when this was made."""
+
+    def __init__(self, table: Mapping[str, Any], names: Sequence[str]) -> None:
+        self._table = table
+        self._get = itemgetter(*names, names[0])  # one more, so that one name gives a tuple, too
+        self._values = tuple(copy.copy(v) if is_container(v) else v for v in self._get(table))
+
+    def hold(self) -> bool:
+        """True if the values and their types are the same."""
+        try:
+            now = self._get(self._table)
+            if all(map(is_, now, self._values)):
+                return True
+            return bool(now == self._values) and all(map(_has_same_type, now, self._values))
+        except Exception:  # a value is gone, or now one that `==` does not compare
+            return False
+
+
+class _OtherValues:
+    """Values of one object that are not plain. `absent` are attributes that it does not have
+    itself, `classes` are classes of attributes, `content` is what a container contains."""
+
+    def __init__(self, owner: Any, attributes: Mapping[str, Any]) -> None:
+        self._owner, self._attributes = owner, attributes
+        self.absent: frozenset[str] = frozenset()
+        self.classes: list[tuple[str, type]] = []
+        self.content: Any = None
+        self.has_plain_content = False
+
+    def hold(self) -> bool:
+        """True if nothing has changed."""
+        if not self.absent.isdisjoint(self._attributes):
+            return False
+        if any(type(self._attributes.get(name)) is not cls for name, cls in self.classes):
+            return False
+        if self.content is None:
+            return True
+        now = self._owner if self.has_plain_content else comparable(self._owner)
+        return bool(now == self.content)
+
+
+def _has_same_type(a: object, b: object) -> bool:
+    return type(a) is type(b)
+
+
+def _submodule(model: nn.Module, path: str) -> Any:
+    try:
+        return model.get_submodule(path)
+    except AttributeError:
+        return ABSENT
+
+
+def _attributes(owner: Any) -> Mapping[str, Any]:
+    """Return the attributes of an object, {} if it has no dictionary of them."""
+    attributes = getattr(owner, "__dict__", None)
+    return attributes if isinstance(attributes, dict) else {}
+
+
+def _is_plain(value: Any) -> bool:
+    """True for a value that `==` compares as `comparable` does, if its type is the same: a plain
+    one, code, or a container of a few plain values."""
+    if is_container(value):
+        items = value.values() if isinstance(value, dict) else value
+        return len(value) <= MAX_ITEMS and all(map(is_plain, items))
+    return is_plain(value) or isinstance(comparable(value, with_items=False), Code)
+
+
+def _is_plain_data(cls: type, name: str) -> bool:
+    """True if a class has a plain value of this name that is neither a method nor a property."""
+    value = vars(cls).get(name, ABSENT)
+    return is_plain(value) and not hasattr(value, "__get__")
+
+
+def _text(value: Comparable) -> str:
+    match value:
+        case (str(), item):
+            return str(item)
+        case (str(),):
+            return f"of the class {value[0]}"
+        case _:
+            return str(value)

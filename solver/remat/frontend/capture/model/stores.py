@@ -1,0 +1,213 @@
+"""Values that a call of a model leaves outside of what it returns.
+
+A forward may set an attribute of a module (`self.aux_loss = ...`), or change a list or dict among
+its arguments. The recorded step has these values as further outputs, and each call stores them
+(`remat.frontend.runtime.stores`). What each call changes in another way, such as a counter, is an
+error: a plan would not do it.
+"""
+
+from __future__ import annotations
+
+import reprlib
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import nn
+
+from remat.documents.structure import Structure
+from remat.errors import TraceError
+from remat.frontend.capture.model.preserved_state import is_of_capture, is_same_scalar
+from remat.frontend.capture.model.python_state import (
+    ABSENT,
+    Change,
+    contains_capture,
+    path_label,
+)
+from remat.frontend.common.pytree import flatten
+
+_REMEDY = (
+    "Remedy: do so outside of the model; or use a buffer (a tensor that is changed in place), "
+    "which is part of a plan; or plan the blocks inside, which runs the model's own code around "
+    'them: remat.enable(model, budget, scope="blocks")'
+)
+
+_OBJECT_DEPTH = 3
+
+
+class StoredValue(NamedTuple):
+    """A value that a call has stored: the `kind`, `place` and `is_content` of its `Store`, with the
+    value itself."""
+
+    kind: Literal["attribute", "argument"]
+    place: tuple[str | int, ...]
+    value: Any
+    is_content: bool
+
+    @property
+    def label(self) -> str:
+        """The value as text that begins an error about it."""
+        if self.kind == "attribute":
+            return f"the value that the forward stores in {path_label(self.place)}: "
+        return "an argument that the forward has changed: "
+
+
+# -- attributes -----------------------------------------------------------------------------
+
+
+def stored_attributes(model: nn.Module, changes: Iterable[Change]) -> list[StoredValue]:
+    """Return the attributes, and the contents of containers in them, that a call has set. Raises
+    `TraceError` for a tensor that it leaves elsewhere, such as in a global variable."""
+    tensors = {id(t) for t in (*model.parameters(), *model.buffers())}
+    stored: list[StoredValue] = []
+    for change in changes:
+        if change.now is ABSENT:
+            continue
+        if id(change.now) in tensors:
+            raise TraceError(
+                f"the forward of {type(model).__name__} stores a parameter or buffer in "
+                f"{path_label(change.path)}: use it where it is registered"
+            )
+        if (place := _place_of(model, change)) is not None:
+            stored.append(StoredValue("attribute", place, change.now, change.key is None))
+        elif contains_capture(change.now):
+            raise TraceError(
+                f"the forward of {type(model).__name__} leaves a tensor in "
+                f"{path_label(change.path)}, where a plan would not leave it. {_REMEDY}"
+            )
+    return stored
+
+
+def check_steady(model: nn.Module, first: Sequence[Change], second: Sequence[Change]) -> None:
+    """Raise `TraceError` if the second call of a model leaves other values than the first: then
+    each call does, as with a counter, and a plan leaves the same values in each step."""
+    after_first = {change.path: change.now for change in first}
+    for change in second:
+        if not _is_equivalent(change.now, after_first.get(change.path, change.before)):
+            raise TraceError(
+                f"each call of {type(model).__name__} changes {path_label(change.path)} (from "
+                f"{_text(change.before)} to {_text(change.now)}), which a planned step would not "
+                f"do. {_REMEDY}"
+            )
+
+
+def _place_of(model: nn.Module, change: Change) -> tuple[str | int, ...] | None:
+    """Return the place of a changed attribute, item or container; None if a path from a module of
+    the model does not lead there."""
+    steps = change.path
+    if any(step is None for step in steps) or (change.key is not None and steps[-1] != change.key):
+        return None
+    owner_steps = steps if change.key is None else steps[:-1]
+    owner: Any = model.get_submodule(str(steps[0]))
+    try:
+        for step in owner_steps[1:]:
+            owner = value_at(owner, step)
+    except (LookupError, AttributeError, TypeError):
+        return None
+    container = change.container
+    is_there = owner is container or getattr(owner, "__dict__", None) is container
+    if not is_there or (change.key is None and not isinstance(container, (list, deque))):
+        return None
+    return tuple(step for step in steps if step is not None)
+
+
+def value_at(owner: Any, step: str | int | None) -> Any:
+    """Return an item of a container, or an attribute of another object."""
+    has_items = isinstance(owner, (list, tuple, deque)) or hasattr(type(owner), "keys")
+    items: Any = owner
+    return items[step] if has_items else getattr(owner, str(step))
+
+
+def _is_equivalent(a: Any, b: Any, depth: int = _OBJECT_DEPTH) -> bool:
+    """True if two values are the same but for the elements of tensors of a capture."""
+    if a is b or is_same_scalar(a, b):
+        return True
+    if is_of_capture(a) and is_of_capture(b):
+        return True
+    if type(a) is not type(b) or depth < 0:
+        return False
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(_is_equivalent(a[k], b[k], depth) for k in a)
+    if isinstance(a, (list, tuple, deque)):
+        return len(a) == len(b) and all(
+            _is_equivalent(x, y, depth) for x, y in zip(a, b, strict=True)
+        )
+    attributes = getattr(a, "__dict__", None), getattr(b, "__dict__", None)
+    if isinstance(a, (torch.Tensor, nn.Module, type)) or not all(attributes):
+        return False
+    return _is_equivalent(*attributes, depth - 1)
+
+
+def _text(value: Any) -> str:
+    if contains_capture(value):
+        return "a tensor" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
+    return reprlib.repr(value)
+
+
+# -- arguments ------------------------------------------------------------------------------
+
+
+def stored_arguments(
+    arguments: Any, before: Structure, inputs: Sequence[torch.Tensor]
+) -> list[StoredValue]:
+    """Return the contents of the lists and dicts among the arguments that a call has changed.
+    `before` is the structure of the arguments, whose tensors were `inputs`."""
+    leaves, now = flatten(arguments, "an argument that the forward has changed: ")
+    places: list[tuple[str | int, ...]] = []
+    _add_changed_places(now, before, (leaves, inputs), (), places)
+    return [StoredValue("argument", p, _at(arguments, p), True) for p in places]
+
+
+def _add_changed_places(
+    now: Structure,
+    before: Structure,
+    tensors: tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]],
+    place: tuple[str | int, ...],
+    places: list[tuple[str | int, ...]],
+) -> bool:
+    """Add the places of the containers whose own items have changed. Return True if this value is
+    not the one before: then the container that it is in has changed."""
+    if (now.kind, now.type) != (before.kind, before.type):
+        return True
+    if now.kind == "leaf":
+        return tensors[0][now.leaf] is not tensors[1][before.leaf]
+    if now.kind == "value":
+        return now != before
+    keys, keys_before = (s.keys or tuple(range(len(s.children))) for s in (now, before))
+    below: list[tuple[str | int, ...]] = []
+    is_changed = keys != keys_before
+    if not is_changed:
+        for key, child, child_before in zip(keys, now.children, before.children, strict=True):
+            is_changed |= _add_changed_places(child, child_before, tensors, (*place, key), below)
+    if not is_changed:
+        places += below
+    elif now.kind not in ("tuple", "namedtuple"):
+        places.append(place)
+        return False
+    return is_changed
+
+
+def _at(arguments: Any, place: Iterable[str | int]) -> Any:
+    value = arguments
+    for step in place:
+        value = value_at(value, step)
+    return value
+
+
+# -- further outputs ------------------------------------------------------------------------
+
+
+def input_leaves_marked(
+    structure: Structure, tensors: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
+) -> Structure:
+    """Return the structure of a stored value in which tensors that are inputs of the step are
+    leaves of the kind "input"."""
+    number_of = {id(tensor): number for number, tensor in enumerate(inputs)}
+
+    def marked(leaf: int) -> Structure:
+        number = number_of.get(id(tensors[leaf]))
+        kind, number = ("leaf", leaf) if number is None else ("input", number)
+        return Structure(kind=kind, leaf=number)  # type: ignore[arg-type]
+
+    return structure.with_leaves(marked)

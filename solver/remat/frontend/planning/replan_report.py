@@ -1,0 +1,89 @@
+"""Reports of new plans: what differs from the calls that were planned before.
+
+A number that changes in each step costs a capture in each step, and the plans look alike. So the
+third capture for another value of the same argument or attribute is a warning, once.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter, OrderedDict
+from collections.abc import Mapping
+
+from remat.frontend.planning.plan_cache import EntryKey, PlanEntry
+from remat.frontend.runtime.guards import ACCUMULATION, CallSignature, changes_between
+from remat.plan import Plan
+
+logger = logging.getLogger("remat")
+
+_MAX_VALUES = 3
+"""The number of plans for different values of one argument or attribute that is worth a warning."""
+
+
+class ReplanReport:
+    """Logs the new plans of one planner."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+
+    def log(
+        self,
+        plan: Plan,
+        signature: CallSignature,
+        entries: OrderedDict[EntryKey, PlanEntry],
+        timings_s: Mapping[str, float],
+        *,
+        is_reused: bool,
+    ) -> None:
+        """Log a new plan. `entries` are those of the plan cache before it, the latest last."""
+        phases = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in timings_s.items())
+        is_accumulating = signature.accumulates_gradients
+        purpose = " for gradient accumulation" if is_accumulating else ""
+        if not entries:
+            logger.info("planned%s: %r (%s)", purpose, plan, phases)
+            return
+        changes = min((changes_between(k.signature, signature) for k in entries), key=len)
+        value = self._changed_value(signature, entries) if changes in ([], ["inputs"]) else ""
+        if ACCUMULATION in changes:
+            purpose = ""
+        changed = value or " and ".join(changes or ["inputs"])
+        if value:
+            name = value.split(" is ")[0]
+            self._counts[name] += 1
+            if self._counts[name] == _MAX_VALUES:
+                logger.warning(
+                    "%s: the step was captured for each of its last %d values, which took %.2f s "
+                    "this time. If it changes in each step, pass it as a tensor (an argument, or a "
+                    "buffer of the module): a tensor is an input of the plan",
+                    value,
+                    _MAX_VALUES + 1,
+                    sum(timings_s.values()),
+                )
+        if is_reused:
+            strategy = plan.stats["strategy"]
+            logger.info("%s changed%s: %r by %s (%s)", changed, purpose, plan, strategy, phases)
+        else:
+            logger.warning("%s changed: replanned%s: %r (%s)", changed, purpose, plan, phases)
+
+    def _changed_value(
+        self, signature: CallSignature, entries: OrderedDict[EntryKey, PlanEntry]
+    ) -> str:
+        """Return which Python value is another one than for the latest plan of such calls, as text:
+        "tau is 0.9 instead of 1.0"; "" if it is none, or several."""
+        for key in reversed(entries):
+            if key.signature == signature:
+                return entries[key].guards.difference()
+            if key.signature._replace(structure=signature.structure) == signature:
+                values = list(signature.structure.changed_values(key.signature.structure))
+                path, before, now = values[0]
+                if len(values) == 1 and before != now:
+                    return f"the argument {_argument(path)} is {now} instead of {before}"
+                return ""
+        return ""
+
+
+def _argument(path: tuple[str | int, ...]) -> str:
+    """Return an argument as text. The path begins in the pair of positional and keyword
+    arguments."""
+    text = f"args[{path[1]}]" if path[0] == 0 else str(path[1])
+    return text + "".join(f"[{step!r}]" for step in path[2:])

@@ -1,0 +1,105 @@
+"""`StoreWriter`: leaves a step's values where the model's own forward would leave them.
+
+See `remat.frontend.capture.model.stores`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import MutableMapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from remat.documents.program import Program
+from remat.documents.records import Store
+from remat.documents.structure import Structure
+from remat.errors import DocumentError, GuardError
+from remat.frontend.capture.model.python_state import path_label
+from remat.frontend.common.pytree import unflattener
+
+_OWN_ATTRIBUTES = frozenset(nn.Module().__dict__) - {"training"}
+"""Attributes that every module needs: no program sets them."""
+
+
+class StoreWriter:
+    """Writes the stored values of a program's calls into one model and the calls' arguments."""
+
+    def __init__(self, program: Program, model: nn.Module) -> None:
+        self._model = model
+        self._stores = [
+            (store, unflattener(_with_inputs_after(store.value, len(program.outputs))))
+            for store in program.stores
+        ]
+        for store in program.stores:
+            _check(store, model)
+
+    def write(
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], arguments: Any
+    ) -> None:
+        """Store the values of one call with these `outputs`. `inputs` are the tensors in its
+        `arguments`, which are the pair of positional and keyword arguments."""
+        leaves = [*outputs, *inputs] if self._stores else ()
+        for store, build in self._stores:
+            root = arguments
+            steps = store.place
+            if store.kind == "attribute":
+                root, steps = self._model.get_submodule(str(steps[0])), steps[1:]
+            try:
+                _write(root, steps, build(leaves), store.is_content)
+            except (LookupError, AttributeError, TypeError) as error:
+                raise GuardError(
+                    f"the step stores a value in {path_label(store.place)}, which is not there any "
+                    f"more ({error}); replan the model"
+                ) from error
+
+
+def _with_inputs_after(value: Structure, output_count: int) -> Structure:
+    """Return the structure with input number i as leaf number `output_count` + i."""
+    if value.kind == "input":
+        return Structure(kind="leaf", leaf=output_count + value.leaf)
+    children = tuple(_with_inputs_after(child, output_count) for child in value.children)
+    return value.model_copy(update={"children": children})
+
+
+def _check(store: Store, model: nn.Module) -> None:
+    """Raise `DocumentError` for a store that would replace what makes the model work."""
+    if store.kind != "attribute" or store.is_content:
+        return
+    name = str(store.place[-1])
+    module = model.get_submodule(str(store.place[0]))
+    is_method = len(store.place) == 2 and callable(getattr(type(module), name, None))
+    if is_method or name in _OWN_ATTRIBUTES:
+        raise DocumentError(f"a program must not set {path_label(store.place)} of a model")
+
+
+def _write(root: Any, steps: Sequence[str | int], value: Any, is_content: bool) -> None:
+    owner = root
+    for step in steps if is_content else steps[:-1]:
+        owner = owner[step] if _has_items(owner) else getattr(owner, str(step))
+    if is_content:
+        _set_content(owner, value)
+    elif _has_items(owner):
+        owner[steps[-1]] = value
+    else:
+        vars(owner)[steps[-1]] = value
+
+
+def _has_items(owner: Any) -> bool:
+    return isinstance(owner, (list, tuple, deque, MutableMapping))
+
+
+def _set_content(owner: Any, value: Any) -> None:
+    """Give a container the content of another one."""
+    if isinstance(owner, list):
+        owner[:] = value
+    elif isinstance(owner, deque):
+        owner.clear()
+        owner.extend(value)
+    elif isinstance(owner, MutableMapping):
+        owner.clear()
+        owner.update(value)
+    else:
+        for name, item in vars(value).items():
+            object.__setattr__(owner, name, item)
