@@ -51,6 +51,9 @@ WAITING_S_STAT = "waiting_s"
 """Key of `PlanData.stats`: the seconds that the step waits for copies, a part of its time. All
 other copies are hidden."""
 
+IN_FLIGHT_STAT = "in_flight"
+"""Key of `PlanData.stats`: the number of calls of the model that run before a backward."""
+
 NOT_SPLIT_STAT = "not_split"
 """Statistic of a plan: why the operations around the logits are not split, where that was allowed.
 It begins with the path of their module."""

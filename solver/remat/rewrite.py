@@ -125,8 +125,7 @@ class _ProgramWriter:
             else:
                 self._write_run(node, op, run in self._overwriting_runs)
         self.gradients = tuple(
-            Gradient(placeholder=g.placeholder, name=self._gradient_name(g))
-            for g in self.trace.gradients
+            g.model_copy(update={"name": self._gradient_name(g)}) for g in self.trace.gradients
         )
         self._drop_unread()
 

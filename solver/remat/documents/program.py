@@ -94,6 +94,14 @@ class Program(Document):
         yield "saved", len(self.saved)
         yield "predicted_peak", format_bytes(self.predicted_peak_bytes)
 
+    def output_label(self, number: int) -> str:
+        """Return an output as text for messages: "the output 'loss'"."""
+        for store in self.stores:
+            if self.outputs[number].is_stored and number in store.value.leaves():
+                place = ".".join(str(step) for step in store.place if step != "")
+                return f"the stored {place!r}"
+        return f"the output {self.result.path_of(number)!r}"
+
     @model_validator(mode="after")
     def _check(self) -> Self:
         kinds = {p.name: p.kind for p in self.placeholders}

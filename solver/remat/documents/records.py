@@ -148,10 +148,13 @@ class Store(Record):
 
 
 class Gradient(Record):
-    """The gradient of a placeholder. `name` is the tensor that contains it."""
+    """The gradient of a placeholder. `name` is the tensor that contains it. `sources` are indices
+    of the outputs that depend on the placeholder: if no gradient comes from any of them, the
+    placeholder gets none. Empty if unknown, as in documents of earlier versions."""
 
     placeholder: Identifier
     name: Identifier
+    sources: tuple[Natural, ...] = ()
 
 
 class SplitRecord(Record):

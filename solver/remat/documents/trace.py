@@ -82,6 +82,11 @@ class Trace(Document):
     `remat.documents.memory_reuse`. Traces of earlier versions do not."""
     library_bytes: Size = 0
     """Bytes that libraries allocate on the device for the whole step (cuBLAS workspaces)."""
+    external_bytes: Size = 0
+    """Bytes that other calls of the model hold during the whole step: those whose forward has run
+    and whose backward has not."""
+    boundary_bytes: Size = 0
+    """Bytes that must be free when the forward has ended."""
     splits: tuple[SplitRecord, ...] = ()
     """The groups of operations that were split into pieces, in the order in which they were."""
     unsplit: BaselineRecord | None = None
@@ -234,6 +239,7 @@ def _build_graph(trace: Trace) -> Graph:
                     inputs=tuple(sorted(dropped)),
                     outputs=produced,
                     cost_s=0.0,
+                    workspace_bytes=trace.boundary_bytes,
                     backward=True,
                     recomputable=False,
                 )
@@ -267,7 +273,7 @@ def _build_graph(trace: Trace) -> Graph:
         if node.target == OFFLOAD_TARGET:
             sender_of[node.results[0].name] = len(operations) - 1
     constant_bytes = sum(trace.allocated_bytes(s) for s in constants)
-    constant_bytes += trace.library_bytes
+    constant_bytes += trace.library_bytes + trace.external_bytes
     if trace.accumulates_gradients:
         constant_bytes += accumulated_gradient_bytes(trace)
     unsplit = trace.unsplit

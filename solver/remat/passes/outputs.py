@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from math import prod
 
-from remat.documents.records import Node, Output
+from remat.documents.records import Gradient, Node, Output
 from remat.documents.trace import Trace
 from remat.errors import no_loss_returned
 from remat.limits.outputs import OUTPUTS_LOSS, are_dropped
@@ -81,11 +82,17 @@ def _without_other_outputs(trace: Trace) -> Trace:
     return trace.replace(
         nodes=tuple(reversed(nodes)),
         outputs=returned,
+        gradients=tuple(_with_renumbered_sources(g, dropped) for g in trace.gradients),
         result=trace.result.without_leaves(dropped),
         stores=tuple(
             s.model_copy(update={"value": s.value.without_leaves(dropped)}) for s in trace.stores
         ),
     )
+
+
+def _with_renumbered_sources(gradient: Gradient, dropped: Collection[int]) -> Gradient:
+    sources = [n - sum(d < n for d in dropped) for n in gradient.sources if n not in dropped]
+    return gradient.model_copy(update={"sources": tuple(sources)})
 
 
 def _is_returned(trace: Trace, output: Output) -> bool:

@@ -63,7 +63,7 @@ def _unnamed_records(trace: Trace) -> Iterator[object]:
     for o in trace.outputs:
         yield number_name(o.name), o.differentiable, o.tangent and number_name(o.tangent)
     for g in trace.gradients:
-        yield number_name(g.placeholder), number_name(g.name)
+        yield number_name(g.placeholder), number_name(g.name), g.sources
     named_fields = {"placeholders", "nodes", "outputs", "gradients"}
     yield [getattr(trace, field) for field in type(trace).model_fields if field not in named_fields]
 

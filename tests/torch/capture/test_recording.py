@@ -313,8 +313,8 @@ def test_a_parameter_that_is_a_buffer_too_is_captured() -> None:
 
 def comparable(trace: remat.Trace) -> remat.Trace:
     """Return the trace without `detach`, of which torch's capture has more; without arguments that
-    are None as by default, which it leaves out; and without paths of modules, which it does not
-    record."""
+    are None as by default, which it leaves out; and without paths of modules and the outputs that a
+    gradient comes from, which it does not record."""
     detached = {n.name: n for n in trace.nodes if n.target == _DETACH}
 
     def origin(name: str) -> str:
@@ -343,6 +343,7 @@ def comparable(trace: remat.Trace) -> remat.Trace:
             "outputs": tuple(
                 output.model_copy(update={"name": origin(output.name)}) for output in trace.outputs
             ),
+            "gradients": tuple(g.model_copy(update={"sources": ()}) for g in trace.gradients),
         }
     )
 
@@ -382,6 +383,7 @@ def exported_joint_graph(flat_model: FlatModel, leaves: Sequence[torch.Tensor]) 
             for node, desc in results
             if isinstance(desc, d.GradAOTOutput)
         ],
+        sources=[frozenset() for _, desc in results if isinstance(desc, d.GradAOTOutput)],
     )
 
 

@@ -22,7 +22,7 @@ from remat.costs.link import Link
 from remat.costs.roofline import Roofline
 from remat.errors import InfeasibleBudget, TraceError, similar_names_hint
 from remat.frontend.api.nested_plans import FORWARD_ATTRIBUTE, check_no_planned_submodule
-from remat.frontend.api.optimize import optimize_options
+from remat.frontend.api.optimize import check_in_flight, optimize_options
 from remat.frontend.blocks.fsdp2 import check_unsharded, is_sharded, local_tensor
 from remat.frontend.blocks.planner import AUTO, BLOCKS, MODEL, SCOPES, ScopedPlanner
 from remat.frontend.capture.trace import check_differentiable, normalise_inputs
@@ -33,6 +33,7 @@ from remat.frontend.planning.planner import Planner
 from remat.frontend.runtime.autograd_function import exclude_from_compile
 from remat.frontend.runtime.guards import CallSignature, ModelCall, ModelTracker
 from remat.frontend.runtime.module import RematModule, StepDispatcher
+from remat.frontend.runtime.unplanned_calls import has_lazy_parameters
 from remat.limits.budget import Budget, is_auto, missing_percent_sign_hint
 from remat.limits.offload import OFFLOAD_OFF, is_offload_allowed
 from remat.limits.pieces import SPLIT_AUTO, pieces_to_try
@@ -45,9 +46,12 @@ logger = logging.getLogger("remat")
 
 Model = TypeVar("Model", bound=nn.Module)
 
+_SCRIPTABLE_ATTRIBUTE = "__prepare_scriptable__"
+"""The name of the method that torch.jit.script calls to get the module to compile."""
+
 
 class EnableOptions(TypedDict, total=False):
-    """The options of `enable`: those of `remat.optimize`, `scope` and `in_flight`."""
+    """The options of `enable`: those of `remat.optimize`, and `scope`."""
 
     strategy: Strategy | None
     costs: str | Roofline | None
@@ -81,13 +85,14 @@ def enable(
     before, outside of the plan. Copies, pickles and `torch.save` keep the model enabled, with its
     plans.
 
-    `**options` are those of `remat.optimize`, `scope` and `in_flight`. `scope` is "model" for a
+    `**options` are those of `remat.optimize`, and `scope`: it is "model" for a
     plan of the whole model; "blocks" for plans of its repeated blocks, which share the budget; or
     "auto" (the default): the whole model if it can be captured, else its blocks, with the rest in
-    eager mode and a warning with a table. `in_flight` (only with "blocks") is the number of batches
-    whose forward runs before the backward of the first, as in pipeline parallelism: with 1F1B it is
-    the number of stages from this one on. `split` applies to plans of the whole model: operations
-    of blocks stay whole.
+    eager mode and a warning with a table. `in_flight` is the number of calls whose forward runs
+    before the backward of the first, as for a triplet loss or the discriminator of a GAN; in
+    pipeline parallelism with 1F1B it is the number of stages from this one on. A step that has
+    more calls is noticed, and the next one is planned for them. `split` applies to plans of the
+    whole model: operations of blocks stay whole.
 
     Raises `TraceError` if the model is enabled, optimised or compiled already, `InfeasibleBudget`
     if its parameters alone do not fit, and the errors of `remat.optimize`.
@@ -105,6 +110,7 @@ def enable(
         check_differentiable(model, args, kwargs)
         planner.step_for(ModelTracker(model), ModelCall.of(args, kwargs, "the example inputs "))
     model.__dict__[FORWARD_ATTRIBUTE] = model.__dict__["forward"] = forward
+    model.__dict__[_SCRIPTABLE_ATTRIBUTE] = forward.scriptable_model
     return model
 
 
@@ -117,6 +123,7 @@ def disable(model: Model) -> Model:
         if planned.instance_forward is not None:
             model.__dict__["forward"] = planned.instance_forward
     del model.__dict__[FORWARD_ATTRIBUTE]
+    model.__dict__.pop(_SCRIPTABLE_ATTRIBUTE, None)
     return model
 
 
@@ -129,6 +136,12 @@ def plans(model: nn.Module) -> list[Plan | BlocksPlan]:
     """Return the plans of an enabled model; the one that ran last is at the end. Each is a `Plan`
     of the whole model, or a `BlocksPlan`. Raises `TraceError` if remat is not enabled."""
     return [entry.plan for entry in _planned_forward(model).planner.entries]
+
+
+_FUNCTION_ATTRIBUTES = frozenset(
+    {"__annotations__", "__closure__", "__code__", "__defaults__", "__func__", "__globals__"}
+    | {"__kwdefaults__", "__name__", "__qualname__", "__self__"}
+)
 
 
 class PlannedForward:
@@ -157,11 +170,32 @@ class PlannedForward:
         return inspect.signature(self.original_forward)
 
     @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        return self.original_forward
+
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the original forward, such as `__code__`, for code that reads
+        functions: torch.export, torch.jit, inspect."""
+        if name in _FUNCTION_ATTRIBUTES:
+            return getattr(self.original_forward, name)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    @property
     def original_forward(self) -> Callable[..., Any]:
         """The forward that the model had before it was enabled."""
         if self.instance_forward is not None:
             return self.instance_forward
         return MethodType(type(self.model).forward, self.model)
+
+    def scriptable_model(self) -> nn.Module:
+        """Return a module with the model's tensors and submodules that is not enabled, for
+        torch.jit.script."""
+        scriptable = copy.copy(self.model)
+        for name in ("forward", FORWARD_ATTRIBUTE, _SCRIPTABLE_ATTRIBUTE):
+            scriptable.__dict__.pop(name, None)
+        if self.instance_forward is not None:
+            scriptable.__dict__["forward"] = self.instance_forward
+        return scriptable
 
     @property
     def planner(self) -> Planner:
@@ -271,7 +305,7 @@ def check_options(budget: int | str, options: EnableOptions) -> None:
         raise TypeError(f"there is no option {unknown[0]!r}{near}; there are {names}")
     scope = options.get("scope", AUTO)
     _check_scope(scope)
-    _check_in_flight(options.get("in_flight", 1), scope)
+    check_in_flight(options.get("in_flight", 1))
     _check_split(options.get("split", SPLIT_AUTO), scope)
     is_offload_allowed(options.get("offload", OFFLOAD_OFF))
     if not is_auto(budget):
@@ -287,16 +321,6 @@ def _check_scope(scope: object) -> None:
         )
 
 
-def _check_in_flight(in_flight: object, scope: str) -> None:
-    if isinstance(in_flight, bool) or not isinstance(in_flight, int) or in_flight < 1:
-        raise ValueError(f"in_flight is {in_flight!r}; it is a number of batches, 1 or more")
-    if in_flight > 1 and scope != BLOCKS:
-        raise ValueError(
-            f"in_flight={in_flight} needs scope={BLOCKS!r}: only a plan of blocks counts what "
-            "each block saves once for each batch in flight"
-        )
-
-
 def _check_split(split: object, scope: str) -> None:
     if pieces_to_try(split) and split != SPLIT_AUTO and scope == BLOCKS:
         raise ValueError(
@@ -309,7 +333,7 @@ def _check_parameters_fit(model: nn.Module, budget: int | str) -> None:
     """Raise `InfeasibleBudget` if a budget in bytes is less than parameters, gradients and buffers
     use."""
     budget_bytes = None if is_auto(budget) else Budget.parse(budget).size_bytes
-    if budget_bytes is None:
+    if budget_bytes is None or has_lazy_parameters(model):
         return
     model_bytes = sum(local_tensor(t).nbytes for t in (*model.parameters(), *model.buffers()))
     model_bytes += sum(local_tensor(p).nbytes for p in model.parameters() if p.requires_grad)

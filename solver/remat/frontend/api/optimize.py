@@ -52,6 +52,7 @@ def optimize(
     host_budget: int | str | None = None,
     link: Link | None = None,
     loss: Criterion | None = None,
+    in_flight: int = 1,
 ) -> RematModule:
     """Return the model with a training step whose peak memory is at most `budget`.
 
@@ -79,6 +80,10 @@ def optimize(
     ("16GiB") of them are there at once, by default a half of what is free. `link` has the bandwidth
     of the copies, which is measured by default. Other keyword arguments are those of `remat.solve`
     and `remat.measure`.
+
+    `in_flight` is the number of calls whose forward runs before the backward of the first, as for a
+    triplet loss or the discriminator of a GAN: what each of them saves is part of the peak. A step
+    that has more calls is noticed, and the next one is planned for them.
 
     `loss` is the criterion of a training loop that computes the loss outside of the model, such as
     `torch.nn.CrossEntropyLoss()`. The result then computes `loss(model(*inputs), target)`: its
@@ -116,6 +121,7 @@ def optimize(
             offload=offload,
             host_budget=host_budget,
             link=link,
+            in_flight=in_flight,
         )
     )
     if example_inputs is None and example_kwargs is None:
@@ -138,10 +144,12 @@ def optimize_options(
     split: str | int = SPLIT_AUTO,
     offload: str = OFFLOAD_OFF,
     host_budget: int | str | None = None,
+    in_flight: int = 1,
     **others: Any,
 ) -> OptimizeOptions:
     """Return the options of `optimize` as data. Raises at once for an invalid budget, reserve,
-    `outputs`, `split`, `offload` or `host_budget`."""
+    `outputs`, `split`, `offload`, `host_budget` or `in_flight`."""
+    check_in_flight(in_flight)
     are_dropped(outputs)  # raises for an unknown value
     pieces_to_try(split)  # likewise
     has_host_options = parse_host_budget(host_budget) is not None or others.get("link") is not None
@@ -174,5 +182,12 @@ def optimize_options(
         split=split,
         offload=offload,
         host_budget=host_budget,
+        in_flight=in_flight,
         **others,
     )
+
+
+def check_in_flight(in_flight: object) -> None:
+    """Raise ValueError unless this is a number of calls."""
+    if isinstance(in_flight, bool) or not isinstance(in_flight, int) or in_flight < 1:
+        raise ValueError(f"in_flight is {in_flight!r}; it is a number of calls, 1 or more")

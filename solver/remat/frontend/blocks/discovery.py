@@ -26,7 +26,8 @@ class Submodule:
 
 def repeated_blocks(model: nn.Module) -> list[Submodule]:
     """Return the model's repeated blocks: the outermost submodules with parameters that share a
-    container (such as `nn.ModuleList`) with others of the same class."""
+    container (such as `nn.ModuleList`) with others of the same class. Single layers of torch are no
+    blocks: the container around them is planned as a whole."""
     return list(_without_duplicates(_repeated_below("", model)))
 
 
@@ -44,7 +45,7 @@ def children_with_parameters(submodule: Submodule) -> list[Submodule]:
 
 def _repeated_below(path: str, module: nn.Module) -> Iterator[Submodule]:
     if isinstance(module, _CONTAINERS):
-        counts = Counter(type(child) for child in module.children() if _has_parameters(child))
+        counts = Counter(type(child) for child in module.children() if _is_block(child))
         repeated_classes = {cls for cls, count in counts.items() if count > 1}
     else:
         repeated_classes = set[type]()
@@ -67,6 +68,11 @@ def _without_duplicates(submodules: Iterable[Submodule]) -> Iterator[Submodule]:
         if id(submodule.module) not in seen:
             seen.add(id(submodule.module))
             yield submodule
+
+
+def _is_block(module: nn.Module) -> bool:
+    is_layer = type(module).__module__.startswith("torch.") and not [*module.children()]
+    return _has_parameters(module) and not is_layer
 
 
 def _has_parameters(module: nn.Module) -> bool:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -22,8 +22,7 @@ from remat.frontend.capture.model.attribute_guards import AttributeGuards
 from remat.frontend.planning.plan_cache import PlanEntry
 from remat.frontend.planning.planner import Planner
 from remat.frontend.planning.schedule_reuse import BlockScheduleCache
-from remat.frontend.runtime.guards import CallSignature, ModelCall, ModelTracker
-from remat.frontend.runtime.module import PlannedStep
+from remat.frontend.runtime.guards import CallSignature, ModelCall
 from remat.limits.outputs import OUTPUTS_LOSS, differentiated_with
 
 logger = logging.getLogger("remat")
@@ -66,6 +65,19 @@ def _errors_explained(not_whole_reason: str, remedy: str) -> Iterator[None]:
         raise InfeasibleBudget(text, min_feasible_bytes=error.min_feasible_bytes) from error
 
 
+@contextmanager
+def _gradients_allocated(model: nn.Module) -> Iterator[None]:
+    """Within the context, parameters without a gradient have one of zeros."""
+    without = [p for p in model.parameters() if p.requires_grad and p.grad is None]
+    for parameter in without:
+        parameter.grad = torch.zeros_like(parameter)
+    try:
+        yield
+    finally:
+        for parameter in without:
+            parameter.grad = None
+
+
 @dataclass(frozen=True)
 class UnboundBlocksEntry:
     """An entry of the plan cache for a step that is planned block by block, without its model.
@@ -94,18 +106,6 @@ class UnboundBlocksEntry:
 
 class ScopedPlanner(Planner):
     """Plans the model as a whole or its blocks separately, as `options.scope` says."""
-
-    def step_for(self, tracker: ModelTracker, call: ModelCall) -> PlannedStep:
-        """Return the planned step for a call.
-
-        With several batches in flight, gradients of zeros are allocated before the first one, so
-        that all batches accumulate and share one plan.
-        """
-        if self.options.in_flight > 1:
-            for parameter in tracker.model.parameters():
-                if parameter.requires_grad and parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
-        return super().step_for(tracker, call)
 
     @cached_property
     def _schedule_cache(self) -> BlockScheduleCache:
@@ -153,12 +153,15 @@ class ScopedPlanner(Planner):
         """Plan with the schedules of other sizes; without them if none of these fits."""
         floor_bytes = self._budget_floor_bytes()
         cache = self._schedule_cache
-        if cache.is_empty:
-            return plan_blocks(model, call, self.options, not_whole_reason, cache, floor_bytes)
-        try:
-            return plan_blocks(model, call, self.options, not_whole_reason, cache, floor_bytes)
-        except InfeasibleBudget:
-            return plan_blocks(model, call, self.options, not_whole_reason, None, floor_bytes)
+        options = replace(self.options, in_flight=self._in_flight)
+        # With several calls in flight, all of them accumulate, and share one plan.
+        with _gradients_allocated(model) if self._in_flight > 1 else nullcontext():
+            if cache.is_empty:
+                return plan_blocks(model, call, options, not_whole_reason, cache, floor_bytes)
+            try:
+                return plan_blocks(model, call, options, not_whole_reason, cache, floor_bytes)
+            except InfeasibleBudget:
+                return plan_blocks(model, call, options, not_whole_reason, None, floor_bytes)
 
     def _budget_floor_bytes(self) -> int:
         """Return the bytes that any step may use: for a percentage or "min", the budget of the

@@ -192,6 +192,9 @@ class _BoundBlock:
         if self._tracker.refresh():
             self._programs.clear()
         signature = call_signature(self._tracker, call.structure, call.leaves)
+        assert planned.signature is not None
+        if planned.signature.accumulates_gradients:  # its program does so if there are any
+            signature = signature._replace(accumulates_gradients=True)
         is_as_planned = signature == planned.signature and self._guards[planned.guards].hold()
         return call if is_as_planned else None
 

@@ -172,6 +172,12 @@ def _error_message(model: nn.Module, error: Exception) -> str:
             "the model loops over the experts that have tokens. "
             'model.set_experts_implementation("grouped_mm") computes the same with fixed shapes'
         )
+    elif _is_data_dependent(error) and (sparse := _sparse_embeddings(model)):
+        cause = f"the gradient of {sparse[0] or type(model).__name__} is sparse (sparse=True)"
+        remedy = (
+            "a plan has dense tensors: make it dense (module.sparse = False), or plan the modules "
+            'around it: remat.enable(model, budget, scope="blocks")'
+        )
     elif _is_data_dependent(error):
         remedy = (
             "a branch, index or shape depends on tensor values. Decide it before the step and pass "
@@ -210,6 +216,12 @@ def _loops_over_experts(model: nn.Module) -> bool:
     experts = (m for m in model.modules() if hasattr(m, "_is_expert_parallel"))
     configs = (getattr(m, "config", None) for m in experts)
     return any(getattr(c, "_experts_implementation", None) == "eager" for c in configs)
+
+
+def _sparse_embeddings(model: nn.Module) -> list[str]:
+    """Return the paths of the embeddings whose gradients are sparse."""
+    embeddings = nn.Embedding, nn.EmbeddingBag
+    return [n for n, m in model.named_modules() if isinstance(m, embeddings) and m.sparse]
 
 
 def _model_line(error: Exception) -> str:

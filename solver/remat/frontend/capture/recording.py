@@ -89,6 +89,7 @@ class _StepRecording:
                 outputs = self._flat_model(*arguments)
             writes = self._writes()
             self._check_no_backward_called()
+            sources = self._sources(outputs, list(differentiable.values()))
             gradients = self._backward(outputs, list(differentiable.values()))
         if written := [node for node, _ in set(self._writes()) - set(writes)]:
             key = {node: key for key, node in self._recorder.inputs.items()}[written[0]]
@@ -109,11 +110,33 @@ class _StepRecording:
                 for key, gradient in zip(differentiable, gradients, strict=True)
                 if gradient is not None
             ),
+            sources=tuple(
+                outputs
+                for outputs, gradient in zip(sources, gradients, strict=True)
+                if gradient is not None
+            ),
         )
         pairs = (*joint.writes, *joint.gradients)
         joint.graph.output((*joint.outputs, *(value for _, value in pairs)))
         joint.graph.eliminate_dead_code()
         return joint
+
+    def _sources(
+        self, outputs: Sequence[Tensor], differentiable: Sequence[Tensor]
+    ) -> list[frozenset[int]]:
+        """Return for each of these inputs the indices of the differentiated outputs whose backward
+        reaches it."""
+        is_differentiated = self._flat_model.output_info.differentiated
+        with torch.enable_grad():
+            leaves = [torch.autograd.graph.get_gradient_edge(t).node for t in differentiable]
+        reached: list[set[Any]] = [
+            _nodes_below(output) if is_selected else set()
+            for output, is_selected in zip(outputs, is_differentiated, strict=True)
+        ]
+        return [
+            frozenset(index for index, nodes in enumerate(reached) if leaf in nodes)
+            for leaf in leaves
+        ]
 
     def _backward(
         self, outputs: Sequence[Tensor], differentiable: Sequence[Tensor]
@@ -206,6 +229,18 @@ class _StepRecording:
             finally:
                 torch.set_autocast_cache_enabled(is_cache_enabled)
                 torch._disable_functionalization()
+
+
+def _nodes_below(output: Tensor) -> set[Any]:
+    """Return the nodes of autograd that the backward of an output reaches."""
+    nodes: set[Any] = set()
+    pending: list[Any] = [torch.autograd.graph.get_gradient_edge(output).node]
+    while pending:
+        node = pending.pop()
+        if node is not None and node not in nodes:
+            nodes.add(node)
+            pending += [following for following, _ in node.next_functions]
+    return nodes
 
 
 def _fake(fake_mode: FakeTensorMode, tensor: Tensor) -> Tensor:

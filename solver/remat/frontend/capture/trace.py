@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.nn.parameter import UninitializedParameter
 
 from remat.documents.structure import Structure
 from remat.documents.trace import Trace
@@ -196,7 +197,14 @@ def normalise_inputs(
 
 
 def check_differentiable(model: nn.Module, args: object, kwargs: object) -> None:
-    """Raise `TraceError` if no parameter and no input requires a gradient."""
+    """Raise `TraceError` if no parameter and no input requires a gradient, or if parameters do not
+    have their shapes yet."""
+    lazy = [name for name, p in model.named_parameters() if isinstance(p, UninitializedParameter)]
+    if lazy:
+        raise TraceError(
+            f"the parameter {lazy[0]} of {type(model).__name__} gets its shape in the first call "
+            "(a lazy module): call the model once with a batch before, under torch.no_grad()"
+        )
     leaves, _ = flatten((args, kwargs), "the example inputs ")
     if not any(t.requires_grad for t in (*model.parameters(), *leaves)):
         raise TraceError(

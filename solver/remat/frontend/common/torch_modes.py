@@ -12,7 +12,12 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import (
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+    _pop_mode,
+    _push_mode,
+)
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 """The dtypes of autocast by name."""
@@ -53,6 +58,34 @@ def isolated_modes(device: torch.device) -> Iterator[None]:
         _disable_current_modes(),
     ):
         yield
+
+
+@contextmanager
+def checkpoints_suspended() -> Iterator[None]:
+    """Within the context, the user's own checkpoint around a call does not see its operations: the
+    hooks for saved tensors, and the modes of selective checkpointing, are taken off."""
+    autograd: Any = torch._C._autograd  # type: ignore[attr-defined]
+    hooks: list[Any] = []
+    while (pair := autograd._top_saved_tensors_default_hooks(True)) is not None:
+        hooks.append(pair)
+        autograd._pop_saved_tensors_default_hooks()
+    modes = _get_current_dispatch_mode_stack()
+    is_checkpoint = [type(mode).__module__ == "torch.utils.checkpoint" for mode in modes]
+    first = is_checkpoint.index(True) if any(is_checkpoint) else len(modes)
+    for _ in modes[first:]:
+        _pop_mode()
+    others = [m for m, skip in zip(modes[first:], is_checkpoint[first:], strict=True) if not skip]
+    for mode in others:
+        _push_mode(mode)
+    try:
+        yield
+    finally:
+        for _ in others:
+            _pop_mode()
+        for mode in modes[first:]:
+            _push_mode(mode)
+        for pack, unpack in reversed(hooks):
+            autograd._push_saved_tensors_default_hooks(pack, unpack)
 
 
 @contextmanager

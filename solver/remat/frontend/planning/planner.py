@@ -13,10 +13,12 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 from torch import nn
 
+from remat.choice.in_flight import solve_in_flight
+from remat.choice.trace_plan import TracePlan
 from remat.documents.trace import Trace
 from remat.errors import GuardError, InfeasibleBudget, SolverTimeout
 from remat.frontend.common.garbage_collection import (
@@ -24,7 +26,9 @@ from remat.frontend.common.garbage_collection import (
     older_objects_not_collected,
 )
 from remat.frontend.common.operators import check_operations_allowed
+from remat.frontend.common.torch_modes import checkpoints_suspended
 from remat.frontend.memory.auto_budget import auto_limits
+from remat.frontend.memory.meter import unique_bytes
 from remat.frontend.memory.reserve import reserve_size
 from remat.frontend.planning.host_limits import prepare_host
 from remat.frontend.planning.optimize_options import MEASURED_BY_SERVICE, OptimizeOptions
@@ -33,6 +37,7 @@ from remat.frontend.planning.replan_report import ReplanReport
 from remat.frontend.planning.schedule_reuse import ScheduleReuse, superseded_keys
 from remat.frontend.planning.solving import PlanningResult, solve_trace, with_measured_costs
 from remat.frontend.planning.trace_cache import TraceCache
+from remat.frontend.runtime.calls_in_flight import CallsInFlight
 from remat.frontend.runtime.guards import (
     CallSignature,
     ModelCall,
@@ -64,6 +69,12 @@ _COLLECTION = {
 """How the garbage collector is restricted in a phase: not at all in those that run models."""
 
 
+def _derived_parameter_bytes(model: nn.Module) -> int:
+    """Return the bytes of parameters that are results of operations, as in `functional_call`: the
+    tensors that they come from have as many, and exist in addition to them."""
+    return unique_bytes(p for p in model.parameters() if p.grad_fn is not None)
+
+
 class PlanLimits(NamedTuple):
     """The memory limits of a plan; with the budget "auto", also the largest size in bytes of the
     segments that torch's allocator reserves."""
@@ -86,7 +97,10 @@ class Planner:
     def __post_init__(self) -> None:
         self.trace_cache = TraceCache(self.options)
         self._entry_count = 0
+        self._calls = CallsInFlight()
+        self._in_flight = self.options.in_flight
         self._report = ReplanReport()
+        self._has_warned = False
 
     def current_step(self) -> PlannedStep | None:
         """Return the step that ran or was planned last, None before the first."""
@@ -132,21 +146,46 @@ class Planner:
     def step_for(self, tracker: ModelTracker, call: ModelCall) -> PlannedStep:
         """Return the planned step for a call; plan it if the call's signature is new, or Python
         values that the planned steps have read are others now."""
+        self._count_calls(tracker.model)
         signature = call_signature(tracker, call.structure, call.leaves)
+        if self._in_flight > 1:  # the backward of a call adds to the gradients of the next
+            signature = signature._replace(accumulates_gradients=True)
         current = self._current
         if current is None or signature != self._current_signature or not current.guards.hold():
             current = self._entry_for(signature)
             if current is None:
-                current = self._plan(tracker.model, call, signature)
+                with checkpoints_suspended():
+                    current = self._plan(tracker.model, call, signature)
                 self._add(signature, current)
             self._current, self._current_signature = current, signature
         return current.step
+
+    def note_call(self, outputs: Any) -> None:
+        """Count a call of the model, which has returned these outputs, as in flight."""
+        self._calls.add(outputs)
+
+    def _count_calls(self, model: nn.Module) -> None:
+        """Plan for as many calls in flight as a step has had; warn in the first step that has more
+        than its plan is for."""
+        calls, name = self._calls, type(model).__name__
+        if calls.ended_in_a_row and calls.most > self._in_flight:
+            self._in_flight, self._current = calls.most, None
+            logger.info("%s is planned for %d calls before a backward", name, calls.most)
+        elif calls.pending >= self._in_flight and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "%s is called again before the backward of its last call, whose saved tensors stay "
+                "in memory: this step may exceed its budget by them. The next one is planned for "
+                "as many calls as this step has; pass in_flight= to plan for them from the start",
+                name,
+            )
 
     def _entry_for(self, signature: CallSignature) -> PlanEntry | None:
         """Return the entry for a signature and the model's present values, and move it to the end;
         None if there is none."""
         for key in reversed(self._entries):
-            if key.signature == signature and self._entries[key].guards.hold():
+            is_for_call = (key.signature, key.in_flight) == (signature, self._in_flight)
+            if is_for_call and self._entries[key].guards.hold():
                 self._entries.move_to_end(key)
                 return self._entries[key]
         return None
@@ -164,6 +203,8 @@ class Planner:
                 traced = with_gradient_accumulation(traced)
             if self.options.cuda_graphs:
                 traced = without_random_recomputation(traced)
+            if derived_bytes := _derived_parameter_bytes(model):
+                traced = traced.replace(external_bytes=derived_bytes)
         captured = traced
         traced, plan, program, is_reused = self._plan_trace(traced, accumulates_gradients)
         plan = self._with_option_stats(plan)
@@ -183,7 +224,7 @@ class Planner:
         plan_limits = self._plan_limits(traced)
         budget = plan_limits.limits.budget_after_reserve
         reuse = None
-        if not plan_limits.segments_bytes:
+        if not plan_limits.segments_bytes and self._in_flight == 1:
             reuse = ScheduleReuse.from_entries(traced, self._entries.values())
         if reuse is None:
             return self._solve(self._measure(traced), budget, plan_limits, accumulates_gradients)
@@ -227,9 +268,12 @@ class Planner:
         """Solve a trace within `budget`, in this process or by the service."""
         try:
             with self._timed("solve"), plan_limits.limits.infeasible_with_reserve():
-                return solve_trace(self.options, traced, budget, plan_limits.segments_bytes)
+                segments_bytes = plan_limits.segments_bytes
+                if self._in_flight == 1:
+                    return solve_trace(self.options, traced, budget, segments_bytes)
+                return self._solve_in_flight(traced, budget, segments_bytes)
         except InfeasibleBudget as error:
-            if not accumulates_gradients:
+            if not accumulates_gradients or self._in_flight > 1:
                 raise
             raise InfeasibleBudget(
                 f"{error} This call accumulates into gradients that are already there, which use "
@@ -237,6 +281,17 @@ class Planner:
                 "zero_grad(set_to_none=True) before the forward.",
                 min_feasible_bytes=error.min_feasible_bytes,
             ) from None
+
+    def _solve_in_flight(
+        self, traced: Trace, budget: Budget, segments_bytes: int | None
+    ) -> PlanningResult:
+        """Solve a trace of which several calls run before a backward."""
+
+        def solve(limited: Trace, part: Budget) -> TracePlan:
+            solved = solve_trace(self.options, limited, part, segments_bytes)
+            return TracePlan(solved.trace, solved.plan)
+
+        return PlanningResult(*solve_in_flight(traced, budget, self._in_flight, solve))
 
     def _with_option_stats(self, plan: Plan) -> Plan:
         """Return the plan with the options that its statistics record: reserve and CUDA graphs."""
@@ -262,7 +317,7 @@ class Planner:
             for superseded_key in superseded_keys(entry, self._entries):
                 del self._entries[superseded_key]
         self._entry_count += 1
-        self._entries[EntryKey(signature, self._entry_count)] = entry
+        self._entries[EntryKey(signature, self._in_flight, self._entry_count)] = entry
         solved = [key for key, entry in self._entries.items() if not entry.is_reused]
         if len(solved) > self.options.max_plans:
             del self._entries[solved[0]]

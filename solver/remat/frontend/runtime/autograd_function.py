@@ -6,6 +6,7 @@ it empties, and no other reference to them survives.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Container, Sequence
 from typing import Any, Protocol, TypeVar
 
@@ -15,6 +16,7 @@ from remat.documents.records import TensorMeta
 from remat.errors import GuardError
 from remat.frontend.capture.model.environment import autocast_disabled
 from remat.frontend.capture.reading.gradients import is_same_layout
+from remat.frontend.runtime.absent_tangents import zeros_like_meta
 from remat.frontend.runtime.gradient_accumulation import accumulation_target
 from remat.frontend.runtime.lower import LoweredProgram
 from remat.frontend.runtime.output_monitor import OutputReleaseMonitor
@@ -84,6 +86,7 @@ class _StepFunction(torch.autograd.Function):
         program = lowered.program
         outputs = tuple(map(_without_view, results[: len(program.outputs)]))
         ctx.output_refs = output_monitor.weak_refs(outputs)
+        ctx.outputs = [weakref.ref(output) for output in outputs]
         first_state = len(results) - len(program.rng_states)
         ctx.rng_states = results[first_state:]
         output_ids = {id(output) for output in outputs}
@@ -114,6 +117,7 @@ class _StepFunction(torch.autograd.Function):
             )
         lowered: LoweredProgram = ctx.lowered
         ctx.output_monitor.check_released(ctx.output_refs)
+        _check_observed(lowered, ctx.outputs, boxed_grads)
         tangents = _tangents(lowered, boxed_grads)
         boxed_grads.clear()
         del grads
@@ -122,15 +126,39 @@ class _StepFunction(torch.autograd.Function):
         if ctx.copies is not None:
             ctx.copies.restore(boxed)
         boxed += ctx.rng_states
-        boxed += tangents
+        first_tangent = len(boxed)
+        boxed += tangents.values()
+        absent = frozenset(name for name, tangent in tangents.items() if tangent is None)
         tangents.clear()
         boxed += lowered.constants
         boxed += map(accumulation_target, ctx.accumulated_parameters)
         with autocast_disabled():
-            computed = lowered.launch_backward(boxed)
+            computed = _launch_backward(lowered, boxed, first_tangent, absent)
         gradients = [None if i is None else computed[i] for i in lowered.gradient_of_input]
         computed.clear()
         return None, None, None, *gradients
+
+
+def _launch_backward(
+    lowered: LoweredProgram, boxed: list[Any], first_tangent: int, absent: frozenset[str]
+) -> list[torch.Tensor | None]:
+    """Run the backward and return the gradients; None for those that only absent tangents reach.
+    `boxed` are its inputs, the tangents from `first_tangent` on; it is emptied."""
+    if not absent:
+        return lowered.launch_backward(boxed)
+    if (launch := lowered.backward_without(absent, boxed)) is not None:
+        return launch(boxed)
+    for index, (name, meta) in enumerate(lowered.tangent_metas.items(), start=first_tangent):
+        if name in absent:
+            boxed[index] = zeros_like_meta(meta)
+    is_reached = lowered.has_gradient_without(absent)
+    first_target = len(boxed) - len(lowered.accumulated_inputs)
+    for number, index in enumerate(lowered.accumulated_inputs, start=first_target):
+        gradient = lowered.gradient_of_input[index]
+        if gradient is not None and not is_reached[gradient]:
+            boxed[number] = None  # its `.grad` stays as it is
+    computed = lowered.launch_backward(boxed)
+    return [g if reached else None for g, reached in zip(computed, is_reached, strict=True)]
 
 
 def _without_view(output: torch.Tensor) -> torch.Tensor:
@@ -147,13 +175,35 @@ def _detached_unless_output(tensor: torch.Tensor, output_ids: Container[int]) ->
     return tensor.detach() if tensor is not None and tensor._is_view() else tensor
 
 
-def _tangents(lowered: LoweredProgram, grads: list[torch.Tensor | None]) -> list[torch.Tensor]:
-    """Return the gradients of the outputs in the layout that the backward graph expects.
+def _check_observed(
+    lowered: LoweredProgram,
+    outputs: Sequence[weakref.ref[torch.Tensor]],
+    grads: Sequence[torch.Tensor | None],
+) -> None:
+    """Raise `GuardError` for an output without a gradient of its own whose gradient is observed: in
+    eager mode it may get one from the other outputs, if they are computed from it."""
+    for number, (ref, grad) in enumerate(zip(outputs, grads, strict=True)):
+        output = ref() if grad is None else None
+        if output is not None and (output.retains_grad or output._backward_hooks):
+            observer = "retain_grad()" if output.retains_grad else "register_hook()"
+            raise GuardError(
+                f"{observer} was called for {lowered.program.output_label(number)}, and its "
+                "gradient is not computed: a planned step has gradients of the outputs that the "
+                "loss is computed from, and no others. Compute the loss from this output, or run "
+                "this step with the original model"
+            )
+
+
+def _tangents(
+    lowered: LoweredProgram, grads: list[torch.Tensor | None]
+) -> dict[str, torch.Tensor | None]:
+    """Return the gradients of the outputs by the names of the tangents, in the layout that the
+    backward graph expects; None for an output that the loss does not use.
 
     Empties `grads`. Raises `GuardError` for the gradient of an output that is not differentiated.
     """
     program = lowered.program
-    tangents: list[torch.Tensor] = []
+    tangents: dict[str, torch.Tensor | None] = {}
     for index, output in enumerate(program.outputs):
         grad = grads[index]
         grads[index] = None
@@ -161,22 +211,22 @@ def _tangents(lowered: LoweredProgram, grads: list[torch.Tensor | None]) -> list
             if grad is not None:
                 path = program.result.path_of(index)
                 raise GuardError(
-                    f"a gradient arrived at the output {path!r}, but the plan differentiates other "
-                    f'outputs only. Pass differentiate={path!r}, or "all", to '
+                    f"a gradient arrived at {program.output_label(index)}, but the plan "
+                    f'differentiates other outputs only. Pass differentiate={path!r}, or "all", to '
                     "remat.enable or remat.optimize"
                 )
             continue
-        tangents.append(_with_planned_layout(grad, lowered.tangent_metas[output.tangent]))
+        tangent = None
+        if grad is not None:
+            tangent = _with_planned_layout(grad, lowered.tangent_metas[output.tangent])
+        tangents[output.tangent] = tangent
     return tangents
 
 
-def _with_planned_layout(grad: torch.Tensor | None, meta: TensorMeta) -> torch.Tensor:
-    """Return the gradient with the planned strides, in a storage of exactly its size: zeros for
-    None, a copy where the layout differs. Autograd ensures its shape and dtype."""
+def _with_planned_layout(grad: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
+    """Return the gradient with the planned strides, in a storage of exactly its size: a copy where
+    the layout differs. Autograd ensures its shape and dtype."""
     dtype = getattr(torch, meta.dtype)
-    if grad is None:
-        zeros = torch.empty_strided(meta.shape, meta.stride, dtype=dtype, device=meta.device)
-        return zeros.zero_()
     same_layout = is_same_layout(meta.shape, grad.stride(), meta.stride)
     if same_layout and grad.untyped_storage().nbytes() == grad.numel() * grad.element_size():
         return grad

@@ -22,21 +22,23 @@ register(ADD_INTO_TARGET, add_in_place)
 
 
 def accumulate_grad(parameter: torch.Tensor | None, gradient: torch.Tensor) -> torch.Tensor | None:
-    """Add `gradient` into `parameter.grad` and return None.
+    """Add `gradient` into `parameter.grad` and return None; without a `.grad`, the gradient becomes
+    it, so that the next call of the same step adds to it.
 
-    Returns the gradient instead where autograd must process it: `parameter` is None, has no `.grad`
-    of the same dtype, or has hooks.
+    Returns the gradient instead where autograd must process it: `parameter` is None, has a `.grad`
+    of another dtype, or has hooks.
     """
-    if parameter is None:
-        return gradient
-    existing = parameter.grad
     if (
-        existing is None
-        or existing.dtype != gradient.dtype
-        or existing.layout is not torch.strided
+        parameter is None
         or parameter._backward_hooks
         or getattr(parameter, "_post_accumulate_grad_hooks", None)
     ):
+        return gradient
+    existing = parameter.grad
+    if existing is None:
+        parameter.grad = gradient
+        return None
+    if existing.dtype != gradient.dtype or existing.layout is not torch.strided:
         return gradient
     existing.add_(gradient)
     return None

@@ -212,7 +212,7 @@ class ModelTracker:
     @property
     def has_gradients(self) -> bool:
         """True if any trainable parameter has a `.grad` already."""
-        return any(p.grad is not None for p in self.parameters if p.requires_grad)
+        return any(p.is_leaf and p.grad is not None for p in self.parameters if p.requires_grad)
 
 
 def call_signature(

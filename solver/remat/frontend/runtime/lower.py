@@ -7,9 +7,10 @@ when the Program was read, and no text of the document is executed except as tho
 from __future__ import annotations
 
 import base64
+import logging
 import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -33,12 +34,15 @@ from remat.frontend.common.operators import (
 )
 from remat.frontend.common.pytree import unflattener
 from remat.frontend.common.torch_modes import NEEDS_GRAD_MODE, run_with_grad_mode
+from remat.frontend.runtime.absent_tangents import graph_without_tangents
 from remat.frontend.runtime.gradient_accumulation import accumulate_grad
 from remat.frontend.runtime.launcher import Launcher, generate_launcher
 from remat.frontend.runtime.offload import arrive  # noqa: F401  # registers operations
 from remat.frontend.runtime.pieces import add  # noqa: F401  # registers remat's operations
 from remat.frontend.runtime.rng_state import generator_state, run_with_generator_state
 from remat.passes.device_placement import device_type, program_on_device
+
+log = logging.getLogger("remat")
 
 
 @dataclass(frozen=True)
@@ -66,6 +70,36 @@ class LoweredProgram:
     gradient_of_input: tuple[int | None, ...]
     tangent_metas: Mapping[str, TensorMeta]
     namespaces: frozenset[str]
+    _variants: dict[frozenset[str], Launcher | None] = field(default_factory=dict, repr=False)
+    """The backwards without some tangents, by the absent ones; None for one that needs zeros."""
+
+    def backward_without(self, absent: frozenset[str], inputs: Sequence[object]) -> Launcher | None:
+        """Return the function that runs the backward without the `absent` tangents. It takes the
+        inputs of `launch_backward`, with anything in their place. None if it cannot be had: then
+        pass zeros. `inputs` are those of the first such call."""
+        if absent not in self._variants:
+            try:
+                graph = graph_without_tangents(
+                    _backward_graph(self.program, self.namespaces),
+                    self.tangent_metas,
+                    absent,
+                    self.has_gradient_without(absent),
+                    inputs,
+                )
+            except NotImplementedError as error:
+                log.debug("the backward without %s takes zeros: %s", sorted(absent), error)
+                self._variants[absent] = None
+            else:
+                self._variants[absent] = generate_launcher(graph)
+        return self._variants[absent]
+
+    def has_gradient_without(self, absent: frozenset[str]) -> list[bool]:
+        """Return for each of the program's gradients if a tangent that is not absent reaches it."""
+        outputs = self.program.outputs
+        return [
+            not gradient.sources or any(outputs[n].tangent not in absent for n in gradient.sources)
+            for gradient in self.program.gradients
+        ]
 
     @cached_property
     def forward_graph(self) -> fx.GraphModule:

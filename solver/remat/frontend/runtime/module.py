@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
+import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -18,9 +19,10 @@ import torch
 from torch import fx, nn
 
 from remat.documents.program import Program
-from remat.errors import wrong_type
+from remat.errors import InfeasibleBudget, RematError, TraceError, one_line, wrong_type
 from remat.frontend.capture.model.compiled_modules import unwrap_compiled
 from remat.frontend.common.operators import NAMESPACES
+from remat.frontend.common.pytree import tensors_in
 from remat.frontend.runtime.autograd_function import exclude_from_compile, run_step
 from remat.frontend.runtime.guards import (
     CallSignature,
@@ -33,6 +35,7 @@ from remat.frontend.runtime.guards import (
 from remat.frontend.runtime.lower import LoweredProgram, lower_program, program_on_model_device
 from remat.frontend.runtime.output_monitor import OutputReleaseMonitor
 from remat.frontend.runtime.stores import StoreWriter
+from remat.frontend.runtime.unplanned_calls import CAPTURED, has_lazy_parameters, unplanned_reason
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -41,6 +44,8 @@ if TYPE_CHECKING:
 
     from remat.frontend.runtime.autograd_function import SavedTensorCopies
     from remat.plan import Plan
+
+logger = logging.getLogger("remat")
 
 
 class BoundProgram:
@@ -99,6 +104,10 @@ class StepProvider(Protocol):
         """Return the step that ran or was planned last, None before the first."""
         ...
 
+    def note_call(self, outputs: Any) -> None:
+        """Note that a call of the model has returned these outputs."""
+        ...
+
     def copy_for(self, model: nn.Module) -> StepProvider:
         """Return a provider of the same plans for a copy of the model."""
         ...
@@ -131,6 +140,9 @@ class FixedStepProvider:
         """Return the program."""
         return self._step
 
+    def note_call(self, outputs: Any) -> None:
+        """Do nothing: a fixed program is not replanned."""
+
     def rebind(self, model: nn.Module) -> None:
         """Bind the program to the model's current submodules, after some were replaced."""
         self._step = BoundProgram(self._step.lowered, model, self._step.plan)
@@ -156,7 +168,8 @@ class StepDispatcher:
         self.model = model
         self.provider = provider
         self._original_forward = original_forward
-        self._tracker = ModelTracker(model)
+        self._tracker: ModelTracker | None = None
+        self._reported: set[str] = set()
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the outputs of one call of the model, without running its own hooks."""
@@ -166,19 +179,54 @@ class StepDispatcher:
 
     @exclude_from_compile
     def _run_with_grad(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        model = self.model
-        current_step = self.provider.current_step()
-        planned_training = current_step is None or current_step.training
-        if not model.training and planned_training:
+        if self._tracker is None:
+            if has_lazy_parameters(self.model):
+                self._report(
+                    "has lazy modules, which this call initializes: it runs without a plan, the "
+                    "next one is planned",
+                    logging.WARNING,
+                )
+                return self._run_original(*args, **kwargs)
+            self._tracker = ModelTracker(self.model)
+        step = call = None
+        level = logging.WARNING
+        reason = unplanned_reason(tensors_in((args, kwargs)))
+        if reason == CAPTURED:
+            level = logging.INFO
+        if not reason:
+            try:
+                call = ModelCall.of(args, kwargs, "the arguments ")
+                step = self._step_for(self._tracker, call)
+            except (TraceError, InfeasibleBudget) as error:
+                if self.model.training:
+                    raise
+                reason = f"is in evaluation mode, and cannot be planned ({one_line(error)})"
+            except RematError:
+                raise
+            except Exception:
+                self._run_original(*args, **kwargs)  # raises the error, if it is the model's own
+                raise
+        if reason:
+            self._report(f"{reason}: such calls run its own forward, without a plan", level)
+        if step is None or call is None:
             return self._run_original(*args, **kwargs)
-        call = ModelCall.of(args, kwargs, "the arguments ")
-        if self._tracker.refresh():
-            self.provider.rebind(model)
-        if not self._tracker.has_trainable_parameters and not any(
-            t.requires_grad for t in call.leaves
-        ):
-            return self._run_original(*args, **kwargs)
-        return self.provider.step_for(self._tracker, call).run(call, self._run_original)
+        outputs = step.run(call, self._run_original)
+        self.provider.note_call(outputs)
+        return outputs
+
+    def _step_for(self, tracker: ModelTracker, call: ModelCall) -> PlannedStep | None:
+        """Return the planned step for a call; None if there is nothing to differentiate."""
+        if tracker.refresh():
+            self.provider.rebind(self.model)
+        if not tracker.has_trainable_parameters and not any(t.requires_grad for t in call.leaves):
+            return None
+        return self.provider.step_for(tracker, call)
+
+    def _report(self, reason: str, level: int) -> None:
+        """Log once why a call runs without a plan."""
+        if reason not in self._reported:
+            self._reported.add(reason)
+            logger.log(level, "this %s %s", type(self.model).__name__, reason)
 
     def _run_original(self, *args: Any, **kwargs: Any) -> Any:
         return (self._original_forward or self.model.forward)(*args, **kwargs)

@@ -164,8 +164,11 @@ class AttributeAccess:
             for key, item in items_of(value):
                 if isinstance(key, (str, int)):
                     self._follow((*path, key), item)
-        elif _is_of_python_class(value) and is_searched(value):
+        elif is_searched(value) and _is_of_python_class(value):
             self._intercept(type(value))
+        elif is_searched(value) and isinstance(attributes := _attributes_of(value), dict):
+            for name, item in attributes.items():  # of a class that cannot be changed
+                self._note_value(path, name, item)
 
 
 def _is_data(owner: Any, name: str) -> bool:

@@ -85,6 +85,9 @@ class BoundGuards:
         self._owners: dict[Path, Any] = {}
         self._bind()
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return BoundGuards, (self.guards, self._model)
+
     def hold(self) -> bool:
         """True if all values are those that the recorded code has read."""
         for path in self._paths_below:

@@ -70,8 +70,8 @@ def comparable(value: Any, *, with_items: bool = True) -> Comparable:
     the keys and the plain items, or only the class without `with_items`."""
     if isinstance(value, _PLAIN):
         # Equal numbers of two types, and the two zeros, are different values.
-        is_float = isinstance(value, (float, complex))
-        return type(value).__name__, repr(value) if is_float else value
+        is_exact = type(value) in _PLAIN and not isinstance(value, (float, complex))
+        return type(value).__name__, value if is_exact else repr(value)
     if isinstance(value, enum.Enum):
         return type(value).__qualname__, value.name
     if isinstance(value, type) or hasattr(value, "__qualname__"):

@@ -16,15 +16,20 @@ from remat.documents.targets import ADD_INTO_TARGET
 from remat.frontend.capture.reading.trace_builder import TraceBuilder
 
 
-def add_gradients(builder: TraceBuilder, gradients: Sequence[tuple[Placeholder, str]]) -> None:
-    """Add one gradient record per placeholder, each in its own storage. `gradients` are pairs of a
-    placeholder and the name of a gradient tensor; a tied weight has several."""
+def add_gradients(
+    builder: TraceBuilder, gradients: Sequence[tuple[Placeholder, str, frozenset[int]]]
+) -> None:
+    """Add one gradient record per placeholder, each in its own storage. `gradients` are triples of
+    a placeholder, the name of a gradient tensor, and the indices of the outputs that it comes from;
+    a tied weight has several."""
     taken = {builder.storage_by_name[o.name] for o in builder.outputs}
     taken |= {p.storage for p in builder.placeholders}
     producer_index = {r.name: i for i, n in enumerate(builder.nodes) for r in n.results}
     names_by_owner: dict[str, list[str]] = {}
-    for owner, name in gradients:
+    sources_by_owner: dict[str, set[int]] = {}
+    for owner, name, sources in gradients:
         names_by_owner.setdefault(owner.name, []).append(name)
+        sources_by_owner.setdefault(owner.name, set()).update(sources)
 
     def gradients_of_others(owner: str) -> list[str]:
         return [name for other, names in names_by_owner.items() if other != owner for name in names]
@@ -53,7 +58,13 @@ def add_gradients(builder: TraceBuilder, gradients: Sequence[tuple[Placeholder, 
                 recomputable=False,
             )
             _insert_after_producers(builder, addition)
-        builder.gradients.append(Gradient(placeholder=owner.name, name=name))
+        builder.gradients.append(
+            Gradient(
+                placeholder=owner.name,
+                name=name,
+                sources=tuple(sorted(sources_by_owner[owner.name])),
+            )
+        )
 
 
 def _is_storage_shared(builder: TraceBuilder, name: str, gradients: Sequence[str]) -> bool:

@@ -25,7 +25,8 @@ class JointGraph:
     belongs to, and `is_backward` is True if it was recorded after the forward (operators only).
     `constants` are real tensors, by the target of their `get_attr` node. `inputs` says what each
     placeholder is. `writes` are pairs of an input and its new value, which the forward leaves in
-    it; `gradients` are pairs of an input and its gradient. `outputs` are those of the model.
+    it; `gradients` are pairs of an input and its gradient. `outputs` are those of the model, and
+    `sources` the indices of those that depend on each input with a gradient, in the same order.
     """
 
     graph: fx.Graph
@@ -34,3 +35,4 @@ class JointGraph:
     writes: Sequence[tuple[fx.Node, fx.Node]]
     outputs: Sequence[fx.Node]
     gradients: Sequence[tuple[fx.Node, fx.Node]]
+    sources: Sequence[frozenset[int]]

@@ -64,8 +64,10 @@ class JointGraphReader:
         add_gradients(
             self.builder,
             [
-                (self._placeholder_by_node[node], self._tensor_name(gradient))
-                for node, gradient in self.joint.gradients
+                (self._placeholder_by_node[node], self._tensor_name(gradient), sources)
+                for (node, gradient), sources in zip(
+                    self.joint.gradients, self.joint.sources, strict=True
+                )
             ],
         )
 

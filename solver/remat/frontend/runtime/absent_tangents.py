@@ -1,0 +1,228 @@
+"""The backward of a step of which some outputs got no gradient: the loss does not use them.
+
+Autograd runs no backward for such an output, and parameters that only it depends on get no
+gradient: their `.grad` stays None, and optimizers skip them. With zeros in place of the gradient
+they would get zeros; and where a derivative is infinite, zero times infinity is not a number.
+
+So the graph is rewritten. A value that is computed of absent gradients alone is absent, too, since
+a backward is linear in them; in a sum, the other summand remains; any other operation that also
+reads a gradient that is there gets zeros.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+from torch._ops import OpOverload
+from torch._subclasses import FakeTensor, FakeTensorMode
+from torch.fx.graph import _BoxedCodeGen
+
+from remat.documents.records import TensorMeta
+from remat.frontend.common.torch_modes import run_with_grad_mode
+from remat.frontend.runtime.gradient_accumulation import accumulate_grad, add_in_place
+from remat.frontend.runtime.rng_state import run_with_generator_state
+
+_ADDITION = torch.ops.aten.add.Tensor
+
+
+class _Layout(NamedTuple):
+    """The sizes, strides, dtype and device of a tensor."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+def graph_without_tangents(
+    graph: fx.Graph,
+    tangents: Mapping[str, TensorMeta],
+    absent: Collection[str],
+    needed_outputs: Sequence[bool],
+    inputs: Sequence[Any],
+) -> fx.Graph:
+    """Return a backward graph with the same inputs, of which the `absent` tangents are not read.
+
+    `tangents` has the metadata of all tangents, and `inputs` the values of the graph's inputs in
+    one call, None for the absent ones. Of the outputs, those that are not `needed_outputs` are
+    None; the others are zeros where they depend on absent tangents only.
+
+    Raises `NotImplementedError` if the layouts of the graph's values cannot be determined, as for
+    tensors that come back from the host.
+    """
+    layouts = _layouts(graph, tangents, inputs)
+    return _Writer(graph, tangents, absent, layouts).written(needed_outputs)
+
+
+def zeros_like_meta(meta: TensorMeta) -> torch.Tensor:
+    """Return zeros in the layout of a tensor's metadata."""
+    dtype = getattr(torch, meta.dtype)
+    return _zeros(_Layout(meta.shape, meta.stride, dtype, torch.device(meta.device)))
+
+
+class _Writer:
+    """Writes the new graph. `_new` maps each value of the old one that is there to its node; absent
+    values are in `_absent`."""
+
+    def __init__(
+        self,
+        graph: fx.Graph,
+        tangents: Collection[str],
+        absent: Collection[str],
+        layouts: Mapping[fx.Node, _Layout],
+    ) -> None:
+        self._old = graph
+        self._layouts = layouts
+        self._graph = fx.Graph()
+        self._graph.set_codegen(_BoxedCodeGen())
+        self._new: dict[fx.Node, fx.Node] = {}
+        self._absent: set[fx.Node] = set()
+        self._derived: set[fx.Node] = set()
+        """Values that depend on a tangent."""
+        self._order = {node: number for number, node in enumerate(graph.nodes)}
+        for node in graph.nodes:
+            if node.op == "placeholder":
+                self._new[node] = self._graph.placeholder(node.name)
+                if node.name in tangents:
+                    self._derived.add(node)
+                if node.name in absent:
+                    self._absent.add(node)
+
+    def written(self, needed_outputs: Sequence[bool]) -> fx.Graph:
+        """Return the new graph."""
+        for node in self._old.nodes:
+            if node.op == "output":
+                self._write_output(node, needed_outputs)
+            elif node.op != "placeholder":
+                self._write(node)
+        _remove_unread(self._graph)
+        return self._graph
+
+    def _write(self, node: fx.Node) -> None:
+        derived = [n for n in node.all_input_nodes if n in self._derived]
+        absent = [n for n in derived if n in self._absent]
+        if derived:
+            self._derived.add(node)
+        if not absent:
+            self._copy(node)
+        elif node.target is add_in_place:
+            self._write_addition_in_place(node)
+        elif len(absent) == len(derived):
+            self._absent.add(node)
+        elif node.target is _ADDITION and "alpha" not in node.kwargs:
+            self._write_addition(node)
+        else:
+            self._copy(node)
+
+    def _copy(self, node: fx.Node) -> None:
+        self._new[node] = self._graph.node_copy(node, self._value)
+
+    def _value(self, node: fx.Node) -> fx.Node:
+        """Return the new node of a value: zeros if it is absent."""
+        if node not in self._absent:
+            return self._new[node]
+        return self._graph.call_function(_zeros, (self._layouts[node],))
+
+    def _write_addition(self, node: fx.Node) -> None:
+        """Write a sum of which one summand is absent: the other one, in the layout of the sum."""
+        (summand,) = [n for n in node.all_input_nodes if n not in self._absent]
+        has_layout = self._layouts[summand] == self._layouts[node]
+        if has_layout and self._is_dead_after(summand, node):
+            self._new[node] = self._new[summand]
+        else:
+            arguments = self._new[summand], self._layouts[node]
+            self._new[node] = self._graph.call_function(_copied, arguments)
+
+    def _write_addition_in_place(self, node: fx.Node) -> None:
+        """Write the addition of a tied weight's gradient to another one. An absent total becomes a
+        copy of the summand, in the layout that the total would have."""
+        total, summand = node.all_input_nodes
+        if summand in self._absent:
+            return
+        arguments = self._new[summand], self._layouts[total]
+        self._new[total] = self._graph.call_function(_copied, arguments)
+        self._absent.discard(total)
+
+    def _is_dead_after(self, value: fx.Node, reader: fx.Node) -> bool:
+        """True if nothing reads the memory of a value after `reader`, which may overwrite it."""
+        if value.op == "placeholder" or _is_view(value):
+            return False
+        users = [user for user in value.users if user is not reader]
+        return all(self._order[u] < self._order[reader] and not _is_view(u) for u in users)
+
+    def _write_output(self, node: fx.Node, needed_outputs: Sequence[bool]) -> None:
+        values = [
+            self._value(item) if isinstance(item, fx.Node) and is_needed else None
+            for item, is_needed in zip(node.args[0], needed_outputs, strict=True)  # type: ignore[arg-type]
+        ]
+        self._graph.output(values)
+
+
+def _remove_unread(graph: fx.Graph) -> None:
+    """Remove the nodes whose values nothing reads, but for additions in place."""
+    for node in reversed(graph.nodes):
+        if node.op == "call_function" and not node.users and node.target is not add_in_place:
+            graph.erase_node(node)
+
+
+def _is_view(node: fx.Node) -> bool:
+    """True for a view of another value, an element of a tuple, and an operation that returns an
+    argument."""
+    if not isinstance(node.target, OpOverload):
+        return True
+    return any(r.alias_info is not None for r in node.target._schema.returns)
+
+
+def _layouts(
+    graph: fx.Graph, tangents: Mapping[str, TensorMeta], inputs: Sequence[Any]
+) -> dict[fx.Node, _Layout]:
+    """Return the layout of each value of a graph, by running it on fake tensors."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    remaining = iter(inputs)
+    values: dict[fx.Node, Any] = {}
+    try:
+        with mode, torch.no_grad():
+            for node in graph.nodes:
+                if node.op == "placeholder":
+                    value = next(remaining)
+                    if node.name in tangents:
+                        value = zeros_like_meta(tangents[node.name])
+                    elif isinstance(value, torch.Tensor):
+                        value = mode.from_tensor(value.detach())
+                    values[node] = value
+                elif node.op == "call_function":
+                    values[node] = _run(node, values)
+    except Exception as error:  # operations on handles, or without a fake kernel
+        raise NotImplementedError(str(error)) from error
+    return {
+        node: _Layout(tuple(value.shape), value.stride(), value.dtype, value.device)
+        for node, value in values.items()
+        if isinstance(value, FakeTensor)
+    }
+
+
+def _run(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
+    args: Any = fx.map_arg(node.args, values.__getitem__)
+    kwargs: Any = fx.map_arg(node.kwargs, values.__getitem__)
+    target: Any = node.target
+    if target is accumulate_grad:
+        return args[1]
+    if target is run_with_generator_state:
+        _, _, target, args, kwargs = args
+    elif target is run_with_grad_mode:
+        target, args, kwargs = args
+    return target(*args, **kwargs)
+
+
+def _zeros(layout: _Layout) -> torch.Tensor:
+    shape, stride, dtype, device = layout
+    return torch.empty_strided(shape, stride, dtype=dtype, device=device).zero_()
+
+
+def _copied(tensor: torch.Tensor, layout: _Layout) -> torch.Tensor:
+    """Return a copy of a tensor in this layout."""
+    shape, stride, dtype, device = layout
+    return torch.empty_strided(shape, stride, dtype=dtype, device=device).copy_(tensor)

@@ -1,0 +1,574 @@
+"""Models whose steps read or change something besides their outputs, one for each kind."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import nn
+
+WIDTH = 16
+
+Batch = dict[str, Any]
+
+
+def block() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH))
+
+
+class Chain(nn.Module):
+    """Residual blocks; subclasses add an effect. `branches_on_data` prevents a capture."""
+
+    branches_on_data = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(block() for _ in range(3))
+
+    def hidden(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        if self.branches_on_data and float(x.detach().abs().max()) > 1e6:
+            x = x * 2
+        for layer in self.blocks:
+            x = x + layer(x)
+        return x
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.hidden(x).square().mean()
+
+
+# -- tensors --------------------------------------------------------------------------------
+
+
+class MomentumEncoder(Chain):
+    """Writes into frozen parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.target = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.hidden(x)
+        with torch.no_grad():
+            for own, target in zip(self.stem.parameters(), self.target.parameters(), strict=True):
+                target.mul_(0.5).add_(own, alpha=0.5)
+            wanted = self.target(x)
+        return (h - wanted).square().mean()
+
+
+class Normed(Chain):
+    """Updates running statistics in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.hidden(x)).square().mean() + self.norm.running_mean.sum()
+
+
+class ReplacedBuffer(Chain):
+    total: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("total", torch.zeros(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.hidden(x)
+        self.total = self.total + h.detach().mean(0)
+        return (h - self.total).square().mean()
+
+
+class WrittenInput(Chain):
+    """Writes into one of its inputs."""
+
+    def forward(self, x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        counts.add_(1)
+        return self.hidden(x).square().mean() * counts.sum()
+
+
+class Dropped(Chain):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.dropout(self.hidden(x), 0.3).square().mean()
+
+
+class OwnGenerator(Chain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        noise = torch.randn(x.shape, generator=self.generator)
+        return (self.hidden(x) + noise).square().mean()
+
+
+class RetainedGradient(Chain):
+    """Keeps the gradient of a hidden state, for a caller that reads it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.last = self.hidden(x)
+        return self.last.square().mean()
+
+
+# -- Python values --------------------------------------------------------------------------
+
+
+class PythonRandom(Chain):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.hidden(x).square().mean() * random.random()
+
+
+class NumpyRandom(Chain):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.hidden(x).square().mean() * float(np.random.rand())
+
+
+class WarmUp(Chain):
+    """A counter that scales the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.steps += 1
+        return self.hidden(x).square().mean() * min(1.0, self.steps / 10)
+
+
+class Counting(Chain):
+    """A counter that nothing reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return super().forward(x)
+
+
+class CountingBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside = block()
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return self.inside(x)
+
+
+class CountingBlocks(Chain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(CountingBlock() for _ in range(3))
+
+
+class Logging(Chain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.log: list[int] = []
+        self.recent: deque[int] = deque(maxlen=2)
+        self.counts: Counter[int] = Counter()
+        self.seen: set[int] = set()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = x.shape[0]
+        self.log.append(rows)
+        self.recent.append(rows)
+        self.counts[rows] += 1
+        self.seen.add(rows)
+        return super().forward(x)
+
+
+class ParameterAttribute(Chain):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.stem.weight
+        weight.uses = getattr(weight, "uses", 0) + 1  # type: ignore[attr-defined]
+        return super().forward(x)
+
+
+class ClassAttribute(Chain):
+    calls: ClassVar[int] = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        type(self).calls += 1
+        return super().forward(x)
+
+
+GLOBAL_CALLS = 0
+
+
+class GlobalCounter(Chain):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        global GLOBAL_CALLS
+        GLOBAL_CALLS += 1
+        return super().forward(x)
+
+
+def reset_globals(model: nn.Module) -> None:
+    global GLOBAL_CALLS, GLOBAL_SCALE
+    GLOBAL_CALLS, GLOBAL_SCALE = 0, 1.0
+    ClassAttribute.calls, ClassScale.scale = 0, 1.0
+
+
+class ObjectState(Chain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.state = SimpleNamespace(calls=0, inner=SimpleNamespace(rows=[]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.state.calls += 1
+        self.state.inner.rows.append(len(x))
+        return super().forward(x)
+
+
+class ArrayState(Chain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.histogram = np.zeros(4, dtype=np.int64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.histogram[len(x) % 4] += 1
+        return super().forward(x)
+
+
+def closure_counter() -> Chain:
+    calls = 0
+
+    class ClosureCounter(Chain):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            nonlocal calls
+            calls += 1
+            return super().forward(x)
+
+        def count(self) -> int:
+            return calls
+
+    return ClosureCounter()
+
+
+class Initialises(Chain):
+    """Sets a flag in the first call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_ready = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.is_ready:
+            self.is_ready = True
+        return super().forward(x)
+
+
+class StoredTensor(Chain):
+    """Leaves tensors in attributes; nothing else reads them."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.hidden(x)
+        self.last = h.detach()
+        self.statistics = {"mean": h.detach().mean(), "rows": len(x)}
+        return h.square().mean()
+
+
+class AuxiliaryLoss(Chain):
+    """Leaves a loss in an attribute, which the training loop adds."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.hidden(x)
+        self.auxiliary = h.abs().mean()
+        return h.square().mean()
+
+
+# -- arguments ------------------------------------------------------------------------------
+
+
+class Normalising(Chain):
+    """Replaces an entry of its batch."""
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        batch["weights"] = batch["weights"] / batch["weights"].sum()
+        batch["rows"] = len(batch["x"])
+        return (self.hidden(batch["x"]).square().mean(1) * batch["weights"]).sum()
+
+
+class Collecting(Chain):
+    """Appends to a list among its arguments, also a nested one."""
+
+    def forward(self, x: torch.Tensor, features: list[Any]) -> torch.Tensor:
+        h = self.hidden(x)
+        features.append(h)
+        features[0].append(h.detach().mean())
+        return h.square().mean()
+
+
+# -- values that the training loop changes ---------------------------------------------------
+
+
+class LossWeight(Chain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = 0.5
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.hidden(x)
+        return h.square().mean() + self.weight * h.mean()
+
+
+class DropoutSchedule(Chain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.dropout(self.hidden(x)).square().mean()
+
+
+class Adapters(Chain):
+    """Two adapters with scales, of which one is active."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.active = ["first"]
+        self.scales = {"first": 1.0, "second": 1.0}
+        self.adapters = nn.ModuleDict({name: nn.Linear(WIDTH, WIDTH) for name in self.scales})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.hidden(x)
+        for name in self.active:
+            h = h + self.scales[name] * self.adapters[name](x)
+        return h.square().mean()
+
+
+class Configured(Chain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(power=2, unused=0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.hidden(x).abs().pow(self.config.power).mean()
+
+
+class Activation(Chain):
+    """A function in an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.activation = torch.tanh
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.activation(self.hidden(x)).square().mean()
+
+
+GLOBAL_SCALE = 1.0
+
+
+class GlobalScale(Chain):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.hidden(x).square().mean() * GLOBAL_SCALE
+
+
+class ClassScale(Chain):
+    scale: ClassVar[float] = 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.hidden(x).square().mean() * self.scale
+
+
+class BlockScale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside = block()
+        self.scale = 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inside(x) * self.scale
+
+
+class BlockScales(Chain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(BlockScale() for _ in range(3))
+
+
+class TwoHeads(Chain):
+    """Two outputs, of which the loss uses one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(WIDTH, 2), nn.Linear(WIDTH, 2)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        h = self.hidden(x)
+        return self.used(h), self.unused(h)
+
+
+@dataclass(frozen=True)
+class Effect:
+    """A kind of side effect.
+
+    `make` returns the model, `state` what the effect has changed so far. `change` is what the
+    training loop does before step number `step`. `inputs` are the model's arguments for a batch,
+    and `loss` is computed from the outputs, the model and the arguments. A door in `refused` raises
+    an error with these words instead.
+    """
+
+    make: Callable[[], Any]
+    state: Callable[[Any], Any] = lambda model: None
+    change: Callable[[Any, int], object] = lambda model, step: None
+    inputs: Callable[[torch.Tensor], tuple[Any, ...]] = lambda x: (x,)
+    loss: Callable[[Any, Any, tuple[Any, ...]], torch.Tensor] = lambda out, model, args: out
+    refused: Mapping[str, str] = field(default_factory=dict)
+
+
+def _set(path: str, value_of: Callable[[int], Any]) -> Callable[[Any, int], None]:
+    """Return a change of the attribute at a dotted path of the model."""
+
+    def change(model: Any, step: int) -> None:
+        *owners, name = path.split(".")
+        owner = model
+        for part in owners:
+            owner = getattr(owner, part)
+        setattr(owner, name, value_of(step))
+
+    return change
+
+
+def _change_adapters(model: Adapters, step: int) -> None:
+    model.active[:] = ["second"] if step % 2 else ["first"]
+    model.scales["first"] = 1.0 + step // 2
+
+
+def _change_global(model: nn.Module, step: int) -> None:
+    global GLOBAL_SCALE
+    GLOBAL_SCALE = 1.0 + step % 2
+
+
+def _change_class(model: nn.Module, step: int) -> None:
+    ClassScale.scale = 1.0 + step % 2
+
+
+def _freeze(model: Chain, step: int) -> None:
+    model.stem.requires_grad_(step % 2 == 0)
+
+
+def _attach_hooks(model: Chain) -> Chain:
+    model.seen = Counter()  # type: ignore[assignment]
+
+    def count(name: str) -> Callable[..., None]:
+        def hook(*_: object) -> None:
+            model.seen[name] += 1  # type: ignore[operator,index]
+
+        return hook
+
+    model.register_forward_hook(count("root"))
+    model.stem.weight.register_hook(count("gradient"))
+    model.blocks[0][0].weight.register_post_accumulate_grad_hook(count("accumulated"))
+    return model
+
+
+_COUNTS = "which a planned step would not do"
+_REFUSED = {"optimize": _COUNTS, "model": _COUNTS}
+_DRAWS = {"optimize": "which a plan would do once", "model": "which a plan would do once"}
+
+EFFECTS: dict[str, Effect] = {
+    "nothing": Effect(Chain),
+    "frozen parameters": Effect(
+        MomentumEncoder, lambda m: [p.detach().clone() for p in m.target.parameters()]
+    ),
+    "statistics": Effect(Normed),
+    "replaced buffer": Effect(ReplacedBuffer),
+    "written input": Effect(WrittenInput, inputs=lambda x: (x, torch.ones(3))),
+    "torch's generator": Effect(Dropped, lambda m: torch.get_rng_state()),
+    "own generator": Effect(
+        OwnGenerator,
+        lambda m: m.generator.get_state(),
+        refused={"optimize": "torch.Generator", "model": "torch.Generator"},
+    ),
+    "Python's generator": Effect(PythonRandom, lambda m: random.getstate(), refused=_DRAWS),
+    "NumPy's generator": Effect(
+        NumpyRandom, lambda m: np.random.get_state()[1].tolist(), refused=_DRAWS
+    ),
+    "retained gradient": Effect(
+        RetainedGradient,
+        lambda m: m.last.grad if hasattr(m, "last") else None,
+        loss=lambda out, model, args: (model.last.retain_grad(), out)[1],
+        refused=dict.fromkeys(("optimize", "model"), "retain_grad"),
+    ),
+    "warm-up": Effect(WarmUp, lambda m: m.steps, refused=_REFUSED),
+    "counter": Effect(Counting, lambda m: m.calls, refused=_REFUSED),
+    "counters in blocks": Effect(
+        CountingBlocks, lambda m: [b.calls for b in m.blocks], refused=_REFUSED
+    ),
+    "lists": Effect(
+        Logging,
+        lambda m: (list(m.log), list(m.recent), dict(m.counts), set(m.seen)),
+        refused=_REFUSED,
+    ),
+    "attribute of a parameter": Effect(
+        ParameterAttribute, lambda m: getattr(m.stem.weight, "uses", 0), refused=_REFUSED
+    ),
+    "class attribute": Effect(ClassAttribute, lambda m: ClassAttribute.calls, refused=_REFUSED),
+    "global variable": Effect(GlobalCounter, lambda m: GLOBAL_CALLS, refused=_REFUSED),
+    "object": Effect(
+        ObjectState, lambda m: (m.state.calls, list(m.state.inner.rows)), refused=_REFUSED
+    ),
+    "array": Effect(ArrayState, lambda m: m.histogram.tolist(), refused=_REFUSED),
+    "closure": Effect(closure_counter, lambda m: m.count(), refused=_REFUSED),
+    "first call": Effect(Initialises, lambda m: m.is_ready),
+    "stored tensors": Effect(
+        StoredTensor,
+        lambda m: (m.last.clone(), m.statistics["mean"].clone(), m.statistics["rows"]),
+    ),
+    "stored loss": Effect(
+        AuxiliaryLoss,
+        lambda m: m.auxiliary.detach().clone(),
+        loss=lambda out, model, args: out + 0.1 * model.auxiliary,
+    ),
+    "stored loss, unused": Effect(AuxiliaryLoss, lambda m: m.auxiliary.requires_grad),
+    "batch": Effect(
+        Normalising,
+        inputs=lambda x: ({"x": x, "weights": torch.ones(len(x))},),
+    ),
+    "list argument": Effect(Collecting, inputs=lambda x: (x, [[]])),
+    "list argument, used": Effect(
+        Collecting,
+        inputs=lambda x: (x, [[]]),
+        loss=lambda out, model, args: out + args[1][1].abs().mean(),
+    ),
+    "changed weight": Effect(LossWeight, change=_set("weight", lambda step: 0.5 + step)),
+    "changed dropout": Effect(
+        DropoutSchedule,
+        lambda m: torch.get_rng_state(),
+        change=_set("dropout.p", lambda step: 0.1 + 0.2 * (step % 2)),
+    ),
+    "changed adapter": Effect(Adapters, change=_change_adapters),
+    "changed configuration": Effect(
+        Configured, change=_set("config.power", lambda step: 2 + step % 2)
+    ),
+    "changed function": Effect(
+        Activation,
+        change=_set("activation", lambda step: torch.sigmoid if step % 2 else torch.tanh),
+    ),
+    "changed global variable": Effect(GlobalScale, change=_change_global),
+    "changed class attribute": Effect(ClassScale, change=_change_class),
+    "changed in a block": Effect(
+        BlockScales,
+        change=lambda model, step: setattr(model.blocks[1], "scale", 1.0 + step % 2),
+    ),
+    "frozen now and then": Effect(Chain, change=_freeze),
+    "evaluation mode": Effect(
+        Dropped, change=lambda model, step: model.train(step % 2 == 0) and None
+    ),
+    "hooks": Effect(lambda: _attach_hooks(Chain()), lambda m: sorted(m.seen.items())),
+    "unused head": Effect(TwoHeads, loss=lambda out, model, args: out[0].square().mean()),
+}

@@ -1,0 +1,186 @@
+"""The law of side effects: whatever a step reads or changes besides its outputs is after every step
+what it is in eager mode, or a clear error says why not.
+
+A table of effects, doors and moments. Each test runs one effect through one door, and compares
+losses, gradients (None, too), buffers, arguments, generators and the effect's own state with eager
+mode after each moment: the first step, the second, one with another batch size, one that
+accumulates, one that fails in the middle, and one after that.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.helpers.training.side_effects import EFFECTS, WIDTH, Effect, reset_globals
+from torch import nn
+from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path
+
+import remat
+
+COSTS = remat.Roofline("cpu")
+OPTIONS: dict[str, Any] = {
+    "costs": COSTS,
+    "split": "off",
+    "differentiate": "all",
+    "strategy": remat.Auto(time_limit=2),
+}
+
+MOMENTS = ("first", "second", "other size", "accumulation", "failure", "after a failure")
+
+
+def by_optimize(model: nn.Module) -> Callable[..., Any]:
+    return remat.optimize(model, "100%", **OPTIONS)
+
+
+def by_model(model: nn.Module) -> Callable[..., Any]:
+    return remat.enable(model, "100%", scope="model", **OPTIONS)
+
+
+def by_blocks(model: nn.Module) -> Callable[..., Any]:
+    return remat.enable(model, "100%", scope="blocks", **OPTIONS)
+
+
+def by_recomputed_blocks(model: nn.Module) -> Callable[..., Any]:
+    return remat.enable(model, "min", scope="blocks", **OPTIONS)
+
+
+def after_a_failed_capture(model: nn.Module) -> Callable[..., Any]:
+    model.branches_on_data = True  # type: ignore[assignment]
+    return remat.enable(model, "100%", **OPTIONS)
+
+
+DOORS: dict[str, Callable[[nn.Module], Callable[..., Any]]] = {
+    "optimize": by_optimize,
+    "model": by_model,
+    "blocks": by_blocks,
+    "recomputed blocks": by_recomputed_blocks,
+    "failed capture": after_a_failed_capture,
+}
+_SLOW_DOORS = {"optimize", "recomputed blocks", "failed capture"}
+
+CELLS = [
+    pytest.param(effect, door, marks=[pytest.mark.slow] if door in _SLOW_DOORS else [])
+    for effect in EFFECTS
+    for door in DOORS
+]
+
+
+def test_the_table_has_enough_cells() -> None:
+    assert len(EFFECTS) >= 25
+    assert len(EFFECTS) * len(DOORS) * len(MOMENTS) >= 300
+
+
+def rows_of(number: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(number)
+    return torch.randn(12 if number == 2 else 8, WIDTH, generator=generator)
+
+
+class Loop:
+    """A training loop over one model; `run` is what it calls."""
+
+    def __init__(self, effect: Effect, wrap: Callable[[Any], Callable[..., Any]]) -> None:
+        reset_globals(nn.Module())
+        self.effect = effect
+        self.model = effect.make()
+        self.run = wrap(self.model)
+        self.versions = {name: p._version for name, p in self.model.named_parameters()}
+
+    def moments(self) -> Iterator[tuple[str, Any]]:
+        """Yield the name of each moment, with all that can be observed after it."""
+        random.seed(7)
+        np.random.seed(7)
+        torch.manual_seed(7)
+        for number, moment in enumerate(MOMENTS):
+            self.effect.change(self.model, number)
+            if moment != "accumulation":
+                self.model.zero_grad(set_to_none=True)
+            observed = self._failure() if moment == "failure" else self._step(rows_of(number))
+            yield moment, (observed, self._state())
+
+    def _step(self, x: torch.Tensor) -> Any:
+        x.requires_grad_()
+        args = self.effect.inputs(x)
+        loss = self.effect.loss(self.run(*args), self.model, args)
+        loss.backward()
+        return loss, x.grad, args
+
+    def _failure(self) -> Any:
+        """Call the model with a batch that does not fit; say how that failed."""
+        try:
+            self._step(torch.randn(4, WIDTH + 1, generator=torch.Generator().manual_seed(0)))
+        except Exception as error:
+            return isinstance(error, (RuntimeError, remat.RematError))
+        return None
+
+    def _state(self) -> Any:
+        gradients = {name: p.grad for name, p in self.model.named_parameters()}
+        versions = {name: p._version for name, p in self.model.named_parameters()}
+        written = {name for name, version in versions.items() if self.versions[name] != version}
+        self.versions = versions
+        generators = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+        state = self.effect.state(self.model)
+        return copy.deepcopy(
+            (gradients, sorted(written), dict(self.model.named_buffers()), generators, state)
+        )
+
+
+@pytest.mark.parametrize(("effect", "door"), CELLS)
+def test_side_effects_are_those_of_eager_mode(effect: str, door: str) -> None:
+    kind = EFFECTS[effect]
+    expected = [copy_of(observed) for observed in eager_moments(kind, door).moments()]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        loop = Loop(kind, DOORS[door])
+        if door in kind.refused:
+            assert_refused(loop, kind, kind.refused[door])
+            return
+        for (moment, now), (_, before) in zip(loop.moments(), expected, strict=True):
+            assert_equal(now, before, f"{effect}, {door}, {moment}")
+
+
+def eager_moments(kind: Effect, door: str) -> Loop:
+    def unchanged(model: Any) -> Callable[..., Any]:
+        model.branches_on_data = door == "failed capture"
+        return model
+
+    return Loop(kind, unchanged)
+
+
+def assert_refused(loop: Loop, kind: Effect, words: str) -> None:
+    """Check the error of the first step, and that it leaves nothing behind."""
+    reset_globals(nn.Module())
+    torch.manual_seed(7)
+    random.seed(7)
+    np.random.seed(7)
+    state = loop._state()
+    with pytest.raises(remat.RematError, match=words):
+        loop._step(rows_of(0))
+    assert_equal(loop._state(), state, "after the error")
+
+
+def copy_of(observed: Any) -> Any:
+    leaves, spec = tree_flatten(observed)
+    copies = [leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    return spec.unflatten(copies)
+
+
+def assert_equal(now: Any, before: Any, where: str) -> None:
+    leaves, spec = tree_flatten(now)
+    leaves_before, spec_before = tree_flatten(before)
+    assert spec == spec_before, where
+    paths = [keystr(path) for path, _ in tree_flatten_with_path(now)[0]]
+    for path, leaf, leaf_before in zip(paths, leaves, leaves_before, strict=True):
+        if isinstance(leaf, torch.Tensor):
+            assert isinstance(leaf_before, torch.Tensor), f"{where}: {path}"
+            torch.testing.assert_close(
+                leaf, leaf_before, rtol=1e-5, atol=1e-6, msg=f"{where}: {path}"
+            )
+        else:
+            assert leaf == leaf_before, f"{where}: {path}"
