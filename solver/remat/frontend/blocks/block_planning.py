@@ -24,11 +24,12 @@ from remat.choice.offloaded_forms import MIN_BYTES, OffloadLimits
 from remat.errors import InfeasibleBudget, TraceError
 from remat.frontend.blocks.block_options import BlockSolver, PlannedOption
 from remat.frontend.blocks.candidates import CallCandidates, available_bytes, with_saved_inputs
+from remat.frontend.blocks.fsdp2 import is_sharded
 from remat.frontend.blocks.host_variants import host_variants
 from remat.frontend.blocks.runtime import PlannedCall
 from remat.frontend.blocks.selection import select_blocks
 from remat.frontend.blocks.step_copies import PlannedCopies
-from remat.frontend.blocks.step_recorder import DryRunCall
+from remat.frontend.blocks.step_recorder import DryRunCall, DryRunTooLarge
 from remat.frontend.capture.model.attribute_guards import AttributeGuards
 from remat.frontend.capture.model.checkpointing import checkpointing_disabled
 from remat.frontend.planning.host_limits import host_limits, reserve_host
@@ -78,17 +79,27 @@ def plan_blocks(
     solver = BlockSolver(
         options, lambda text: logger.info("planning by blocks: %s", text), schedule_cache
     )
-    alternatives: list[_Alternative] = []
     with checkpointing_disabled():
-        with suppress(TraceError):  # blocks that call none of their child modules
-            alternatives.append(_alternative(model, call, options, solver, keep_uncapturable=False))
-        if not alternatives or any(
-            PLANNED not in candidate.option_names for candidate in alternatives[0].candidates
-        ):
-            alternatives.append(_alternative(model, call, options, solver, keep_uncapturable=True))
-    # The child modules of a block together never save less than the block: they may save more.
-    baseline_bytes = min(a.step.peak_bytes([0] * len(a.candidates)) for a in alternatives)
-    budget_bytes = available_bytes(options, baseline_bytes, alternatives[0].library_bytes, model)
+        whole = _alternative(model, call, options, solver, keep_uncapturable=True)
+        # The child modules of a block together never save less than the block: they may save more.
+        baseline_bytes = whole.step.peak_bytes([0] * len(whole.candidates))
+        budget_bytes = available_bytes(options, baseline_bytes, whole.library_bytes, model)
+        alternatives = [whole]
+        if whole.has_uncapturable:
+            # A dry run with child modules retains what the code between them saves. Where that is
+            # more than the step may use, no plan of the child modules fits, either.
+            limit_bytes = max(budget_bytes or 0, whole.checkpointed_bytes)
+            # A block may call none of its child modules.
+            with suppress(TraceError, DryRunTooLarge):
+                parts = _alternative(
+                    model,
+                    call,
+                    options,
+                    solver,
+                    keep_uncapturable=False,
+                    limit_bytes=None if is_sharded(model) else limit_bytes,
+                )
+                alternatives.insert(0, parts)
     minimum_bytes = 0
     if budget_floor_bytes:
         minimum_bytes = min(a.minimum_peak_bytes() for a in alternatives)
@@ -154,6 +165,21 @@ class _Alternative:
         variants = tuple(map(CallVariant, choice.option_indices))
         return VariantChoice(variants, outcome, choice.bound_s)
 
+    @property
+    def has_uncapturable(self) -> bool:
+        """True if a block runs in eager mode."""
+        return any(PLANNED not in candidate.option_names for candidate in self.candidates)
+
+    @property
+    def checkpointed_bytes(self) -> int:
+        """The peak if every call saves as little as possible."""
+        return self.step.peak_bytes(
+            [
+                min(range(len(options)), key=lambda n: options[n].saved_bytes)
+                for options in self.step.options_per_call
+            ]
+        )
+
     def minimum_peak_bytes(self) -> int:
         """Return the smallest peak of all choices."""
         if self.offloaded is not None:
@@ -168,8 +194,16 @@ def _alternative(
     solver: BlockSolver,
     *,
     keep_uncapturable: bool,
+    limit_bytes: int | None = None,
 ) -> _Alternative:
-    selection = select_blocks(model, call, options, solver, keep_uncapturable=keep_uncapturable)
+    selection = select_blocks(
+        model,
+        call,
+        options,
+        solver,
+        keep_uncapturable=keep_uncapturable,
+        limit_bytes=limit_bytes,
+    )
     dry_run, failures = selection.dry_run, selection.failures
     planned_options = [
         () if c.measured_options else tuple(solver.options_of(c)) for c in dry_run.calls

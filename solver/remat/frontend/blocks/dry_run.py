@@ -64,13 +64,15 @@ def run_dry(
     measure_options: MeasureOptions = measure_eager_options,
     differentiate: str | Sequence[str] = "auto",
     outputs_dropped: bool = False,
+    limit_bytes: int | None = None,
 ) -> DryRun:
     """Run one step with stubs in place of the blocks, and return its record.
 
     Each call of the `measured_submodules` also runs standalone, with a graph, in
     `measure_options`.
 
-    Raises `TraceError` if the model's forward calls no block.
+    Raises `TraceError` if the model's forward calls no block, and `DryRunTooLarge` if code outside
+    of blocks needs more than `limit_bytes`.
     """
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     library_bytes = allocated_workspace_bytes(device)
@@ -84,6 +86,7 @@ def run_dry(
             {id(s.module) for s in measured_submodules},
             measure_options,
             is_sharded(model),
+            limit_bytes,
         )
         if recorder.is_sharded:
             stack.enter_context(inside_model_forward(model, call.args, call.kwargs))

@@ -44,13 +44,14 @@ def select_blocks(
     solver: BlockSolver,
     *,
     keep_uncapturable: bool = False,
+    limit_bytes: int | None = None,
 ) -> Selection:
     """Select the blocks to plan, and run a step dry with them.
 
     A block that cannot be captured is replaced by its child modules, until the rest can be
     captured. Modules without children and those whose calls depend on the data are measured in
     eager mode instead. With `keep_uncapturable`, blocks that cannot be captured are measured in
-    eager mode as a whole, too.
+    eager mode as a whole, too. Raises `DryRunTooLarge` if a dry run needs more than `limit_bytes`.
     """
     blocks = repeated_blocks(model) or children_with_parameters(Submodule("", model))
     if not blocks:
@@ -69,6 +70,7 @@ def select_blocks(
             measure_options=partial(measure_eager_options, roofline=roofline),
             differentiate=options.differentiate,
             outputs_dropped=are_dropped(options.outputs),
+            limit_bytes=limit_bytes,
         )
         data_dependent = {} if not parts else _data_dependent(dry_run, parts)
         uncapturable: set[int] = set()

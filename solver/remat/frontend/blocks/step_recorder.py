@@ -30,6 +30,10 @@ MeasureOptions = Callable[[Gauge, ModuleInvocation], tuple[BlockOption, ...]]
 _MUTATES_ARGUMENT = "it modifies a list or a dict among its arguments"
 
 
+class DryRunTooLarge(Exception):
+    """A dry run needs more memory than it may use."""
+
+
 @dataclass(frozen=True)
 class DryRunCall:
     """A call of a block, as the dry run recorded it.
@@ -62,6 +66,8 @@ class StepRecorder:
     measure_options: MeasureOptions
     is_sharded: bool = False
     """True with FSDP2, which reduces gradients: those of blocks exist too, with zeros."""
+    limit_bytes: int | None = None
+    """The largest number of bytes that the dry run may use, constant memory included."""
     calls: list[DryRunCall] = field(default_factory=list)
     events: list[StepEvent] = field(default_factory=list)
     externally_held_storages: set[StorageWeakRef] = field(default_factory=set)
@@ -79,6 +85,9 @@ class StepRecorder:
     _released_bytes: int = 0
     """Bytes of the inputs that code outside of blocks held when the backward started and has
     released since, while a block whose backward is still to come may hold them."""
+    _last_live_bytes: int = 0
+    _largest_growth_bytes: int = 0
+    """The most bytes that were needed at once, above those that were live at the last event."""
     _pending_calls: set[int] = field(default_factory=set)
     """Calls whose backward is still to come, once the backward has started."""
 
@@ -94,6 +103,7 @@ class StepRecorder:
                 return original_forward(*args, **kwargs)  # without a backward it saves nothing
             index = len(self.calls)
             self._record_non_block_phase()
+            self._check_limit()
             is_planned = id(block.module) not in self.measured_modules
             invocation = ModuleInvocation(block, original_forward, args, kwargs)
             self.calls.append(self._recorded_call(invocation))
@@ -145,6 +155,19 @@ class StepRecorder:
 
         return forward
 
+    def _check_limit(self) -> None:
+        """Raise `DryRunTooLarge` if the code up to the next event may need more than the limit,
+        growing as it has grown before."""
+        live_bytes = self.constant_bytes + self.gauge.live()
+        self._last_live_bytes = live_bytes
+        next_bytes = live_bytes + self._largest_growth_bytes
+        if self.limit_bytes is not None and next_bytes > self.limit_bytes:
+            raise DryRunTooLarge
+
+    def _add_growth(self, peak_bytes: int) -> None:
+        growth_bytes = peak_bytes - self._last_live_bytes
+        self._largest_growth_bytes = max(self._largest_growth_bytes, growth_bytes)
+
     def _mark_uncapturable(self, index: int, reason: str) -> None:
         self.calls[index] = replace(self.calls[index], signature=None, uncapturable_reason=reason)
 
@@ -164,6 +187,10 @@ class StepRecorder:
         if id(invocation.submodule.module) not in self.measured_modules:
             return ()
         options = self.measure_options(self.gauge, invocation)
+        tensors = tensors_in((invocation.args, invocation.kwargs))
+        copies_bytes = sum(_storages(tensors)[1])
+        own_bytes = max(max(o.forward_bytes, o.backward_bytes) for o in options)
+        self._add_growth(self._last_live_bytes + copies_bytes + own_bytes)
         self.gauge.peak()
         return options
 
@@ -245,6 +272,8 @@ class StepRecorder:
 
     def _record_non_block_phase(self) -> None:
         peak_bytes = self._with_constant_bytes(self.gauge.peak()) + self._summing_bytes
+        if self._last_live_bytes:
+            self._add_growth(peak_bytes)
         self._summing_bytes = 0
         self.events.append(StepEvent("outside", peak_bytes))
 
