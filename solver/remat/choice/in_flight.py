@@ -6,17 +6,18 @@ so the memory of a step is (n - 1) saved + peak, with one schedule for all calls
 
 The two terms are divided by a limit of what a call may save: calls are solved with the rest of the
 budget, and a workspace at the boundary keeps the saved bytes within the limit. A search over the
-limit finds the fastest plan.
+limit, with quick solves, finds the best one, which is solved in full.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from remat.choice.trace_plan import TracePlan
 from remat.documents.records import BaselineRecord
 from remat.documents.trace import Trace
-from remat.errors import InfeasibleBudget
+from remat.errors import InfeasibleBudget, SolverTimeout
 from remat.limits.budget import Budget
 from remat.limits.units import format_bytes
 from remat.plan import Plan
@@ -24,6 +25,11 @@ from remat.plan_data import IN_FLIGHT_STAT
 from remat.schedule import Schedule
 from remat.simulate import Timeline, simulate
 from remat.solution import Solution
+from remat.solve import solve
+from remat.strategies.auto import Auto
+
+_ESTIMATE = Auto(gap=0.1, peak_gap=0.1, time_limit=2.0)
+"""The strategy of quick solves."""
 
 _SHARES = (1.0, 0.8, 0.6, 0.4, 0.25, 0.1)
 """Limits of the saved bytes that are tried, as shares of the largest one that may be useful."""
@@ -31,8 +37,8 @@ _SHARES = (1.0, 0.8, 0.6, 0.4, 0.25, 0.1)
 _ROUNDS = 2
 """How often the interval around the best limit is halved."""
 
-_MIN_STEP = 0.01
-"""The smallest peak is searched to within this fraction."""
+_WORKSPACES = (0.25, 0.5, 0.75, 1.0)
+"""Workspaces that are tried for the smallest peak, as shares of one call's smallest peak."""
 
 Solve = Callable[[Trace, Budget], TracePlan]
 """Solves a step within a budget; raises `InfeasibleBudget`."""
@@ -81,69 +87,104 @@ class _Search:
         self._baseline_s = timeline.time_s if graph.unsplit is None else graph.unsplit.time_s
 
     def fastest(self, budget: int) -> TracePlan | None:
-        """Return the fastest plan within a budget; None if no plan was found."""
-        # Beyond this limit, saved bytes alone exceed what is left for a call.
-        largest = (budget - self._constant - self._others * self._inputs) / self._in_flight
-        if largest <= 0:
-            return None
-        plans = {share: self._plan(budget, share * largest) for share in _SHARES}
-        for _ in range(_ROUNDS):
-            best_share = min(plans, key=lambda share: _time_s(plans[share]))
-            if plans[best_share] is None:
-                return None
-            shares = sorted(plans)
-            place = shares.index(best_share)
-            for neighbour in (*shares[max(place - 1, 0) : place], *shares[place + 1 : place + 2]):
-                middle = (best_share + neighbour) / 2
-                plans[middle] = self._plan(budget, middle * largest)
-        return min(plans.values(), key=_time_s)
+        """Return the fastest plan within a budget; None if no plan was found.
 
-    def smallest(self) -> TracePlan:
-        """Return the plan of the smallest budget that a plan is found for, by bisection."""
-        best, infeasible = self.fastest(self.baseline_bytes), self._constant
-        assert best is not None  # what recomputes nothing
-        while best.plan.peak_bytes - infeasible > _MIN_STEP * best.plan.peak_bytes:
-            middle = (best.plan.peak_bytes + infeasible) // 2
-            plan = self._first(middle)
-            if plan is None:
-                infeasible = middle
-            else:
-                best = plan
-        return best
-
-    def _first(self, budget: int) -> TracePlan | None:
-        """Return any plan within a budget."""
-        largest = (budget - self._constant - self._others * self._inputs) / self._in_flight
-        plans = (self._plan(budget, share * largest) for share in _SHARES if largest > 0)
+        Quick solves rank the limits, and the best is solved in full.
+        """
+        ranked = self._ranked_limits(self._trace, budget)
+        plans = (self._plan(self._trace, budget, limit, self._solve) for limit in ranked)
         return next((plan for plan in plans if plan is not None), None)
 
-    def _plan(self, budget: int, saved_limit: float) -> TracePlan | None:
-        """Return the fastest plan whose calls save at most `saved_limit`."""
-        limit = int(saved_limit)
-        available = budget - self._others * (limit + self._inputs)
-        workspace = available - self._constant - limit
+    def smallest(self) -> TracePlan:
+        """Return the plan of the smallest budget that a plan is found for: of the step, and of it
+        with the operations split that the smallest peak of one call needs split."""
+        split = self._solve(self._trace, Budget.parse("min")).trace
+        traces = [self._trace] if split is self._trace else [self._trace, split]
+        estimates = [self._smallest_estimate(trace) for trace in traces]
+        place = min(range(len(traces)), key=lambda i: estimates[i].plan.peak_bytes)
+        estimate, trace = estimates[place], traces[place]
+        solved = self._plan(trace, estimate.plan.peak_bytes, self._saved(estimate), self._solve)
+        return estimate if solved is None else solved
+
+    def _smallest_estimate(self, trace: Trace) -> TracePlan:
+        """Return the plan with the smallest peak of all calls that quick solves find.
+
+        With a workspace at the boundary, the smallest peak of one call weighs the bytes that it
+        saves: from the peak alone, with none, to the saved bytes alone, with a large one.
+        """
+        alone = _estimate(trace, Budget.parse("min"))
+        plans = [self._with_others(alone, None)]
+        for share in _WORKSPACES:
+            workspace = int(share * (alone.plan.peak_bytes - self._constant))
+            limited = trace.replace(boundary_bytes=workspace)
+            plans.append(self._with_others(_estimate(limited, Budget.parse("min")), None))
+        return min(plans, key=lambda plan: plan.plan.peak_bytes)
+
+    def _largest_limit(self, budget: int) -> float:
+        """Return the limit beyond which saved bytes alone exceed what is left for a call."""
+        return (budget - self._constant - self._others * self._inputs) / self._in_flight
+
+    def _ranked_limits(self, trace: Trace, budget: int) -> list[float]:
+        """Return limits of the saved bytes, best first: by the time of quick solves, and then those
+        for which none found a plan."""
+        largest = self._largest_limit(budget)
+        if largest <= 0:
+            return []
+        times = {share: self._estimated_s(trace, budget, share * largest) for share in _SHARES}
+        for _ in range(_ROUNDS):
+            shares = sorted(times)
+            place = shares.index(min(times, key=times.__getitem__))
+            if times[shares[place]] == math.inf:
+                break
+            for neighbour in (*shares[max(place - 1, 0) : place], *shares[place + 1 : place + 2]):
+                middle = (shares[place] + neighbour) / 2
+                times[middle] = self._estimated_s(trace, budget, middle * largest)
+        return [share * largest for share in sorted(times, key=times.__getitem__)]
+
+    def _estimated_s(self, trace: Trace, budget: int, limit: float) -> float:
+        plan = self._plan(trace, budget, limit, _estimate)
+        return math.inf if plan is None else plan.plan.time_s
+
+    def _plan(self, trace: Trace, budget: int, limit: float, solve: Solve) -> TracePlan | None:
+        """Return the plan of `solve` whose calls save at most `limit`; None if it finds none."""
+        limit_bytes = int(limit)
+        available = budget - self._others * (limit_bytes + self._inputs)
+        workspace = available - self._constant - limit_bytes
         if workspace < 0:
             return None
-        limited = self._trace.replace(boundary_bytes=workspace)
         try:
-            solved = self._solve(limited, Budget.parse(available))
-        except InfeasibleBudget:
+            solved = solve(trace.replace(boundary_bytes=workspace), Budget.parse(available))
+        except (InfeasibleBudget, SolverTimeout):
             return None
         return self._with_others(solved, budget)
 
-    def _with_others(self, solved: TracePlan, budget: int) -> TracePlan:
-        """Return a plan whose graph counts what the other calls hold."""
+    def _with_others(self, solved: TracePlan, budget: int | None) -> TracePlan:
+        """Return a plan whose graph counts what the other calls hold. The budget is the peak if
+        None is given."""
         schedule = solved.plan.schedule
         trace = solved.trace.replace(boundary_bytes=0)
-        graph = trace.graph()
-        timeline = simulate(graph, schedule)
-        saved = _saved_bytes(graph.boundary, schedule, timeline, graph.constant_bytes)
+        others_bytes = self._others * (self._saved(solved) + self._inputs)
         trace = trace.replace(
-            external_bytes=trace.external_bytes + self._others * (saved + self._inputs),
+            external_bytes=trace.external_bytes + others_bytes,
             unsplit=BaselineRecord(peak_bytes=self.baseline_bytes, time_s=self._baseline_s),
         )
+        graph = trace.graph()
+        if budget is None:
+            budget = simulate(graph, schedule).peak_bytes
         stats = {**solved.plan.stats, IN_FLIGHT_STAT: self._in_flight}
-        return TracePlan(trace, Plan.of(trace.graph(), budget, Solution(schedule), stats))
+        return TracePlan(trace, Plan.of(graph, budget, Solution(schedule), stats))
+
+    @staticmethod
+    def _saved(solved: TracePlan) -> int:
+        """Return what a call of a plan holds between its forward and its backward."""
+        graph, schedule = solved.trace.replace(boundary_bytes=0).graph(), solved.plan.schedule
+        return _saved_bytes(
+            graph.boundary, schedule, simulate(graph, schedule), graph.constant_bytes
+        )
+
+
+def _estimate(trace: Trace, budget: Budget) -> TracePlan:
+    return TracePlan(trace, solve(trace, budget, _ESTIMATE))
 
 
 def _saved_bytes(
@@ -152,7 +193,3 @@ def _saved_bytes(
     """Return what a call holds between its forward and its backward, without constant memory."""
     assert boundary is not None
     return timeline.before_bytes[schedule.runs.index(boundary)] - constant_bytes
-
-
-def _time_s(plan: TracePlan | None) -> float:
-    return float("inf") if plan is None else plan.plan.time_s

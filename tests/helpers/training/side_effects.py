@@ -58,8 +58,10 @@ class MomentumEncoder(Chain):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = self.hidden(x)
         with torch.no_grad():
-            for own, target in zip(self.stem.parameters(), self.target.parameters(), strict=True):
-                target.mul_(0.5).add_(own, alpha=0.5)
+            for weight, target in zip(
+                self.stem.parameters(), self.target.parameters(), strict=True
+            ):
+                target.mul_(0.5).add_(weight, alpha=0.5)
             wanted = self.target(x)
         return (h - wanted).square().mean()
 
@@ -478,7 +480,7 @@ def _attach_hooks(model: Chain) -> Chain:
 
 _COUNTS = "which a planned step would not do"
 _REFUSED = {"optimize": _COUNTS, "model": _COUNTS}
-_DRAWS = {"optimize": "which a plan would do once", "model": "which a plan would do once"}
+_RANDOM = {"optimize": "which a plan would do once", "model": "which a plan would do once"}
 
 EFFECTS: dict[str, Effect] = {
     "nothing": Effect(Chain),
@@ -494,9 +496,9 @@ EFFECTS: dict[str, Effect] = {
         lambda m: m.generator.get_state(),
         refused={"optimize": "torch.Generator", "model": "torch.Generator"},
     ),
-    "Python's generator": Effect(PythonRandom, lambda m: random.getstate(), refused=_DRAWS),
+    "Python's generator": Effect(PythonRandom, lambda m: random.getstate(), refused=_RANDOM),
     "NumPy's generator": Effect(
-        NumpyRandom, lambda m: np.random.get_state()[1].tolist(), refused=_DRAWS
+        NumpyRandom, lambda m: np.random.get_state()[1].tolist(), refused=_RANDOM
     ),
     "retained gradient": Effect(
         RetainedGradient,
