@@ -107,5 +107,6 @@ def _accumulate_twice(parameter: torch.Tensor | None, gradient: torch.Tensor) ->
 _tangents = autograd_function._tangents
 
 
-def _ones(*args: Any) -> list[torch.Tensor]:
-    return [torch.ones_like(tangent) for tangent in _tangents(*args)]
+def _ones(*args: Any) -> dict[str, torch.Tensor | None]:
+    tangents = _tangents(*args)
+    return {name: None if t is None else torch.ones_like(t) for name, t in tangents.items()}

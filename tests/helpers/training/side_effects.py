@@ -41,8 +41,8 @@ class Chain(nn.Module):
             x = x + layer(x)
         return x
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.hidden(x).square().mean()
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.hidden(*args, **kwargs).square().mean()
 
 
 # -- tensors --------------------------------------------------------------------------------
@@ -464,11 +464,11 @@ def _freeze(model: Chain, step: int) -> None:
 
 
 def _attach_hooks(model: Chain) -> Chain:
-    model.seen = Counter()  # type: ignore[assignment]
+    model.seen = seen = Counter[str]()  # type: ignore[assignment]
 
     def count(name: str) -> Callable[..., None]:
         def hook(*_: object) -> None:
-            model.seen[name] += 1  # type: ignore[operator,index]
+            seen[name] += 1
 
         return hook
 
