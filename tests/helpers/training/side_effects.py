@@ -474,7 +474,7 @@ def _attach_hooks(model: Chain) -> Chain:
 
     model.register_forward_hook(count("root"))
     model.stem.weight.register_hook(count("gradient"))
-    model.blocks[0][0].weight.register_post_accumulate_grad_hook(count("accumulated"))
+    next(model.blocks[0].parameters()).register_post_accumulate_grad_hook(count("accumulated"))
     return model
 
 
