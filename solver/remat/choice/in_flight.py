@@ -112,10 +112,10 @@ class _Search:
         With a workspace at the boundary, the smallest peak of one call weighs the bytes that it
         saves: from the peak alone, with none, to the saved bytes alone, with a large one.
         """
-        alone = _estimate(trace, Budget.parse("min"))
-        plans = [self._with_others(alone, None)]
+        single = _estimate(trace, Budget.parse("min"))
+        plans = [self._with_others(single, None)]
         for share in _WORKSPACES:
-            workspace = int(share * (alone.plan.peak_bytes - self._constant))
+            workspace = int(share * (single.plan.peak_bytes - self._constant))
             limited = trace.replace(boundary_bytes=workspace)
             plans.append(self._with_others(_estimate(limited, Budget.parse("min")), None))
         return min(plans, key=lambda plan: plan.plan.peak_bytes)
