@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 from remat.choice.trace_plan import TracePlan
 from remat.documents.records import BaselineRecord
@@ -56,17 +57,20 @@ def solve_in_flight(trace: Trace, budget: Budget, in_flight: int, solve: Solve) 
     if budget_bytes is None:
         return search.smallest()
     best = search.fastest(budget_bytes)
-    if best is None:
-        smallest_bytes = search.smallest().plan.peak_bytes
-        raise InfeasibleBudget(
-            f"with {in_flight} calls of the model before a backward, of which each holds what it "
-            f"saves, no plan within {format_bytes(budget_bytes)} was found; the smallest peak "
-            f"found is {format_bytes(smallest_bytes)} ({smallest_bytes:,} bytes). Pass a budget of "
-            'at least that or "min", make the batch smaller, or call the model once with all '
-            "inputs concatenated",
-            min_feasible_bytes=smallest_bytes,
-        )
-    return best
+    if best is not None:
+        return best
+    smallest = search.smallest()
+    smallest_bytes = smallest.plan.peak_bytes
+    if smallest_bytes <= budget_bytes:  # the search above tries other limits
+        return TracePlan(smallest.trace, replace(smallest.plan, budget_bytes=budget_bytes))
+    raise InfeasibleBudget(
+        f"with {in_flight} calls of the model before a backward, of which each holds what it "
+        f"saves, no plan within {format_bytes(budget_bytes)} was found; the smallest peak "
+        f"found is {format_bytes(smallest_bytes)} ({smallest_bytes:,} bytes). Pass a budget of "
+        'at least that or "min", make the batch smaller, or call the model once with all '
+        "inputs concatenated",
+        min_feasible_bytes=smallest_bytes,
+    )
 
 
 class _Search:
@@ -81,9 +85,15 @@ class _Search:
         self._constant = graph.constant_bytes
         inputs = {p.storage for p in trace.placeholders if p.kind == "input"}
         self._inputs = sum(trace.allocated_bytes(storage) for storage in inputs)
+        assert graph.boundary is not None
+        tangents = graph.operations[graph.boundary].outputs
+        self._tangents = sum(graph.values[value].size_bytes for value in tangents)
         timeline = simulate(graph, Schedule.keep_all(graph))
-        saved = _saved_bytes(graph.boundary, Schedule.keep_all(graph), timeline, self._constant)
-        self.baseline_bytes = timeline.peak_bytes + self._others * (saved + self._inputs)
+        self._largest_saved = _saved_bytes(
+            graph.boundary, Schedule.keep_all(graph), timeline, self._constant
+        )
+        others_bytes = self._others * (self._largest_saved + self._inputs)
+        self.baseline_bytes = timeline.peak_bytes + others_bytes
         self._baseline_s = timeline.time_s if graph.unsplit is None else graph.unsplit.time_s
 
     def fastest(self, budget: int) -> TracePlan | None:
@@ -91,7 +101,8 @@ class _Search:
 
         Quick solves rank the limits, and the best is solved in full.
         """
-        ranked = self._ranked_limits(self._trace, budget)
+        is_enough = budget >= self.baseline_bytes
+        ranked = [self._largest_saved] if is_enough else self._ranked_limits(self._trace, budget)
         plans = (self._plan(self._trace, budget, limit, self._solve) for limit in ranked)
         return next((plan for plan in plans if plan is not None), None)
 
@@ -120,36 +131,46 @@ class _Search:
             plans.append(self._with_others(_estimate(limited, Budget.parse("min")), None))
         return min(plans, key=lambda plan: plan.plan.peak_bytes)
 
-    def _largest_limit(self, budget: int) -> float:
+    def _largest_limit(self, budget: int) -> int:
         """Return the limit beyond which saved bytes alone exceed what is left for a call."""
-        return (budget - self._constant - self._others * self._inputs) / self._in_flight
+        available = budget - self._constant - self._tangents - self._others * self._inputs
+        return available // self._in_flight
 
-    def _ranked_limits(self, trace: Trace, budget: int) -> list[float]:
+    def _ranked_limits(self, trace: Trace, budget: int) -> list[int]:
         """Return limits of the saved bytes, best first: by the time of quick solves, and then those
         for which none found a plan."""
         largest = self._largest_limit(budget)
         if largest <= 0:
             return []
-        times = {share: self._estimated_s(trace, budget, share * largest) for share in _SHARES}
+        times: dict[int, float] = {}
+        for share in _SHARES:
+            self._estimate_times(trace, budget, int(share * largest), times)
         for _ in range(_ROUNDS):
-            shares = sorted(times)
-            place = shares.index(min(times, key=times.__getitem__))
-            if times[shares[place]] == math.inf:
+            limits = sorted(times)
+            place = limits.index(min(times, key=times.__getitem__))
+            if times[limits[place]] == math.inf:
                 break
-            for neighbour in (*shares[max(place - 1, 0) : place], *shares[place + 1 : place + 2]):
-                middle = (shares[place] + neighbour) / 2
-                times[middle] = self._estimated_s(trace, budget, middle * largest)
-        return [share * largest for share in sorted(times, key=times.__getitem__)]
+            for neighbour in (*limits[max(place - 1, 0) : place], *limits[place + 1 : place + 2]):
+                self._estimate_times(trace, budget, (limits[place] + neighbour) // 2, times)
+        return sorted(times, key=times.__getitem__)
 
-    def _estimated_s(self, trace: Trace, budget: int, limit: float) -> float:
-        plan = self._plan(trace, budget, limit, _estimate)
-        return math.inf if plan is None else plan.plan.time_s
+    def _estimate_times(
+        self, trace: Trace, budget: int, limit: int, times: dict[int, float]
+    ) -> None:
+        """Add the times of quick solves at a limit, and at the bytes that the plan for it saves: of
+        less memory for the other calls, more is left to each."""
+        while limit not in times:
+            plan = self._plan(trace, budget, limit, _estimate)
+            if plan is None:
+                times[limit] = math.inf
+                return
+            times[limit] = plan.plan.time_s
+            limit = min(limit, self._saved(plan))
 
-    def _plan(self, trace: Trace, budget: int, limit: float, solve: Solve) -> TracePlan | None:
+    def _plan(self, trace: Trace, budget: int, limit: int, solve: Solve) -> TracePlan | None:
         """Return the plan of `solve` whose calls save at most `limit`; None if it finds none."""
-        limit_bytes = int(limit)
-        available = budget - self._others * (limit_bytes + self._inputs)
-        workspace = available - self._constant - limit_bytes
+        available = budget - self._others * (limit + self._inputs)
+        workspace = available - self._constant - limit - self._tangents
         if workspace < 0:
             return None
         try:

@@ -1,0 +1,166 @@
+"""The law of several calls before one backward: together they stay within the budget, from the
+second step on, or from the first with `in_flight`; the first says that it may exceed it."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tests.helpers.brute_force import cheapest
+from torch import Tensor, nn
+
+import remat
+from remat.choice.in_flight import solve_in_flight
+from remat.choice.trace_plan import TracePlan
+from remat.frontend.memory.meter import LiveStorageMeter, unique_bytes
+from remat.limits.budget import Budget
+
+COSTS = remat.Roofline("cpu")
+OPTIONS: dict[str, Any] = {
+    "costs": COSTS,
+    "split": "off",
+    "differentiate": "all",
+    "outputs": "dropped",
+    "strategy": remat.Auto(time_limit=4),
+}
+DOORS: dict[str, Callable[..., Any]] = {
+    "optimize": lambda model, budget, **more: remat.optimize(model, budget, **OPTIONS, **more),
+    "model": lambda model, budget, **more: remat.enable(
+        model, budget, scope="model", **OPTIONS, **more
+    ),
+    "blocks": lambda model, budget, **more: remat.enable(
+        model, budget, scope="blocks", **OPTIONS, **more
+    ),
+}
+
+
+def network(layer_count: int = 4) -> nn.Module:
+    torch.manual_seed(0)
+    layers = (
+        nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Dropout(0.1), nn.Linear(64, 32))
+        for _ in range(layer_count)
+    )
+    return nn.Sequential(*layers)
+
+
+GENERATOR = torch.Generator().manual_seed(1)
+BATCHES = [torch.randn(256, 32, generator=GENERATOR) for _ in range(3)]
+
+
+def triplet(run: Callable[[Tensor], Tensor]) -> Tensor:
+    return nn.functional.triplet_margin_loss(*map(run, BATCHES))
+
+
+def discriminator(run: Callable[[Tensor], Tensor]) -> Tensor:
+    real, fake, _ = BATCHES
+    return run(real).sigmoid().log().mean() - run(fake).square().mean()
+
+
+def unrolled(run: Callable[[Tensor], Tensor]) -> Tensor:
+    state = BATCHES[0]
+    for _ in range(4):
+        state = state + run(state)
+    return state.square().mean()
+
+
+STEPS = {"triplet": (triplet, 3), "discriminator": (discriminator, 2), "unrolled": (unrolled, 4)}
+BATCH_COUNTS = {triplet: 3, discriminator: 2, unrolled: 1}
+
+
+def gradients(model: nn.Module, run: Any, step: Callable[..., Tensor]) -> tuple[list[Any], int]:
+    """Return the loss and gradients of a step, and its peak in bytes."""
+    model.zero_grad(set_to_none=True)
+    torch.manual_seed(2)
+    boundary = [*model.parameters(), *BATCHES[: BATCH_COUNTS[step]]]
+    with LiveStorageMeter(unique_bytes(boundary)) as meter:
+        loss = step(run)
+        loss.backward()
+    return [loss.detach(), *(p.grad for p in model.parameters())], meter.peak_bytes
+
+
+@pytest.mark.parametrize(
+    ("name", "door"),
+    [
+        pytest.param(name, door, marks=() if door == "optimize" else pytest.mark.slow)
+        for name in STEPS
+        for door in DOORS
+    ],
+)
+def test_calls_before_one_backward_share_the_budget(
+    name: str, door: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    step, calls = STEPS[name]
+    model = network()
+    expected, eager_peak = gradients(model, model, step)
+    constant = unique_bytes([*model.parameters()]) * 2
+    budget = constant + (eager_peak - constant) * 2 // 3
+
+    noticing = copy.deepcopy(model)
+    run = DOORS[door](noticing, budget)
+    with caplog.at_level(logging.WARNING, logger="remat"):
+        torch.testing.assert_close(gradients(noticing, run, step)[0], expected)
+    warnings = [r for r in caplog.records if "is called again before the backward" in r.message]
+    assert len(warnings) == 1
+    gradients(noticing, run, step)
+    actual, peak = gradients(noticing, run, step)
+    torch.testing.assert_close(actual, expected)
+    assert peak <= budget, f"{peak / budget:.1%} of the budget"
+
+    caplog.clear()
+    informed = copy.deepcopy(model)
+    run = DOORS[door](informed, budget, in_flight=calls)
+    with caplog.at_level(logging.WARNING, logger="remat"):
+        actual, peak = gradients(informed, run, step)
+    torch.testing.assert_close(actual, expected)
+    assert peak <= budget, f"{peak / budget:.1%} of the budget"
+    assert not [r for r in caplog.records if "before the backward" in r.message]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("door", DOORS)
+def test_an_infeasible_budget_of_several_calls_names_a_feasible_one(door: str) -> None:
+    model = network(2)
+    budget = unique_bytes([*model.parameters()]) * 2 + 10_000
+    with pytest.raises(remat.InfeasibleBudget) as infeasible:
+        gradients(model, DOORS[door](model, budget, in_flight=3), triplet)
+    feasible = infeasible.value.min_feasible_bytes
+    assert feasible is not None
+    model = network(2)
+    peak = gradients(model, DOORS[door](model, feasible, in_flight=3), triplet)[1]
+    assert peak <= feasible
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("calls", [2, 3, 5])
+def test_plans_for_several_calls_are_as_fast_as_brute_force_finds(calls: int) -> None:
+    """Brute force over every limit of the saved bytes finds no faster plan."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 48), nn.Tanh(), nn.Linear(48, 4), nn.Tanh(), nn.Linear(4, 8))
+    trace = remat.measure(remat.trace(model, torch.randn(64, 4)), device=COSTS)
+    inputs, tangents = 64 * 4 * 4, 64 * 8 * 4
+    others = calls - 1
+
+    def solve(limited: Any, budget: Budget) -> TracePlan:
+        return TracePlan(limited, remat.solve(limited, budget, remat.Exact()))
+
+    def peak_bytes(budget: str) -> int:
+        return solve_in_flight(trace, Budget.parse(budget), calls, solve).plan.peak_bytes
+
+    constant = trace.graph().constant_bytes
+    smallest, baseline = peak_bytes("min"), peak_bytes("100%")
+    for budget in (smallest, (smallest + baseline) // 2, baseline):
+        times = []
+        for saved in range(0, (budget - constant) // calls, 512):
+            available = budget - others * (saved + inputs)
+            workspace = available - constant - saved - tangents
+            if workspace >= 0:
+                limited = trace.replace(boundary_bytes=workspace).graph()
+                times.append(cheapest(limited, available))
+        best = min(t for t in times if t is not None)
+        plan = solve_in_flight(trace, Budget.parse(budget), calls, solve).plan
+        assert plan.peak_bytes <= budget
+        assert best - 1e-12 <= plan.time_s <= best * 1.02
