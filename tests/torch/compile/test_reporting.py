@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import io
+import itertools
 import json
 import logging
 import os
@@ -97,16 +98,6 @@ def test_plans_have_the_name_of_their_module() -> None:
             torch._dynamo.graph_break()
             return self.second(x).sin()
 
-    def decorated(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        @functools.wraps(forward)
-        def wrapper(self: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
-            return forward(self, *args, **kwargs)
-
-        return wrapper
-
-    class Wrapped(nn.Linear):
-        forward = decorated(lambda self, x: F.linear(x, self.weight).tanh())
-
     weight = torch.randn(4, requires_grad=True)
 
     def summed(x: torch.Tensor) -> torch.Tensor:
@@ -118,13 +109,123 @@ def test_plans_have_the_name_of_their_module() -> None:
     assert second.module.startswith("Broken from line ")
     (plan,) = run(Case(nn.Sequential(nn.Linear(8, 8), nn.Tanh()), (x,), loss=torch.Tensor.sum))
     assert plan.module == "Sequential"
-    (wrapped,) = run(Case(Wrapped(8, 8), (x,), loss=torch.Tensor.sum))
-    assert wrapped.module == "Wrapped"
     assert repr(plan).startswith("CompiledPlan(Sequential: Plan(")
     before = len(remat.compiled_plans())
     remat.compile(summed, "100%", inductor=False)(torch.randn(4)).backward()
     (plan,) = remat.compiled_plans()[before:]
     assert plan.module.endswith("summed")
+
+
+def method_decorator(forward: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(forward)
+    def wrapper(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return forward(self, *args, **kwargs)
+
+    return wrapper
+
+
+def decorator(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a function as Transformers' `deprecate_kwarg` does."""
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    return wrapper
+
+
+def breaking_decorator(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        result = function(*args, **kwargs)
+        torch._dynamo.graph_break()
+        return result.tanh()
+
+    return wrapper
+
+
+class MethodDecorated(nn.Linear):
+    forward = method_decorator(lambda self, x: F.linear(x, self.weight).tanh())
+
+
+class Decorated(nn.Linear):
+    @decorator
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).tanh()
+
+
+class DecoratedTwice(nn.Linear):
+    @decorator
+    @decorator
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).tanh()
+
+
+class DecoratedWithBreak(nn.Linear):
+    @breaking_decorator
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).tanh()
+
+
+class CallableObject:
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return x.tanh()
+
+
+@decorator
+def decorated_function(x: torch.Tensor) -> torch.Tensor:
+    return x.tanh()
+
+
+def hooked(module: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call the `forward` that a module had before, as hooks of Accelerate do."""
+    return module.previous_forward(*args, **kwargs)
+
+
+def with_hook(module: Any) -> nn.Module:
+    module.previous_forward = module.forward
+    module.forward = functools.partial(hooked, module)
+    return module
+
+
+def trained_by_function() -> Callable[..., torch.Tensor]:
+    loss = F.mse_loss
+
+    def train(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return loss(x, x.tanh())
+
+    return train
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize(
+    ("make", "names"),
+    [
+        (lambda: MethodDecorated(8, 8), ["MethodDecorated"]),
+        (lambda: Decorated(8, 8), ["Decorated"]),
+        (lambda: DecoratedTwice(8, 8), ["DecoratedTwice"]),
+        (
+            lambda: DecoratedWithBreak(8, 8),
+            ["DecoratedWithBreak", r"DecoratedWithBreak from line \d+"],
+        ),
+        (lambda: Decorated(8, 8).forward, ["Decorated"]),
+        (lambda: decorator(nn.Linear(8, 8)), ["Linear"]),
+        (lambda: decorator(nn.Linear(8, 8).forward), ["Linear"]),
+        (lambda: with_hook(nn.Linear(8, 8)), ["Linear"]),
+        (lambda: decorated_function, ["decorated_function"]),
+        (lambda: functools.partial(decorated_function), ["decorated_function"]),
+        (CallableObject, ["CallableObject"]),
+        (trained_by_function, [r"trained_by_function\.<locals>\.train"]),
+    ],
+)
+def test_plans_have_the_name_inside_decorators(
+    make: Callable[[], Callable[..., torch.Tensor]], names: list[str]
+) -> None:
+    before = len(remat.compiled_plans())
+    fast = torch.compile(make(), backend="remat", options={"budget": "100%", "inductor": False})
+    fast(torch.randn(4, 8, requires_grad=True)).sum().backward()
+    actual = [plan.module for plan in remat.compiled_plans()[before:]]
+    assert all(itertools.starmap(re.fullmatch, zip(names, actual, strict=True))), actual
 
 
 # -- progress -------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import torch
 from torch import fx, nn
 
 from remat.frontend.common.dropped_output import DroppedOutput
+from remat.frontend.compile.joint.fx_utils import storage_bytes
 from remat.limits.outputs import OUTPUTS_LOSS
 from remat.limits.units import format_bytes
 
@@ -65,11 +66,9 @@ def loss_only_hint(gm: fx.GraphModule, outputs: str) -> str:
     others = [value for value in with_gradient if not _is_scalar(value)]
     if outputs == OUTPUTS_LOSS or len(others) in (0, len(with_gradient)):
         return ""
-    sizes_bytes = [_tensor(value).nbytes for value in others]
-    if not all(isinstance(size, int) for size in sizes_bytes):
-        return ""  # of symbolic sizes
+    others_bytes = sum(storage_bytes(_tensor(value)) for value in others)
     return (
-        f'With outputs="loss" the graph returns its loss only: {format_bytes(sum(sizes_bytes))} of '
+        f'With outputs="loss" the graph returns its loss only: {format_bytes(others_bytes)} of '
         "other outputs, and as much for their gradients, then need not exist as a whole"
     )
 

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import re
+from collections.abc import Mapping
+from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 from torch import nn
 from torch._guards import CompileContext
 
 _RESUME_FUNCTION = re.compile(r"torch_dynamo_resume_in_(?P<function>.+)_at_(?P<line>\d+)$")
+
+_LOCAL = "<locals>"
+"""A part of the qualified name of a function that another function defines."""
 
 
 def current_object_name() -> str:
@@ -23,23 +30,89 @@ def current_object_name() -> str:
         code, values = frame.f_code, frame.f_locals
     except (AttributeError, AssertionError):  # AOTAutograd without Dynamo
         return ""
-    if code.co_name == "inner" and isinstance(values.get("fn"), nn.Module):
-        return type(values["fn"]).__name__  # Dynamo wraps torch's own modules in a function `inner`
-    owner, _, function = code.co_qualname.rpartition(".")
-    resumed = _RESUME_FUNCTION.match(function)
-    function = resumed["function"] if resumed else function
-    name = f"{owner}.{function}" if owner else function
-    is_decorated = "<locals>" in owner
-    if function == "forward" or is_decorated:
-        first = values.get("self" if resumed or not code.co_varnames else code.co_varnames[0])
-        if isinstance(first, nn.Module):
-            name = type(first).__name__
-        elif not is_decorated:
-            name = owner or name
-    return f"{name} from line {resumed['line']}" if resumed else name
+    return _object_name(code, values)
 
 
 def current_compile_id() -> str:
     """Return the id of the current compilation in torch's own logs, such as "0/1"; "" if there is
     none."""
     return str(CompileContext.current_compile_id() or "")
+
+
+def _object_name(code: CodeType, values: Mapping[str, Any]) -> str:
+    """Return the name of the object that runs this code with these local and free variables.
+
+    Decorators replace a function by a wrapper with its own code. The name is then that of the
+    module that the wrapper calls or gets as its first argument, or of the function that it calls.
+    """
+    owner, _, function = code.co_qualname.rpartition(".")
+    resumed = _RESUME_FUNCTION.match(function)
+    function = resumed["function"] if resumed else function
+    name = f"{owner}.{function}" if owner else function
+    is_local = _LOCAL in owner
+    wrapped = _wrapped(code, values)
+    if isinstance(wrapped, nn.Module):
+        name = type(wrapped).__name__
+    elif function == "forward" or is_local or _takes_all_arguments(code):
+        module = _first_module(code, values, is_resumed=resumed is not None)
+        if module is not None:
+            name = type(module).__name__
+        elif wrapped is not None:
+            name = _callable_name(wrapped)
+        elif not is_local:
+            name = owner or name
+    return f"{name} from line {resumed['line']}" if resumed else name
+
+
+def _first_module(
+    code: CodeType, values: Mapping[str, Any], *, is_resumed: bool
+) -> nn.Module | None:
+    """Return the module that is the first argument, or the first of `*args`; None if that is no
+    module. Resumed code has other arguments: there it is `self`, or the first of `args`."""
+    for name in ("self", "args") if is_resumed else code.co_varnames[:1]:
+        value = values.get(name)
+        first = value[0] if isinstance(value, tuple) and value else value
+        if isinstance(first, nn.Module):
+            return first
+    return None
+
+
+def _wrapped(code: CodeType, values: Mapping[str, Any]) -> object:
+    """Return the only callable among the free variables of a wrapper: a module also for one of its
+    methods. None if this is no wrapper, or it has several. A function with arguments of its own may
+    call another one without being its wrapper."""
+    if not _takes_all_arguments(code):
+        return None
+    free_values = map(values.get, code.co_freevars)
+    callables = [v for v in free_values if callable(v) and not isinstance(v, type)]
+    if len(callables) != 1:
+        return None
+    wrapped = callables[0]
+    while isinstance(wrapped, functools.partial):
+        wrapped = wrapped.func
+    if isinstance(wrapped, MethodType) and isinstance(wrapped.__self__, nn.Module):
+        wrapped = wrapped.__self__
+    has_own_arguments = _original(code).co_argcount > 0
+    return None if has_own_arguments and not isinstance(wrapped, nn.Module) else wrapped
+
+
+def _takes_all_arguments(code: CodeType) -> bool:
+    """True if the code has `*args` and `**kwargs`, as that of a wrapper."""
+    flags = _original(code).co_flags
+    return bool(flags & inspect.CO_VARARGS and flags & inspect.CO_VARKEYWORDS)
+
+
+def _original(code: CodeType) -> CodeType:
+    """Return the code that resumed code is a part of; other code itself."""
+    from torch._dynamo.resume_execution import ContinueExecutionCache
+
+    resumed = ContinueExecutionCache.generated_code_metadata.get(code)
+    return code if resumed is None else resumed.code
+
+
+def _callable_name(function: object) -> str:
+    """Return the name of the function inside all decorators that `functools.wraps` records, or the
+    class of another callable object."""
+    if not isinstance(function, (FunctionType, MethodType)):
+        return type(function).__name__
+    return inspect.unwrap(function).__qualname__.removesuffix(".forward")
