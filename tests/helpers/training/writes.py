@@ -210,8 +210,7 @@ def view_of_other_type(h: Tensor, weight: Tensor) -> Tensor:
 def in_place_in_grad_mode(h: Tensor, weight: Tensor) -> Tensor:
     out = h @ weight
     out.add_(h).relu_()
-    out += 1
-    return out
+    return out + 1
 
 
 class _Fused(torch.autograd.Function):
@@ -326,7 +325,7 @@ class WritingBlock(nn.Module):
 class WritingModel(nn.Module):
     """Blocks with one kind of write."""
 
-    def __init__(self, fill: Fill, blocks: int = 3) -> None:
+    def __init__(self, fill: Fill, blocks: int = 2) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.blocks = nn.ModuleList(WritingBlock(fill) for _ in range(blocks))

@@ -6,6 +6,7 @@ eager mode; and no budget that eager mode meets is infeasible.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +20,7 @@ from remat.frontend.memory.meter import measure_step
 from remat.simulate import baseline_of
 
 COSTS = remat.Roofline("cpu")
-OPTIONS: dict[str, Any] = {"costs": COSTS, "split": "off", "strategy": remat.Auto(time_limit=2)}
+OPTIONS: dict[str, Any] = {"costs": COSTS, "split": "off", "strategy": remat.Auto(time_limit=1)}
 
 DOORS: dict[str, Callable[[nn.Module, Any], Any]] = {
     "optimize": lambda model, budget: remat.optimize(model, budget, **OPTIONS),
@@ -27,8 +28,10 @@ DOORS: dict[str, Callable[[nn.Module, Any], Any]] = {
     "blocks": lambda model, budget: remat.enable(model, budget, scope="blocks", **OPTIONS),
 }
 
-LOSS_BYTES = 4
-"""Eager mode's mean has a gradient of the mean's own, which the captured step may have twice."""
+SCALAR_BYTES = 64
+"""The upper limit of the bytes of constants in the model's code, such as the 0.5 of
+`x[:, 3] = 0.5`: they exist during the whole step in a plan, and during one
+operation in eager mode."""
 
 
 def batch() -> torch.Tensor:
@@ -49,6 +52,13 @@ def step_of(model: Any, x: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tenso
     return losses[0], [p.grad for p in model.parameters()], peak_bytes
 
 
+def constant_bytes(gm: Any) -> int:
+    """Return the bytes of the constants in the code of an optimised model."""
+    constants = [p for p in gm.program.placeholders if p.kind == "constant"]
+    items = [getattr(torch, p.tensor.dtype).itemsize for p in constants]
+    return sum(n * math.prod(p.tensor.shape) for n, p in zip(items, constants, strict=True))
+
+
 def assert_same(actual: Any, expected: Any) -> None:
     assert torch.equal(actual[0], expected[0])
     for gradient, eager in zip(actual[1], expected[1], strict=True):
@@ -62,13 +72,12 @@ def test_a_step_without_recomputation_takes_at_most_eager_mode_memory(fill: str)
     eager = step_of(model, x)
     gm = remat.optimize(copy.deepcopy(model), "100%", x, **OPTIONS)
     assert gm.plan is not None
-    assert gm.plan.trace is not None if hasattr(gm.plan, "trace") else True
     trace = remat.measure(remat.trace(model, x), COSTS)
-    assert baseline_of(trace.graph()).peak_bytes <= eager[2] + LOSS_BYTES
-    assert remat.estimate(model, x).peak_bytes <= eager[2] + LOSS_BYTES
+    assert baseline_of(trace.graph()).peak_bytes <= eager[2] + SCALAR_BYTES
+    assert remat.estimate(model, x).peak_bytes <= eager[2] + SCALAR_BYTES
     result = step_of(gm, x)
     assert_same(result, eager)
-    assert result[2] == gm.plan.peak_bytes
+    assert result[2] + constant_bytes(gm) == gm.plan.peak_bytes
 
 
 @pytest.mark.parametrize("door", DOORS)
@@ -81,7 +90,7 @@ def test_recomputation_changes_no_value(fill: str, door: str) -> None:
         step_of(planned, x)  # plans in its first step
         result = step_of(planned, x)
         assert_same(result, eager)
-        assert result[2] <= eager[2]
+        assert result[2] <= eager[2] + SCALAR_BYTES
         if door != "blocks":
             plan = planned.plan if door == "optimize" else remat.plans(planned)[0]
-            assert result[2] == plan.peak_bytes
+            assert result[2] <= plan.peak_bytes <= result[2] + SCALAR_BYTES
