@@ -21,6 +21,7 @@ from remat.costs.link import PCIE_4, Link
 from remat.documents.arguments import Argument, Ref, referenced_names
 from remat.documents.records import Node, TensorMeta
 from remat.documents.targets import OFFLOAD_TARGETS, WRITE_ROWS_TARGET
+from remat.documents.writes import call_of_write, is_write, written_buffer
 from remat.errors import DocumentError
 
 COMPUTE_EFFICIENCY = 0.75
@@ -133,6 +134,7 @@ def operation_seconds(node: Node, metas: Mapping[str, TensorMeta], roofline: Roo
     tensors that it reads. Raises `DocumentError` for invalid arguments."""
     if node.view:
         return 0.0
+    node, metas = call_of_write(node, metas)
     # The first result's dtype decides the rate: later ones may be statistics in float32.
     dtype = node.results[0].tensor.dtype if node.results else "float32"
     try:
@@ -179,6 +181,10 @@ def operation_flops(node: Node, meta_of: Callable[[str], TensorMeta]) -> int:
             return tuple(with_metas(item) for item in argument)
         return argument
 
+    if is_write(node):
+        name = written_buffer(node)
+        node, metas = call_of_write(node, {name: meta_of(name)})
+        return operation_flops(node, lambda n: metas[n] if n in metas else meta_of(n))
     return 0 if node.view else count_flops(node.target, [with_metas(item) for item in node.args])
 
 
@@ -192,6 +198,8 @@ def traffic_bytes(node: Node, metas: Mapping[str, TensorMeta]) -> int:
     written_bytes = sum(tensor_traffic_bytes(result.tensor) for result in node.results)
     read_bytes = {name: tensor_traffic_bytes(metas[name]) for name in node.operand_names}
     name = node.target.split(".")[1]
+    if is_write(node):
+        return traffic_bytes(*call_of_write(node, metas))
     if name in _LOOKUPS and node.args and isinstance(node.args[0], Ref):
         table = node.args[0].name
         read_bytes[table] = min(read_bytes[table], written_bytes)

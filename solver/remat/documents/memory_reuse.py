@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from remat.documents.arguments import Ref
 from remat.documents.targets import ACCUMULATE_TARGET
+from remat.documents.writes import is_write, written_buffer
 
 if TYPE_CHECKING:
     from remat.documents.records import Node
@@ -65,7 +66,11 @@ result's strides, and with them the order in which a later reduction adds.
 
 
 def reusable_arguments(
-    trace: Trace, retained: Container[int], arriving: Iterable[int] = ()
+    trace: Trace,
+    retained: Container[int],
+    arriving: Iterable[int] = (),
+    *,
+    writes_only: bool = False,
 ) -> dict[str, str]:
     """Map each operation that may write its result over its first argument to that argument, by
     names.
@@ -75,26 +80,37 @@ def reusable_arguments(
     `.grad`. The operation is its last reader in the trace. A schedule in which another operation
     reads it later overwrites nothing there. `arriving` are storages that are copied back from
     the host: the copy is a temporary of the backward, too.
+
+    A write (`remat.documents.writes`) may write into its buffer under the same conditions, in the
+    forward if an operation of the forward produced the buffer. With `writes_only`, no other
+    operation overwrites anything.
     """
     temporaries = set(arriving)
+    of_forward: set[int] = set()
     last_reader: dict[int, str] = {}
     for node, operands in zip(trace.nodes, trace.operands, strict=True):
         if node.view:
             continue
         read = {trace.storage_of[name] for name in operands}
         last_reader.update(dict.fromkeys(read, node.name))
-        if node.backward:
-            temporaries.update(r.storage for r in node.results if r.storage not in retained)
+        of_phase = temporaries if node.backward else of_forward
+        of_phase.update(r.storage for r in node.results if r.storage not in retained)
         if node.target == ACCUMULATE_TARGET:
             temporaries -= read
-    return {
-        node.name: argument
-        for node in trace.nodes
-        if node.backward and node.target in OUT_VARIANTS
-        if (argument := _overwritable_first_argument(trace, node)) is not None
-        if trace.storage_of[argument] in temporaries
-        and last_reader[trace.storage_of[argument]] == node.name
-    }
+    arguments: dict[str, str] = {}
+    for node in trace.nodes:
+        argument = None
+        if is_write(node):
+            argument = written_buffer(node)
+        elif node.backward and node.target in OUT_VARIANTS and not writes_only:
+            argument = _overwritable_first_argument(trace, node)
+        if argument is None:
+            continue
+        storage = trace.storage_of[argument]
+        is_temporary = storage in (temporaries if node.backward else of_forward)
+        if is_temporary and last_reader[storage] == node.name:
+            arguments[node.name] = argument
+    return arguments
 
 
 def _overwritable_first_argument(trace: Trace, node: Node) -> str | None:

@@ -17,7 +17,7 @@ from remat.documents.copy_checks import check_copies
 from remat.documents.memory_reuse import OUT_VARIANTS
 from remat.documents.records import Environment, Gradient, Output, Placeholder, Store
 from remat.documents.structure import Structure, check_output_leaves
-from remat.documents.targets import ACCUMULATE_TARGET
+from remat.documents.targets import ACCUMULATE_TARGET, WRITE_TARGET
 from remat.limits.units import format_bytes
 
 
@@ -44,8 +44,9 @@ class Statement(Record):
     rng_state: str = Field(default="", max_length=200)
     device: str = Field(default="", max_length=40)
     overwrites: str = Field(default="", max_length=200)
-    """The name of the first argument if its memory receives the result (it is passed as `out=`); no
-    later statement reads it. "" if the result has memory of its own."""
+    """The name of the first argument if its memory receives the result (it is passed as `out=`, or
+    `remat.write` writes into it); no later statement reads it. "" if the result has memory of its
+    own."""
     module: DottedPath = ""
     recomputation: bool = False
     """True if the same operation ran before in this step."""
@@ -162,7 +163,7 @@ def _may_overwrite(statement: Statement, inputs: set[str]) -> bool:
     match statement.args, statement.results:
         case (Ref(name), *_), ((Binding(position=-1),) | ()):  # none if nothing reads it
             is_temporary = name == statement.overwrites and name not in inputs
-            return is_temporary and statement.target in OUT_VARIANTS
+            return is_temporary and statement.target in (*OUT_VARIANTS, WRITE_TARGET)
     return False
 
 
@@ -191,8 +192,8 @@ def _check_statements(phase: str, statements: tuple[Statement, ...], inputs: set
             if not _may_overwrite(statement, inputs):
                 raise ValueError(
                     f"{phase} statement {number} cannot write over {statement.overwrites}: only an "
-                    "elementwise operation may, over its first argument, if that is a variable of "
-                    "the same phase"
+                    "elementwise operation or a write may, over its first argument, if that is a "
+                    "variable of the same phase"
                 )
             overwritten.add(statement.overwrites)
         if statement.rng_action == "save":

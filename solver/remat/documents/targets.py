@@ -24,6 +24,10 @@ ADD_PRODUCT_TARGET = "remat.add_product.default"
 WRITE_ROWS_TARGET = "remat.write_rows.default"
 """Writes some rows into a buffer, in place, and returns it. Without a buffer, allocates one."""
 
+WRITE_TARGET = "remat.write.default"
+"""Calls an operator that writes into a part of a tensor, and returns the whole tensor; see
+`remat.documents.writes`."""
+
 OFFLOAD_TARGET = "remat.offload.default"
 """Starts the copy of a tensor to the host, and returns a handle: an int64 tensor of one element."""
 

@@ -191,9 +191,9 @@ class Trace(Document):
     def reusable_arguments(self) -> dict[str, str]:
         """The argument that an operation may write its result over if the schedule frees it with
         this operation, by the operation's name; see `remat.documents.memory_reuse`."""
-        if not self.reuses_memory:
-            return {}
-        return reusable_arguments(self, storages_live_at_end(self))
+        return reusable_arguments(
+            self, storages_live_at_end(self), writes_only=not self.reuses_memory
+        )
 
     def overwritten_storages(self, node: Node) -> tuple[int, ...]:
         """Return the storage that an operation of `OVERWRITING_TARGETS` writes its result over."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from remat.documents.arguments import referenced_names
 from remat.documents.structure import check_output_leaves
 from remat.documents.targets import ACCUMULATE_TARGET, ARRIVE_TARGET, BOUNDARY_NAME
+from remat.documents.writes import check_write, is_write
 
 if TYPE_CHECKING:
     from remat.documents.records import Node
@@ -69,6 +70,8 @@ def check_trace(trace: Trace) -> None:
             forward_storages |= storages
         for result in node.results:
             define(result.name, result.storage)
+        if is_write(node):
+            check_write(trace, node)
     tangents = {p.name for p in trace.placeholders if p.kind == "tangent"}
     for output in trace.outputs:
         if output.name not in defined or output.name in backward_names:

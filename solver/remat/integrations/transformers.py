@@ -42,7 +42,8 @@ class RematCallback(TrainerCallback):
     `remat.disable` when it ends. `**options` are those of `remat.enable`.
 
     If the budget is in bytes or "auto", the optimizer's state is reserved from it. A model that is
-    already enabled is left as it is.
+    already enabled is left as it is. With a trainer of TRL, which computes its loss from other
+    outputs than the model's `loss`, `differentiate` is "all" by default.
     """
 
     def __init__(self, budget: int | str, **options: Unpack[EnableOptions]) -> None:
@@ -61,6 +62,8 @@ class RematCallback(TrainerCallback):
         optimizer = getattr(others.get("optimizer"), "optimizer", others.get("optimizer"))
         if isinstance(optimizer, Optimizer) and _is_absolute(self.budget):
             options.setdefault("reserve", optimizer)
+        if _is_of_trl(args):
+            options.setdefault("differentiate", "all")
         self._enabled = enable(model, self.budget, **options)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
@@ -68,6 +71,11 @@ class RematCallback(TrainerCallback):
         if self._enabled is not None:
             disable(self._enabled)
             self._enabled = None
+
+
+def _is_of_trl(args: object) -> bool:
+    """True if the arguments of a training are those of a trainer of TRL."""
+    return any(cls.__module__.partition(".")[0] == "trl" for cls in type(args).__mro__)
 
 
 def _is_absolute(budget: int | str) -> bool:

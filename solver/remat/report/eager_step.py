@@ -14,6 +14,7 @@ from math import prod
 from remat.costs.roofline import item_bytes
 from remat.documents.arguments import Ref, referenced_names
 from remat.documents.trace import Node, Trace
+from remat.documents.writes import is_write
 from remat.graph import Graph, Operation
 from remat.schedule import Schedule
 from remat.simulate import simulate
@@ -55,8 +56,12 @@ def eager_graph(trace: Trace, unpacked: Collection[int] = ()) -> Graph:
     operation once. `unpacked` are the saved tensors that hooks of the step unpack, as those of
     `torch.utils.checkpoint` do."""
     graph = trace.graph()
-    # Autograd writes over no argument, except when it adds gradients in place (below).
-    operations = tuple(replace(operation, overwrites=()) for operation in graph.operations)
+    # Autograd writes over no argument, except when it adds gradients in place (below), and where
+    # the model's code writes into a tensor.
+    operations = tuple(
+        operation if node is not None and is_write(node) else replace(operation, overwrites=())
+        for operation, node in zip(graph.operations, trace.operations, strict=True)
+    )
     graph = _with_retained_factors(replace(graph, operations=operations), trace, unpacked)
     return _with_gradients_added_in_place(graph, trace)
 

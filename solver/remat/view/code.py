@@ -13,6 +13,7 @@ from typing import NamedTuple
 from remat.documents.arguments import Argument, Literal, Ref
 from remat.documents.memory_reuse import OUT_VARIANTS
 from remat.documents.program import Program, Statement
+from remat.documents.targets import WRITE_TARGET
 from remat.documents.trace import Trace
 from remat.graph import Graph, Operation
 from remat.limits.units import format_bytes, format_seconds
@@ -194,7 +195,9 @@ def _call_parts(statement: Statement) -> tuple[str, list[str], str]:
     """Return the code before the arguments of a call, the arguments, and the code after them."""
     arguments = [_argument(item) for item in statement.args]
     arguments += [f"{key}={_argument(item)}" for key, item in statement.kwargs.items()]
-    if statement.overwrites:
+    if statement.overwrites and statement.target == WRITE_TARGET:
+        arguments.append("in_place=True")
+    elif statement.overwrites:
         arguments.append(f"{OUT_VARIANTS[statement.target].out_name}={statement.overwrites}")
     name_at = {binding.position: binding.name for binding in statement.results}
     if not name_at:

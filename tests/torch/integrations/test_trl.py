@@ -1,7 +1,11 @@
-"""TRL's SFT with remat's callback: the same losses. Runs where TRL is installed."""
+"""TRL's trainers with remat's callback: the same losses and weights. Runs where TRL is there."""
 
 from __future__ import annotations
 
+import gc
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +13,7 @@ import pytest
 import torch
 
 import remat
+from remat.frontend.memory.meter import LiveStorageMeter, unique_bytes
 
 trl: Any = pytest.importorskip("trl")
 
@@ -17,93 +22,160 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),
 ]
 
-STEPS = 20
+WORDS = 600
+
+
+@dataclass
+class Run:
+    """What is observed of a training."""
+
+    losses: list[tuple[float, float]] = field(default_factory=list)
+    peaks_bytes: list[int] = field(default_factory=list)
+    weights: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 def tokenizer() -> Any:
-    from tokenizers import Tokenizer, models
+    from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    words = ["<pad>", "<s>", "</s>", "<unk>", *(f"word{number}" for number in range(40))]
+    words = ["<pad>", "<s>", "</s>", "<unk>", *(f"word{number}" for number in range(WORDS))]
     model = models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>")
+    whole = Tokenizer(model)
+    whole.pre_tokenizer = pre_tokenizers.Whitespace()
     return PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(model),
+        tokenizer_object=whole,
         pad_token="<pad>", eos_token="</s>", bos_token="<s>", unk_token="<unk>",
     )  # fmt: skip
 
 
-def trained(folder: Path, callbacks: list[Any], adapters: bool, **options: Any) -> list[Any]:
-    import pyarrow  # pyright: ignore[reportMissingImports]
+def texts(count: int, low: int, high: int, seed: int) -> list[str]:
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(low, high, (count,), generator=generator).tolist()
+    return [
+        " ".join(f"word{i}" for i in torch.randint(0, WORDS, (n,), generator=generator).tolist())
+        for n in lengths
+    ]
+
+
+def rows_of(kind: str) -> list[dict[str, Any]]:
+    prompts = texts(40, 3, 6, 1)
+    if kind == "SFT":
+        return [{"text": text} for text in texts(80, 10, 40, 2)]
+    if kind == "GRPO":
+        return [{"prompt": prompt} for prompt in prompts]
+    chosen, rejected = texts(40, 10, 40, 3), texts(40, 10, 40, 4)
+    return [
+        {"prompt": p, "chosen": c, "rejected": r}
+        for p, c, r in zip(prompts, chosen, rejected, strict=True)
+    ]
+
+
+def reward(completions: list[str], **_: Any) -> list[float]:
+    return [float(len(set(re.findall(r"[02468]", text)))) for text in completions]
+
+
+def trained(
+    kind: str, folder: Path, callbacks: list[Any], steps: int, adapters: bool, **options: Any
+) -> Run:
     from datasets import Dataset  # pyright: ignore[reportMissingImports]
     from peft import LoraConfig
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaConfig, LlamaForCausalLM, set_seed
 
-    torch.manual_seed(0)
+    set_seed(0)
     model = LlamaForCausalLM(
         LlamaConfig(
-            vocab_size=44, hidden_size=64, intermediate_size=128, num_hidden_layers=3,
-            num_attention_heads=4,
+            vocab_size=WORDS + 4, hidden_size=64, intermediate_size=128, num_hidden_layers=3,
+            num_attention_heads=4, pad_token_id=0, bos_token_id=1, eos_token_id=2,
         )
     )  # fmt: skip
-    generator = torch.Generator().manual_seed(1)
-    lengths = torch.randint(10, 40, (80,), generator=generator).tolist()
-    rows = [
-        {"input_ids": torch.randint(4, 44, (n,), generator=generator).tolist()} for n in lengths
-    ]
-    seen: list[Any] = []
+    run = Run()
+    lengths: dict[str, Any] = {
+        "SFT": {"max_length": 64},
+        "DPO": {"max_length": 64},
+        "GRPO": {"max_completion_length": 12, "num_generations": 2},
+    }[kind]
+    base: Callable[..., Any] = getattr(trl, f"{kind}Trainer")
 
-    class Logged(trl.SFTTrainer):
+    class Observed(base):  # type: ignore[misc,valid-type]
         def log(self, logs: Any, *args: Any, **kwargs: Any) -> None:
             if "loss" in logs:
-                seen.append((logs["loss"], logs["grad_norm"]))
+                run.losses.append((logs["loss"], logs["grad_norm"]))
             super().log(logs, *args, **kwargs)
 
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            gc.collect()
+            tensors = [v for v in inputs.values() if isinstance(v, torch.Tensor)]
+            reference = getattr(self, "ref_model", None)
+            held = [] if reference is None else list(reference.parameters())
+            held += [p.grad for p in model.parameters() if p.grad is not None]
+            self.meter = LiveStorageMeter(unique_bytes([*model.parameters(), *tensors, *held]))
+            self.meter.__enter__()
+            return super().compute_loss(model, inputs, *args, **kwargs)
+
+        def training_step(self, *args: Any, **kwargs: Any) -> Any:
+            loss = super().training_step(*args, **kwargs)
+            self.meter.__exit__(None, None, None)
+            run.peaks_bytes.append(self.meter.peak_bytes)
+            return loss
+
     lora = LoraConfig(r=4, lora_dropout=0.1, target_modules=["q_proj"], task_type="CAUSAL_LM")
-    Logged(
+    arguments = getattr(trl, f"{kind}Config")(
+        output_dir=str(folder), max_steps=steps, per_device_train_batch_size=4, logging_steps=1,
+        report_to=[], use_cpu=True, bf16=False, disable_tqdm=True, save_strategy="no", **lengths,
+        **options,
+    )  # fmt: skip
+    rewards = {"reward_funcs": reward} if kind == "GRPO" else {}
+    Observed(
         model=model,
-        args=trl.SFTConfig(
-            output_dir=str(folder),
-            max_steps=STEPS,
-            per_device_train_batch_size=4,
-            logging_steps=1,
-            report_to=[],
-            use_cpu=True,
-            bf16=False,
-            disable_tqdm=True,
-            max_length=64,
-            save_strategy="no",
-            dataset_kwargs={"skip_prepare_dataset": True},
-            remove_unused_columns=False,
-            **options,
-        ),
-        train_dataset=Dataset(pyarrow.Table.from_pylist(rows), fingerprint="rows"),
+        args=arguments,
+        train_dataset=Dataset.from_list(rows_of(kind)),
         processing_class=tokenizer(),
         callbacks=callbacks,
         peft_config=lora if adapters else None,
+        **rewards,
     ).train()
-    return seen
+    run.weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+    return run
 
 
-@pytest.mark.parametrize(
-    ("options", "adapters"),
-    [({}, False), ({}, True), ({"gradient_accumulation_steps": 2}, False)],
-)
-def test_a_run_of_sft_is_that_of_the_eager_model(
-    options: dict[str, Any], adapters: bool, tmp_path: Path
-) -> None:
+CASES: dict[str, tuple[str, dict[str, Any], bool, dict[str, Any]]] = {
+    # trainer, its options, adapters, the callback's options
+    "SFT": ("SFT", {}, False, {}),
+    "SFT in blocks": ("SFT", {}, False, {"scope": "blocks"}),
+    "SFT with adapters": ("SFT", {}, True, {}),
+    "SFT in blocks with adapters": ("SFT", {}, True, {"scope": "blocks"}),
+    "SFT with accumulation": ("SFT", {"gradient_accumulation_steps": 2}, False, {}),
+    "DPO": ("DPO", {}, False, {}),
+    "DPO in blocks": ("DPO", {}, False, {"scope": "blocks"}),
+    "GRPO": ("GRPO", {}, False, {}),
+    "GRPO in blocks": ("GRPO", {}, False, {"scope": "blocks"}),
+}
+
+
+@pytest.mark.parametrize("budget", ["min", "80%"])
+@pytest.mark.parametrize("case", CASES)
+def test_a_training_is_that_of_the_eager_model(case: str, budget: str, tmp_path: Path) -> None:
     from remat.integrations.transformers import RematCallback
 
+    kind, options, adapters, callback_options = CASES[case]
     plans: list[Any] = []
 
-    class Looking(RematCallback):
+    class Observing(RematCallback):
         def on_train_end(self, *args: Any, **kwargs: Any) -> None:
             assert self._enabled is not None
             plans.extend(remat.plans(self._enabled))
             super().on_train_end(*args, **kwargs)
 
-    eager = trained(tmp_path / "eager", [], adapters, **options)
-    callback = Looking("min", scope="blocks", differentiate="log_probs")
-    with_remat = trained(tmp_path / "ours", [callback], adapters, **options)
-    assert len(with_remat) == STEPS
-    assert with_remat == eager
-    assert any(plan.time_s > plan.baseline_time_s for plan in plans)
+    steps = 10
+    eager = trained(kind, tmp_path / "eager", [], steps, adapters, **options)
+    callback = Observing(
+        budget, costs=remat.Roofline("cpu"), strategy=remat.Auto(time_limit=3), **callback_options
+    )
+    planned = trained(kind, tmp_path / "planned", [callback], steps, adapters, **options)
+    assert len(planned.losses) == steps
+    assert planned.losses == eager.losses
+    for name, weight in eager.weights.items():
+        assert torch.equal(planned.weights[name], weight)
+    assert plans
+    assert max(planned.peaks_bytes[1:]) <= max(eager.peaks_bytes[1:])
+    print(case, budget, max(planned.peaks_bytes[1:]), max(eager.peaks_bytes[1:]), len(plans))

@@ -23,6 +23,7 @@ from remat.costs.workspaces.call import (
     peak_workspace_bytes,
 )
 from remat.documents.records import Node, TensorMeta
+from remat.documents.writes import call_of_write
 from remat.errors import DocumentError
 
 FORMULAS: dict[str, Formula] = {
@@ -74,6 +75,7 @@ def operation_workspace(
 ) -> OperationWorkspace:
     """Return the workspace of an operation on a CUDA device: 0 bytes without a formula. `metas` has
     the tensors that it reads. Raises `DocumentError` for invalid arguments."""
+    node, metas = call_of_write(node, metas)
     formula, storage = FORMULAS.get(node.target), STORAGES.get(node.target)
     if node.view or (formula is None and storage is None):
         return OperationWorkspace(0)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 from torch._ops import OpOverload
 from torch._subclasses import FakeTensor
+from torch.fx.experimental import symbolic_shapes
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from remat.errors import TraceError
@@ -17,6 +20,7 @@ from remat.frontend.capture.eager_kernels.fake_layouts import STORAGE_COPIES, in
 from remat.frontend.capture.model.module_paths import ModulePaths
 from remat.frontend.capture.reading.joint_graph import GraphInput
 from remat.frontend.capture.symbol_values import SYMBOLIC_TYPES, SymbolicNumber
+from remat.frontend.common.writes import write, writer_of
 
 Tensor = torch.Tensor
 
@@ -28,9 +32,32 @@ class ForeignTensorError(Exception):
     that an earlier call or capture stored."""
 
 
+class _TensorNode(NamedTuple):
+    """The node of a tensor, and how often the tensor's storage had been written by then."""
+
+    node: fx.Node
+    tensor: Tensor
+    write_count: int = 0
+
+
+@dataclass
+class _Buffer:
+    """A storage that operators write into: the node of the whole tensor since the last write, and
+    the fake tensor of that node, in a storage of its own."""
+
+    node: fx.Node
+    value: Tensor
+    write_count: int = 0
+
+
 class OperatorRecorder(TorchDispatchMode):
     """A mode that appends each operator to a graph. The `val` of a node is its fake result; its
-    `module` is the path of the module whose forward called it, or whose backward it belongs to."""
+    `module` is the path of the module whose forward called it, or whose backward it belongs to.
+
+    The graph is functional. An operator that writes into a part of a tensor becomes a call of
+    `remat.write`, which returns the whole tensor after the write; see `write_recorded`. Nodes that
+    read the tensor later read views of that.
+    """
 
     supports_higher_order_operators = True
 
@@ -41,8 +68,13 @@ class OperatorRecorder(TorchDispatchMode):
         self.inputs: dict[GraphInput, fx.Node] = {}
         self.is_backward = False
         self._module_paths = module_paths
-        self._nodes: dict[int, tuple[fx.Node, Tensor]] = {}
+        self._nodes: dict[int, _TensorNode] = {}
         """The node of each tensor, by the tensor's `id`, with the tensor: no other gets its id."""
+        self._allocations: dict[int, _TensorNode] = {}
+        """The first node of each storage, by the storage's address."""
+        self._buffers: dict[int, _Buffer] = {}
+        """The storages that operators have written into, by their addresses."""
+        self._written: tuple[OpOverload, Tensor] | None = None
         self._last_input = self.graph._root
 
     def add_input(self, name: str, key: GraphInput, tensor: Tensor) -> None:
@@ -60,7 +92,84 @@ class OperatorRecorder(TorchDispatchMode):
             name = f"_tensor_constant{len(self.constants)}"
             self.constants[name] = tensor
             self._set_value(self.graph.create_node("get_attr", name), tensor)
-        return self._nodes[id(tensor)][0]
+        record = self._nodes[id(tensor)]
+        buffer = self._buffers.get(_address(tensor))
+        if buffer is not None and record.write_count < buffer.write_count:
+            record = _TensorNode(self._view_of(buffer, tensor), tensor, buffer.write_count)
+            self._nodes[id(tensor)] = record
+        return record.node
+
+    # -- writes -----------------------------------------------------------------------------
+
+    def may_write(self, tensor: Tensor) -> bool:
+        """True if a write into this tensor can be recorded: an operation of the step allocated its
+        storage for one real dense tensor of the same dtype."""
+        allocation = self._allocations.get(_address(tensor))
+        if allocation is None or allocation.node.op != "call_function":
+            return False
+        whole = allocation.tensor
+        return (
+            tensor.dtype == whole.dtype
+            and not whole.dtype.is_complex
+            and self.is_whole(whole)
+            and _is_certain(whole.storage_offset() == 0)
+            and torch._debug_has_internal_overlap(whole) == 0
+        )
+
+    def is_whole(self, tensor: Tensor) -> bool:
+        """True if a tensor has as many elements as its storage."""
+        size_bytes = tensor.numel() * tensor.element_size()
+        return _is_certain(size_bytes == tensor.untyped_storage().nbytes())
+
+    @contextmanager
+    def write_recorded(self, func: OpOverload, tensor: Tensor) -> Iterator[None]:
+        """Within the context, record a call of `func` as a write into `tensor`."""
+        self._written = func, tensor
+        try:
+            yield
+        finally:
+            self._written = None
+
+    def _record_write(
+        self, func: OpOverload, tensor: Tensor, args: Any, kwargs: dict[str, Any]
+    ) -> None:
+        writer = writer_of(func)
+        assert writer is not None
+        allocation = self._allocations[_address(tensor)]
+        whole = allocation.tensor
+        others = {key: item for key, item in kwargs.items() if key != writer.out_name}
+        part = list(tensor.shape), list(tensor.stride()), tensor.storage_offset()
+        arguments = args if writer.out_name else args[1:]
+        node = self._create_node(
+            write,
+            (self.node_of(whole), str(func), *part, *arguments),
+            others,
+            f"write_{func.overloadpacket.__name__.strip('_')}",
+        )
+        value = torch.empty_strided(
+            whole.shape, whole.stride(), dtype=whole.dtype, device=whole.device
+        )
+        node.meta["val"] = value
+        buffer = self._buffers.setdefault(_address(tensor), _Buffer(node, value))
+        buffer.node, buffer.value = node, value
+        buffer.write_count += 1
+        self._nodes[id(whole)] = _TensorNode(node, whole, buffer.write_count)
+
+    def _view_of(self, buffer: _Buffer, tensor: Tensor) -> fx.Node:
+        """Return a new node for a view of a buffer, recorded before the last write into it."""
+        base = buffer.node
+        if tensor.dtype != buffer.value.dtype:
+            elements = buffer.value.numel()
+            flat = self._create_node(_aten.as_strided.default, (base, [elements], [1], 0), {})
+            flat.meta["val"] = buffer.value.as_strided((elements,), (1,), 0)
+            base = self._create_node(_aten.view.dtype, (flat, tensor.dtype), {})
+            base.meta["val"] = flat.meta["val"].view(tensor.dtype)
+        part = list(tensor.shape), list(tensor.stride()), tensor.storage_offset()
+        node = self._create_node(_aten.as_strided.default, (base, *part), {})
+        node.meta["val"] = _view_in(buffer, tensor)
+        return node
+
+    # -- operators --------------------------------------------------------------------------
 
     def __torch_dispatch__(
         self,
@@ -70,6 +179,10 @@ class OperatorRecorder(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        if self._written is not None and self._written[0] is func:
+            tensor = self._written[1]
+            self._record_write(func, tensor, args, kwargs)
+            return func(*args, **kwargs)
         if not isinstance(func, OpOverload):
             raise TraceError(
                 f"the model uses {func}, which is not a single operator (but a higher-order "
@@ -86,18 +199,26 @@ class OperatorRecorder(TorchDispatchMode):
         return result
 
     def _record(self, func: OpOverload, args: Any, kwargs: dict[str, Any], result: Any) -> None:
+        node = self._create_node(func, args, kwargs, func.overloadpacket.__name__)
+        self._set_value(node, result)
+
+    def _create_node(
+        self, func: Any, args: Iterable[Any], kwargs: dict[str, Any], name: str = ""
+    ) -> fx.Node:
         node = self.graph.create_node(
             "call_function",
             func,
             tuple(map(self._argument, args)),
             {name: self._argument(value) for name, value in kwargs.items()},
-            name=self.graph._target_to_str(func.overloadpacket.__name__),
+            name=self.graph._target_to_str(name or func.overloadpacket.__name__),
         )
         node.meta["module"] = self._module_paths.current
         node.meta["is_backward"] = self.is_backward
-        self._set_value(node, result)
+        return node
 
     def _argument(self, item: Any) -> Any:
+        if isinstance(item, fx.Node):
+            return item
         if isinstance(item, Tensor):
             return self.node_of(item)
         if isinstance(item, (list, tuple)):
@@ -107,11 +228,39 @@ class OperatorRecorder(TorchDispatchMode):
         return item
 
     def _set_value(self, node: fx.Node, value: Any) -> None:
-        node.meta["val"] = value
+        node.meta["val"] = self._in_written_storage(value)
         if isinstance(value, Tensor):
-            self._nodes[id(value)] = node, value
+            buffer = self._buffers.get(_address(value))
+            write_count = 0 if buffer is None else buffer.write_count
+            record = self._nodes[id(value)] = _TensorNode(node, value, write_count)
+            self._allocations.setdefault(_address(value), record)
             return
         for index, item in enumerate(value):
             getter = self.graph.create_node("call_function", operator.getitem, (node, index))
             if isinstance(item, Tensor):
                 self._set_value(getter, item)
+
+    def _in_written_storage(self, value: Any) -> Any:
+        """Return a fake result as it is after the last write into its storage: in the storage of
+        that write's result."""
+        if isinstance(value, (list, tuple)):
+            return type(value)(map(self._in_written_storage, value))
+        buffer = self._buffers.get(_address(value)) if isinstance(value, Tensor) else None
+        return value if buffer is None else _view_in(buffer, value)
+
+
+_is_certain = getattr(symbolic_shapes, "statically_known_true")  # noqa: B009  # its name has a word that ours must not have
+"""True if a comparison of sizes holds for all values of their symbols."""
+
+
+def _address(tensor: Tensor) -> int:
+    """Return a number that identifies the storage of a tensor."""
+    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else -1
+
+
+def _view_in(buffer: _Buffer, tensor: Tensor) -> Tensor:
+    """Return the fake view of a buffer in the layout and dtype of a tensor."""
+    whole = buffer.value
+    if tensor.dtype != whole.dtype:
+        whole = whole.as_strided((whole.numel(),), (1,), 0).view(tensor.dtype)
+    return whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())

@@ -1,10 +1,11 @@
 """Recording of a training step on fake tensors, as the joint graph of its forward and backward.
 
 Torch's functionalization (the one in C++, of `torch.func.functionalize`) turns operations that
-write in place into ones that return new tensors. Below it, a dispatch mode records each operator
-that autograd and the model's code call. `aot_export_joint_with_descriptors` of torch records the
-same operators in the same order, in two to three times the time (docs/decisions/0005); the tests
-compare the two.
+write in place into ones that return new tensors, except those that `writes` records as they are.
+Below it, a dispatch mode records each operator that autograd and the model's code call.
+`aot_export_joint_with_descriptors` of torch records the same operators in the same order, in two to
+three times the time (docs/decisions/0005); the tests compare the two, for models without such
+writes.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from remat.frontend.capture.model.flat_model import FlatModel
 from remat.frontend.capture.operator_recorder import OperatorRecorder
 from remat.frontend.capture.reading.joint_graph import GraphInput, JointGraph
 from remat.frontend.capture.reading.trace_builder import check_dense
+from remat.frontend.capture.writes import writes_recorded
 
 Tensor = torch.Tensor
 
@@ -38,7 +40,9 @@ def record_joint_graph(flat_model: FlatModel, leaves: Sequence[Tensor]) -> Joint
     tensors = _step_tensors(flat_model, leaves)
     fake_mode = detect_fake_mode(list(tensors.values())) or FakeTensorMode()
     assert isinstance(fake_mode, FakeTensorMode)
-    return _StepRecording(flat_model, fake_mode, tensors).run(len(leaves))
+    recording = _StepRecording(flat_model, fake_mode, tensors)
+    with writes_recorded(recording.recorder):
+        return recording.run(len(leaves))
 
 
 def _step_tensors(flat_model: FlatModel, leaves: Sequence[Tensor]) -> dict[GraphInput, Tensor]:
@@ -62,13 +66,13 @@ class _StepRecording:
     ) -> None:
         self._flat_model = flat_model
         self._fake_mode = fake_mode
-        self._recorder = OperatorRecorder(flat_model.module_paths)
+        self.recorder = OperatorRecorder(flat_model.module_paths)
         self._wrappers: dict[GraphInput, Tensor] = {}
         self._storages: dict[GraphInput, int] = {}
         for number, (key, tensor) in enumerate(tensors.items(), start=1):
             # Each name of a tied parameter has a fake tensor, and so a gradient, of its own.
             fake = _fake(fake_mode, tensor).detach()
-            self._recorder.add_input(f"primals_{number}", key, fake)
+            self.recorder.add_input(f"primals_{number}", key, fake)
             self._storages[key] = fake.untyped_storage()._cdata
             wrapper = torch._to_functional_tensor(fake)
             if not isinstance(tensor, FakeTensor):
@@ -92,16 +96,16 @@ class _StepRecording:
             sources = self._sources(outputs, list(differentiable.values()))
             gradients = self._backward(outputs, list(differentiable.values()))
         if written := [node for node, _ in set(self._writes()) - set(writes)]:
-            key = {node: key for key, node in self._recorder.inputs.items()}[written[0]]
+            key = {node: key for key, node in self.recorder.inputs.items()}[written[0]]
             raise TraceError(
                 f"the backward of the model writes in place into {key.kind} {key.target}, as a "
                 "checkpoint of the model's own around batch norm does; use torch.utils.checkpoint, "
                 "which remat disables, or write in the forward"
             )
-        inputs = self._recorder.inputs
+        inputs = self.recorder.inputs
         joint = JointGraph(
-            graph=self._recorder.graph,
-            constants=self._recorder.constants,
+            graph=self.recorder.graph,
+            constants=self.recorder.constants,
             inputs={node: key for key, node in inputs.items()},
             writes=writes,
             outputs=tuple(map(self._node_of, outputs)),
@@ -149,7 +153,7 @@ class _StepRecording:
         ]
         differentiated = [outputs[index] for index in indices]
         self._flat_model.module_paths.follow_backward(differentiated)
-        self._recorder.is_backward = True
+        self.recorder.is_backward = True
         with self._recorded(), _autocast_disabled():
             return torch.autograd.grad(differentiated, differentiable, tangents, allow_unused=True)
 
@@ -165,14 +169,14 @@ class _StepRecording:
                 tangent = torch.empty_strided(
                     fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device
                 )
-        self._recorder.add_input(f"tangents_{number}", GraphInput("tangent", str(index)), tangent)
+        self.recorder.add_input(f"tangents_{number}", GraphInput("tangent", str(index)), tangent)
         return torch._to_functional_tensor(tangent)
 
     def _writes(self) -> tuple[tuple[fx.Node, fx.Node], ...]:
         """Return the graph inputs that the step has overwritten so far, each with its new value."""
         writes: list[tuple[fx.Node, fx.Node]] = []
         for key, wrapper in self._wrappers.items():
-            node, value = self._recorder.inputs[key], self._node_of(wrapper)
+            node, value = self.recorder.inputs[key], self._node_of(wrapper)
             if value is not node:
                 self._check_write(key, wrapper)
                 writes.append((node, value))
@@ -207,7 +211,7 @@ class _StepRecording:
                 )
 
     def _node_of(self, wrapper: Tensor) -> fx.Node:
-        return self._recorder.node_of(self._fake_of(wrapper))
+        return self.recorder.node_of(self._fake_of(wrapper))
 
     def _fake_of(self, wrapper: Tensor) -> Tensor:
         """Return the fake tensor of the wrapper's present value. That may record operations, which
@@ -221,7 +225,7 @@ class _StepRecording:
         """Within the context, functionalize and record operations. Torch's cache of autocast would
         take the wrapper of any input for a parameter; `AutocastCache` is in its place."""
         is_cache_enabled = torch.is_autocast_cache_enabled()
-        with self._fake_mode, self._recorder, enable_python_dispatcher():
+        with self._fake_mode, self.recorder, enable_python_dispatcher():
             torch._enable_functionalization(reapply_views=True)
             torch.set_autocast_cache_enabled(False)
             try:

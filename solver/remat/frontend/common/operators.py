@@ -49,14 +49,22 @@ def resolve(target: str, namespaces: Collection[str] = NAMESPACES) -> Operator:
     Raises `DocumentError` where the name is malformed or unknown, or where the operation is not
     functional (`aten.copy_.default` is the one exception).
     """
+    if target.startswith("remat."):
+        if target not in REMAT_OPERATIONS:
+            raise DocumentError(f"{target} is none of remat's operations: a newer remat wrote it?")
+        return REMAT_OPERATIONS[target]
+    operator = find_operator(target, namespaces)
+    _check_functional(target, operator)
+    return operator
+
+
+def find_operator(target: str, namespaces: Collection[str]) -> OpOverload:
+    """Return torch's operator of this name, whatever it does. Raises `DocumentError` where the name
+    is malformed, unknown, or of another namespace."""
     try:
         namespace, name, overload = check_target(target).split(".")
     except ValueError as error:
         raise DocumentError(str(error)) from None
-    if namespace == "remat":
-        if target not in REMAT_OPERATIONS:
-            raise DocumentError(f"{target} is none of remat's operations: a newer remat wrote it?")
-        return REMAT_OPERATIONS[target]
     if namespace not in namespaces:
         raise DocumentError(
             f"{target}: operations of namespace {namespace} are not allowed, only those of "
@@ -65,7 +73,6 @@ def resolve(target: str, namespaces: Collection[str] = NAMESPACES) -> Operator:
     operator = _lookup(namespace, name, overload)
     if operator is None:
         raise DocumentError(f"torch {torch.__version__} has no operation {target}")
-    _check_functional(target, operator)
     return operator
 
 

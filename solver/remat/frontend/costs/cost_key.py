@@ -14,6 +14,7 @@ import torch
 
 from remat.documents.arguments import Argument, Literal, Ref, encode_argument
 from remat.documents.records import Node, TensorMeta
+from remat.documents.writes import call_of_write, is_write
 
 MEASUREMENT_VERSION = 3
 """To be raised when an operation or a link is measured in another way than before: entries of a
@@ -48,11 +49,16 @@ def cost_key(
             case _:
                 return encode_argument(argument)
 
-    return {
-        "op": node.target,
+    target = node.args[1] if is_write(node) else node.target
+    node, metas = call_of_write(node, metas)
+    key: dict[str, object] = {
+        "op": target,
         "args": [describe(item) for item in node.args],
         "kwargs": {key: describe(value) for key, value in node.kwargs.items()},
     }
+    if target != node.target:
+        key["part"] = tensor_key(node.results[0].tensor, trace_device_type)
+    return key
 
 
 def tensor_key(meta: TensorMeta, trace_device_type: str) -> list[object]:

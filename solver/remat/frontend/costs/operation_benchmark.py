@@ -7,12 +7,15 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 
 from remat.costs.roofline import traffic_bytes
+from remat.documents.arguments import Ref
 from remat.documents.records import Node, TensorMeta
 from remat.documents.targets import ADD_PRODUCT_TARGET
+from remat.documents.writes import call_of_write, is_write
 from remat.errors import RematError, one_line
 from remat.frontend.common.backward_thread import run_in_backward
-from remat.frontend.common.operators import resolve
+from remat.frontend.common.operators import Operator, resolve
 from remat.frontend.common.torch_modes import NEEDS_GRAD_MODE, run_with_grad_mode
+from remat.frontend.common.writes import resolve_writer
 from remat.frontend.costs.cost_cache import MeasuredCost
 from remat.frontend.costs.cost_key import environment_key
 from remat.frontend.costs.operands import OperandFactory, operand_and_result_bytes
@@ -58,8 +61,15 @@ def l2_cache_bytes(device: torch.device) -> int:
 
 def only_moves_bytes(node: Node) -> bool:
     """True for an operation of remat whose time is that of the bytes that it moves: all
-    except `add_product`, which computes as well."""
-    return node.target.startswith("remat.") and node.target != ADD_PRODUCT_TARGET
+    except `add_product` and `write`, which compute as well."""
+    computes = node.target == ADD_PRODUCT_TARGET or is_write(node)
+    return node.target.startswith("remat.") and not computes
+
+
+def _part(node: Node, metas: Mapping[str, TensorMeta]) -> Iterable[tuple[str, TensorMeta]]:
+    """Return the name and the metadata of the part that a write writes."""
+    call, _ = call_of_write(node, metas)
+    return [(result.name, result.tensor) for result in call.results]
 
 
 class OperationBenchmark:
@@ -76,8 +86,10 @@ class OperationBenchmark:
         trace_device_type: str,
         device: torch.device,
     ) -> None:
-        self._metas = metas
-        self._operands = OperandFactory(metas, trace_device_type, device, nodes)
+        nodes = list(nodes)
+        parts = {name: m for node in nodes if is_write(node) for name, m in _part(node, metas)}
+        self._metas = {**metas, **parts}
+        self._operands = OperandFactory(self._metas, trace_device_type, device, nodes)
         self._device = device
 
     def measure(self, node: Node) -> MeasuredCost:
@@ -104,11 +116,23 @@ class OperationBenchmark:
 
     def prepare(self, node: Node) -> Callable[[], object]:
         """Return a function that runs an operation on newly created operands."""
-        operator = resolve(node.target)
+        if is_write(node):
+            operator, node = self._write_call(node)
+        else:
+            operator = resolve(node.target)
         args, kwargs = self._operands.create_arguments(node, operator)
         if node.target in NEEDS_GRAD_MODE:
             return lambda: run_with_grad_mode(operator, args, kwargs)
         return lambda: operator(*args, **kwargs)
+
+    def _write_call(self, node: Node) -> tuple[Operator, Node]:
+        """Return the operator that a write calls, and the call with the part as an argument."""
+        writer = resolve_writer(str(node.args[1]))
+        call, _ = call_of_write(node, self._metas)
+        if writer.out_name:
+            part = Ref(call.results[0].name)
+            call = call.model_copy(update={"kwargs": {**call.kwargs, writer.out_name: part}})
+        return writer.operator, call
 
     def autotune(self, node: Node) -> None:
         """Run an operation on each thread of a step, so that its library selects an algorithm for

@@ -23,8 +23,9 @@ from remat.documents.arguments import Argument, referenced_names
 from remat.documents.memory_reuse import OUT_VARIANTS
 from remat.documents.program import Program, Statement
 from remat.documents.records import Placeholder, TensorMeta
-from remat.documents.targets import ACCUMULATE_TARGET
+from remat.documents.targets import ACCUMULATE_TARGET, WRITE_TARGET
 from remat.errors import DocumentError, GuardError
+from remat.frontend.common.aliases import is_getitem
 from remat.frontend.common.operators import (
     NAMESPACES,
     argument_to_torch,
@@ -34,6 +35,7 @@ from remat.frontend.common.operators import (
 )
 from remat.frontend.common.pytree import unflattener
 from remat.frontend.common.torch_modes import NEEDS_GRAD_MODE, run_with_grad_mode
+from remat.frontend.common.writes import resolve_writer, write
 from remat.frontend.runtime.absent_tangents import graph_without_tangents
 from remat.frontend.runtime.gradient_accumulation import accumulate_grad
 from remat.frontend.runtime.launcher import Launcher, generate_launcher
@@ -242,8 +244,13 @@ def _append(
         operation: Any = resolve(statement.target, namespaces)
         decoded = tuple(decode(item) for item in args)
         kwargs = {key: decode(item) for key, item in statement.kwargs.items()}
+        if statement.target == WRITE_TARGET:
+            _check_write(statement, namespaces)
         if statement.overwrites:
             _check_temporary(nodes[statement.overwrites])
+        if statement.overwrites and statement.target == WRITE_TARGET:
+            operation = write
+        elif statement.overwrites:
             operation = resolve_out_variant(statement.target)
             kwargs[OUT_VARIANTS[statement.target].out_name] = nodes[statement.overwrites]
         call_arguments = operation, decoded, kwargs
@@ -268,11 +275,19 @@ def _append(
         nodes[result.name] = _named(result_node, result.name)
 
 
+def _check_write(statement: Statement, namespaces: Collection[str]) -> None:
+    """Raise `DocumentError` unless a write calls an operator that writes into one tensor."""
+    target = statement.args[1] if len(statement.args) > 1 else None
+    if not isinstance(target, str):
+        raise DocumentError(f"{WRITE_TARGET} needs the name of an operator")
+    resolve_writer(target, namespaces)
+
+
 def _check_temporary(node: fx.Node) -> None:
     """Raise `DocumentError` if a node views an input of the graph: a saved tensor, or one of the
     caller's."""
     base = node
-    while base.op == "call_function" and _is_view(base):
+    while base.op == "call_function" and (_is_view(base) or is_getitem(base)):
         base = base.all_input_nodes[0]
     if base.op == "placeholder":
         raise DocumentError(f"the program writes over {node.name}, which is a view of {base.name}")

@@ -12,6 +12,7 @@ from torch import fx
 
 from remat.documents.arguments import Argument, Ref
 from remat.documents.records import Node, Output, Placeholder, Result
+from remat.documents.targets import WRITE_TARGET
 from remat.errors import TraceError
 from remat.frontend.capture.model.flat_model import FlatModel
 from remat.frontend.capture.reading.gradients import add_gradients
@@ -26,6 +27,7 @@ from remat.frontend.capture.reading.trace_builder import TraceBuilder
 from remat.frontend.capture.symbol_values import SymbolicNumber, SymbolValues
 from remat.frontend.common.operators import argument_from_torch, is_random
 from remat.frontend.common.torch_modes import capture_paused
+from remat.frontend.common.writes import write
 
 _FUNCTIONAL_COPY = "aten.copy.default"
 _MSE_LOSS = "aten.mse_loss.default"
@@ -156,27 +158,28 @@ class JointGraphReader:
     def _read_call(self, node: fx.Node) -> None:
         if node.target is operator.getitem:
             return  # `_read_results` names it with the operation that returns the tuple
-        target, value = node.target, node.meta["val"]
+        target = WRITE_TARGET if node.target is write else str(node.target)
+        value = node.meta["val"]
         if node.kwargs.get("generator") is not None:
             raise TraceError(
                 f"{target} uses a torch.Generator of the model; use the default generator"
             )
         results = self._read_results(node, value)
         existing = self.builder.existing_storages
-        if str(target) == _FUNCTIONAL_COPY and results[0].storage not in existing:
+        if target == _FUNCTIONAL_COPY and results[0].storage not in existing:
             results = (self._with_whole_storage(node, results[0]),)
-        is_view = self.builder.add_storages(str(target), results)
+        is_view = self.builder.add_storages(target, results)
         args = tuple(argument_from_torch(item, self._encode_node) for item in node.args)
         kwargs = {
             key: argument_from_torch(item, self._encode_node) for key, item in node.kwargs.items()
         }
-        if str(target) in BATCH_NORM_BACKWARDS and args[BATCH_NORM_TRAINING_INDEX + 2] is True:
+        if target in BATCH_NORM_BACKWARDS and args[BATCH_NORM_TRAINING_INDEX + 2] is True:
             # In training mode it does not read the running statistics: do not retain them for it.
             args = (*args[:3], None, None, *args[5:])
         self.builder.nodes.append(
             Node(
                 name=_identifier(node.name),
-                target=str(target),
+                target=target,
                 args=args,
                 kwargs=kwargs,
                 results=results,
@@ -186,7 +189,7 @@ class JointGraphReader:
                 module=node.meta["module"],
             )
         )
-        if str(target) == _MSE_LOSS and not results[0].tensor.shape:
+        if target == _MSE_LOSS and not results[0].tensor.shape:
             self._add_scalar_copy(node, results[0])
 
     def _with_whole_storage(self, node: fx.Node, copied: Result) -> Result:

@@ -1,0 +1,145 @@
+"""Writes into tensors that a step allocates itself, recorded as they are.
+
+Torch's functionalization turns a write into a part of a buffer into a copy of the whole buffer. So
+a capture records these writes below it, as calls of `remat.write`. The other writes stay with
+functionalization: those into the step's inputs, and those of several tensors at once. So do
+elementwise operators on a whole tensor whose gradient is recorded, such as `relu_`: their results
+are tensors like any others, which can be split and recomputed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch._C import DispatchKey, DispatchKeySet
+from torch._ops import OpOverload
+
+from remat.errors import TraceError
+from remat.frontend.capture.eager_kernels.overrides import kernels_registered
+from remat.frontend.capture.operator_recorder import OperatorRecorder
+from remat.frontend.common.writes import Writer, writer_of
+
+Tensor = torch.Tensor
+
+_KEY = DispatchKey.Functionalize
+
+
+@contextmanager
+def writes_recorded(recorder: OperatorRecorder) -> Iterator[None]:
+    """Within the context, functionalization leaves to `recorder` the writes into tensors that the
+    step allocates."""
+    writes = _FunctionalizedWrites(recorder)
+    kernels = {
+        (operator, _KEY): partial(writes.run, operator) for operator in _mutating_operators()
+    }
+    with kernels_registered(kernels):
+        yield
+
+
+class _FunctionalizedWrites:
+    """Calls of mutating operators on tensors that are wrapped for functionalization. It leaves to
+    `recorder` the writes into tensors that the step allocates."""
+
+    def __init__(self, recorder: OperatorRecorder) -> None:
+        self._recorder = recorder
+        self._scattered: dict[int, Tensor] = {}
+        """Tensors of which functionalization has written a part, by the wrapper's storage. Their
+        wrappers no longer refer to views of one tensor."""
+
+    def run(self, operator: OpOverload, *args: Any, **kwargs: Any) -> Any:
+        """Call an operator."""
+        writer = writer_of(operator)
+        written = _written_tensors(operator, args, kwargs)
+        if writer is not None and len(written) == 1 and self._is_recorded(writer, written[0]):
+            return self._record(operator, written[0], args, kwargs)
+        for tensor in written:
+            if torch._is_functional_tensor(tensor):
+                self._scattered[tensor.untyped_storage()._cdata] = tensor
+        return operator._op_dk(_KEY, *args, **kwargs)
+
+    def _is_recorded(self, writer: Writer, target: Tensor) -> bool:
+        if not torch._is_functional_tensor(target):
+            return False
+        if target.untyped_storage()._cdata in self._scattered:
+            return False
+        fake = _unwrapped(target)
+        if not self._recorder.may_write(fake):
+            return False
+        is_elementwise = torch.is_grad_enabled() and _is_elementwise(writer.operator)
+        return not is_elementwise or not self._recorder.is_whole(fake)
+
+    def _record(
+        self, operator: OpOverload, target: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        fake = _unwrapped(target)
+        layout = fake.shape, fake.stride()
+        inner_args = [_unwrapped_argument(item) for item in args]
+        inner_kwargs = {key: _unwrapped_argument(item) for key, item in kwargs.items()}
+        with (
+            torch._C._ExcludeDispatchKeyGuard(DispatchKeySet(_KEY)),
+            self._recorder.write_recorded(operator, fake),
+        ):
+            operator(*inner_args, **inner_kwargs)
+        if layout != (fake.shape, fake.stride()):
+            raise TraceError(
+                f"{operator} gives the tensor passed as `out` another shape; pass one of the "
+                f"result's shape, {tuple(fake.shape)}"
+            )
+        return target if operator._schema.returns else None
+
+
+@cache
+def _mutating_operators() -> tuple[OpOverload, ...]:
+    """Return all operators of ATen that write into their arguments."""
+    operators: list[OpOverload] = []
+    for full_name in torch._C._dispatch_get_all_op_names():
+        namespace, _, name = full_name.partition("::")
+        packet_name, _, overload = name.partition(".")
+        if namespace != "aten":
+            continue
+        packet = getattr(torch.ops.aten, packet_name, None)
+        operator = getattr(packet, overload or "default", None)
+        if isinstance(operator, OpOverload) and operator._schema.is_mutable:
+            operators.append(operator)
+    return tuple(operators)
+
+
+@cache
+def _is_elementwise(operator: OpOverload) -> bool:
+    """True for an operator in place whose functional variant is elementwise."""
+    name = operator.overloadpacket.__name__.removesuffix("_")
+    packet = getattr(torch.ops.aten, name, None)
+    functional = getattr(packet, operator._overloadname, None)
+    return isinstance(functional, OpOverload) and torch.Tag.pointwise in functional.tags
+
+
+def _written_tensors(
+    operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> list[Tensor]:
+    """Return the tensors that a call writes into."""
+    tensors: list[Tensor] = []
+    for position, argument in enumerate(operator._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        value = args[position] if position < len(args) else kwargs.get(argument.name)
+        items = value if isinstance(value, (list, tuple)) else [value]
+        tensors += [item for item in items if isinstance(item, Tensor)]
+    return tensors
+
+
+def _unwrapped(wrapper: Tensor) -> Tensor:
+    """Return the fake tensor of a wrapper's present value."""
+    torch._sync(wrapper)
+    return torch._from_functional_tensor(wrapper)
+
+
+def _unwrapped_argument(item: Any) -> Any:
+    if isinstance(item, Tensor) and torch._is_functional_tensor(item):
+        return _unwrapped(item)
+    if isinstance(item, (list, tuple)):
+        return [_unwrapped_argument(inner) for inner in item]
+    return item

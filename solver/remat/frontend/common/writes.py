@@ -1,0 +1,84 @@
+"""The operation `remat.write`: calls an operator that writes into a part of a tensor, in the
+tensor's own memory or in that of a copy. See `remat.documents.writes`."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch._ops import OpOverload
+
+from remat.documents.base import NAMESPACES
+from remat.documents.targets import WRITE_TARGET
+from remat.errors import DocumentError
+from remat.frontend.common.operators import find_operator, register
+
+
+class Writer(NamedTuple):
+    """An operator that writes into one tensor: its first argument, or the one named `out_name`."""
+
+    operator: OpOverload
+    out_name: str
+
+
+def writer_of(operator: OpOverload) -> Writer | None:
+    """Return how an operator writes into one of its arguments. None if it writes into none or
+    several, changes shapes or strides, samples random numbers, or takes a list of tensors to write
+    into."""
+    arguments = operator._schema.arguments
+    written = [a for a in arguments if a.alias_info is not None and a.alias_info.is_write]
+    other_tags = {torch.Tag.inplace_view, torch.Tag.nondeterministic_seeded}
+    if len(written) != 1 or str(written[0].type) != "Tensor" or other_tags & {*operator.tags}:
+        return None
+    if written[0] is arguments[0] or written[0].name == arguments[0].name:
+        return Writer(operator, "")
+    return Writer(operator, written[0].name) if written[0].kwarg_only else None
+
+
+def resolve_writer(target: str, namespaces: Collection[str] = NAMESPACES) -> Writer:
+    """Return the operator that a target names, which writes into one tensor.
+
+    Raises `DocumentError` where there is none, or where it does anything else.
+    """
+    operator = find_operator(target, namespaces)
+    writer = writer_of(operator)
+    if writer is None:
+        raise DocumentError(f"{target} is no operator that writes into one tensor")
+    return writer
+
+
+@cache
+def _cached_writer(target: str) -> Writer:
+    """Return the operator of a target that was checked before."""
+    return resolve_writer(target, (target.partition(".")[0],))
+
+
+def write(
+    buffer: torch.Tensor,
+    target: str,
+    shape: Sequence[int],
+    stride: Sequence[int],
+    offset: int,
+    *args: Any,
+    **kwargs: Any,
+) -> torch.Tensor:
+    """Call the operator `target` with the part of `buffer` that has this shape, stride and offset
+    as the tensor that it writes into. Return the buffer."""
+    operator, out_name = _cached_writer(target)
+    part = buffer.as_strided(shape, stride, offset)
+    if out_name:
+        kwargs[out_name] = part
+        operator(*args, **kwargs)
+    else:
+        operator(part, *args, **kwargs)
+    return buffer
+
+
+def write_into_copy(buffer: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Do the same to a copy of the buffer, and return the copy."""
+    return write(buffer.clone(), *args, **kwargs)
+
+
+register(WRITE_TARGET, write_into_copy)
