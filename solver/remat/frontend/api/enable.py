@@ -35,6 +35,7 @@ from remat.frontend.runtime.guards import CallSignature, ModelCall, ModelTracker
 from remat.frontend.runtime.module import RematModule, StepDispatcher
 from remat.frontend.runtime.unplanned_calls import has_lazy_parameters
 from remat.limits.budget import Budget, is_auto, missing_percent_sign_hint
+from remat.limits.infeasible import INFEASIBLE_ERROR, is_smallest_accepted
 from remat.limits.offload import OFFLOAD_OFF, is_offload_allowed
 from remat.limits.pieces import SPLIT_AUTO, pieces_to_try
 from remat.limits.units import format_bytes
@@ -69,6 +70,7 @@ class EnableOptions(TypedDict, total=False):
     link: Link | None
     scope: str
     in_flight: int
+    infeasible: str
 
 
 def enable(
@@ -100,7 +102,8 @@ def enable(
     options.setdefault("scope", AUTO)
     check_options(budget, options)
     check_not_planned(model, options.get("scope", AUTO))
-    _check_parameters_fit(model, budget)
+    if not is_smallest_accepted(options.get("infeasible", INFEASIBLE_ERROR)):
+        _check_parameters_fit(model, budget)
     planner = _InPlacePlanner(optimize_options(budget, **options))
     forward = PlannedForward(model, model.__dict__.get("forward"), planner)
     if example_inputs is not None or example_kwargs is not None:
@@ -308,6 +311,7 @@ def check_options(budget: int | str, options: EnableOptions) -> None:
     check_in_flight(options.get("in_flight", 1))
     _check_split(options.get("split", SPLIT_AUTO), scope)
     is_offload_allowed(options.get("offload", OFFLOAD_OFF))
+    is_smallest_accepted(options.get("infeasible", INFEASIBLE_ERROR))
     if not is_auto(budget):
         Budget.parse(budget)
 

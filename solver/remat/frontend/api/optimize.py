@@ -22,6 +22,7 @@ from remat.frontend.planning.planner import Planner
 from remat.frontend.runtime.guards import ModelCall, ModelTracker
 from remat.frontend.runtime.module import RematModule
 from remat.limits.budget import Budget, is_auto
+from remat.limits.infeasible import INFEASIBLE_ERROR, is_smallest_accepted
 from remat.limits.limits import Limits
 from remat.limits.offload import OFFLOAD_OFF, is_offload_allowed, parse_host_budget
 from remat.limits.outputs import OUTPUTS_HELD, are_dropped
@@ -53,6 +54,7 @@ def optimize(
     link: Link | None = None,
     loss: Criterion | None = None,
     in_flight: int = 1,
+    infeasible: str = INFEASIBLE_ERROR,
 ) -> RematModule:
     """Return the model with a training step whose peak memory is at most `budget`.
 
@@ -84,6 +86,10 @@ def optimize(
     `in_flight` is the number of calls whose forward runs before the backward of the first, as for a
     triplet loss or the discriminator of a GAN: what each of them saves is part of the peak. A step
     that has more calls is noticed, and the next one is planned for them.
+
+    Where no plan fits the budget, `InfeasibleBudget` is raised; with `infeasible="smallest"`, the
+    step is planned for the smallest feasible peak, as for "min", with a `BudgetWarning` that names
+    the budget and that peak.
 
     `loss` is the criterion of a training loop that computes the loss outside of the model, such as
     `torch.nn.CrossEntropyLoss()`. The result then computes `loss(model(*inputs), target)`: its
@@ -122,6 +128,7 @@ def optimize(
             host_budget=host_budget,
             link=link,
             in_flight=in_flight,
+            infeasible=infeasible,
         )
     )
     if example_inputs is None and example_kwargs is None:
@@ -145,12 +152,14 @@ def optimize_options(
     offload: str = OFFLOAD_OFF,
     host_budget: int | str | None = None,
     in_flight: int = 1,
+    infeasible: str = INFEASIBLE_ERROR,
     **others: Any,
 ) -> OptimizeOptions:
     """Return the options of `optimize` as data. Raises at once for an invalid budget, reserve,
-    `outputs`, `split`, `offload`, `host_budget` or `in_flight`."""
+    `outputs`, `split`, `offload`, `host_budget`, `in_flight` or `infeasible`."""
     check_in_flight(in_flight)
-    are_dropped(outputs)  # raises for an unknown value
+    is_smallest_accepted(infeasible)  # raises for an unknown value
+    are_dropped(outputs)  # likewise
     pieces_to_try(split)  # likewise
     has_host_options = parse_host_budget(host_budget) is not None or others.get("link") is not None
     is_allowed = is_offload_allowed(offload)
@@ -183,6 +192,7 @@ def optimize_options(
         offload=offload,
         host_budget=host_budget,
         in_flight=in_flight,
+        infeasible=infeasible,
         **others,
     )
 
