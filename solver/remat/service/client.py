@@ -99,12 +99,14 @@ class Client:
         With `costs="measure"` the service measures the costs on its device; "roofline:h200" needs
         no device. By default, operations are timed locally, on the model's device.
         """
-        from remat.frontend.api.optimize import optimize
+        from remat.frontend.api.optimize import check_planning_options, optimize
         from remat.frontend.planning.optimize_options import MEASURED_BY_SERVICE
 
         service_costs: str | None = None
         if isinstance(costs, str) and costs.startswith(_SERVICE_COSTS):
             service_costs = costs
+        check_planning_options(strategy, None if service_costs else costs, progress)
+        _options(strategy, service_costs)  # raises for a device without a data sheet
 
         def plan(trace: Trace, budget: int | str) -> tuple[Plan, Program]:
             # Pieces need costs: the side that determines these chooses the pieces.

@@ -22,7 +22,11 @@ from remat.costs.link import Link
 from remat.costs.roofline import Roofline
 from remat.errors import InfeasibleBudget, TraceError, similar_names_hint
 from remat.frontend.api.nested_plans import FORWARD_ATTRIBUTE, check_no_planned_submodule
-from remat.frontend.api.optimize import check_in_flight, optimize_options
+from remat.frontend.api.optimize import (
+    check_in_flight,
+    check_planning_options,
+    optimize_options,
+)
 from remat.frontend.blocks.fsdp2 import check_unsharded, is_sharded, local_tensor
 from remat.frontend.blocks.planner import AUTO, BLOCKS, MODEL, SCOPES, ScopedPlanner
 from remat.frontend.capture.trace import check_differentiable, normalise_inputs
@@ -308,6 +312,7 @@ def check_options(budget: int | str, options: EnableOptions) -> None:
         raise TypeError(f"there is no option {unknown[0]!r}{near}; there are {names}")
     scope = options.get("scope", AUTO)
     _check_scope(scope)
+    check_planning_options(options.get("strategy"), options.get("costs"), options.get("progress"))
     check_in_flight(options.get("in_flight", 1))
     _check_split(options.get("split", SPLIT_AUTO), scope)
     is_offload_allowed(options.get("offload", OFFLOAD_OFF))

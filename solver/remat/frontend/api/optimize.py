@@ -16,6 +16,7 @@ from remat.frontend.capture.model.compiled_modules import unwrap_compiled
 from remat.frontend.capture.trace import check_differentiable, normalise_inputs
 from remat.frontend.common.operators import NAMESPACES
 from remat.frontend.costs.cost_cache import CostCache
+from remat.frontend.costs.measure import check_cost_source
 from remat.frontend.memory.reserve import Reserve, reserve_size
 from remat.frontend.planning.optimize_options import MEASURED_BY_SERVICE, OptimizeOptions, Service
 from remat.frontend.planning.planner import Planner
@@ -29,6 +30,7 @@ from remat.limits.outputs import OUTPUTS_HELD, are_dropped
 from remat.limits.pieces import SPLIT_AUTO, pieces_to_try
 from remat.progress import Progress
 from remat.strategies import Strategy
+from remat.strategies.base import checked_strategy
 
 
 def optimize(
@@ -144,6 +146,9 @@ def optimize(
 def optimize_options(
     budget: int | str,
     *,
+    strategy: Strategy | None = None,
+    costs: str | Roofline | None = None,
+    progress: Callable[[Progress], None] | None = None,
     differentiate: str | Sequence[str] = "auto",
     namespaces: Collection[str] = NAMESPACES,
     reserve: Reserve | None = None,
@@ -156,7 +161,9 @@ def optimize_options(
     **others: Any,
 ) -> OptimizeOptions:
     """Return the options of `optimize` as data. Raises at once for an invalid budget, reserve,
-    `outputs`, `split`, `offload`, `host_budget`, `in_flight` or `infeasible`."""
+    `strategy`, `costs`, `progress`, `outputs`, `split`, `offload`, `host_budget`, `in_flight` or
+    `infeasible`."""
+    check_planning_options(strategy, costs, progress)
     check_in_flight(in_flight)
     is_smallest_accepted(infeasible)  # raises for an unknown value
     are_dropped(outputs)  # likewise
@@ -172,7 +179,7 @@ def optimize_options(
             "the copies of offloaded tensors cannot be captured in CUDA graphs: pass "
             'offload="off" or cuda_graphs=False'
         )
-    if is_allowed and others.get("costs") == MEASURED_BY_SERVICE:
+    if is_allowed and costs == MEASURED_BY_SERVICE:
         raise ValueError(
             'offload="auto" needs the bandwidth between the device and the host of this machine: '
             "leave out `costs`, so that they are measured here"
@@ -184,6 +191,9 @@ def optimize_options(
             Limits(parsed_budget, reserve_bytes).check_reserve()
     return OptimizeOptions(
         budget=parsed_budget,
+        strategy=strategy,
+        costs=costs,
+        progress=progress,
         differentiate=differentiate if isinstance(differentiate, str) else tuple(differentiate),
         namespaces=frozenset(namespaces),
         reserve=reserve,
@@ -195,6 +205,17 @@ def optimize_options(
         infeasible=infeasible,
         **others,
     )
+
+
+def check_planning_options(strategy: object, costs: object, progress: object) -> None:
+    """Raise at once for an invalid `strategy`, `costs` or `progress`, not in the first step."""
+    if strategy is not None:
+        checked_strategy(strategy)
+    if costs != MEASURED_BY_SERVICE:
+        check_cost_source(costs)
+    if progress is not None and not callable(progress):
+        remedy = "pass progress=print, or leave it out"
+        raise wrong_type("progress", "a function of a remat.Progress", progress, remedy)
 
 
 def check_in_flight(in_flight: object) -> None:
