@@ -20,6 +20,7 @@ from remat.documents.program import Program
 from remat.documents.trace import Trace
 from remat.errors import (
     BudgetError,
+    BudgetWarning,
     DocumentError,
     GuardError,
     HookWarning,
@@ -80,6 +81,7 @@ _TORCH_MODULES = {
 __all__ = [
     "Auto",
     "BudgetError",
+    "BudgetWarning",
     "Client",
     "DocumentError",
     "Exact",

@@ -66,6 +66,11 @@ class SolverWarning(UserWarning):
     `"search_error"` of the search."""
 
 
+class BudgetWarning(UserWarning):
+    """No plan fits the budget, and with `infeasible="smallest"` the plan with the smallest feasible
+    peak was taken instead."""
+
+
 class HookWarning(UserWarning):
     """Hooks of modules inside a model changed nothing: they ran while it was captured, and do not
     run in its steps."""

@@ -13,6 +13,7 @@ from remat.documents.trace import Trace
 from remat.errors import InfeasibleBudget, SolverError, SolverWarning, wrong_type
 from remat.graph import Graph
 from remat.limits.budget import Budget
+from remat.limits.infeasible import INFEASIBLE_ERROR, plan_or_smallest
 from remat.limits.units import format_bytes
 from remat.passes.outputs import differentiated_bytes, unreturned_bytes
 from remat.plan import Plan
@@ -53,6 +54,7 @@ def solve(
     *,
     progress: ProgressCallback | None = None,
     cancel: Cancel | None = None,
+    infeasible: str = INFEASIBLE_ERROR,
 ) -> Plan:
     """Return the plan with the cheapest schedule of `graph` whose peak is at most `budget`.
 
@@ -61,7 +63,8 @@ def solve(
     a smaller one is not excluded, within `peak_gap` of it), both within its time limit. `strategy`
     is `Auto()` by default. `progress` is called with a `Progress` from time to time; `cancel` (an
     Event) ends the solve early with the best plan so far. An error of `progress` ends it, too, and
-    is raised.
+    is raised. With `infeasible="smallest"`, a budget that no plan fits is no error: the result is
+    the plan for "min", with a `BudgetWarning`.
 
     If a solver backend fails, the best schedule so far is returned, with a `SolverWarning`, and the
     reason in `plan.stats["solver_error"]`.
@@ -75,10 +78,16 @@ def solve(
     stats: Stats = {} if isinstance(graph, Graph) else {"cost_source": graph.cost_source}
     traced, graph = graph, graph if isinstance(graph, Graph) else graph.graph()
     baseline_bytes = baseline_of(graph).peak_bytes
-    budget_bytes = Budget.parse(budget).in_bytes(baseline_bytes, graph.library_bytes)
+
+    def solve_within(budget: Budget) -> Plan:
+        budget_bytes = budget.in_bytes(baseline_bytes, graph.library_bytes)
+        return _solve(graph, budget_bytes, strategy, None, progress, cancel, stats)
+
     try:
         with raise_progress_errors(progress, cancel) as (progress, cancel):
-            plan = _solve(graph, budget_bytes, strategy, None, progress, cancel, stats)
+            plan = plan_or_smallest(
+                solve_within, Budget.parse(budget), infeasible, peak_bytes=lambda p: p.peak_bytes
+            )
     except InfeasibleBudget as error:
         if hint := _hint_about_outputs(traced, baseline_bytes):
             raise error.with_hint(hint) from error

@@ -20,7 +20,7 @@ from multiprocessing.connection import Connection
 
 import highspy  # noqa: F401  # loaded before the request arrives
 
-from remat.errors import SolverWarning
+from remat.errors import BudgetWarning, SolverWarning
 from remat_server.problems import make_problem, out_of_memory_problem
 from remat_server.work.linux_process import data_bytes, die_with_parent
 from remat_server.work.messages import AnswerMessage, FailureMessage, ReadyMessage, SolveTask
@@ -37,6 +37,7 @@ def main() -> int:
     die_with_parent(int(sys.argv[2]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the worker handles Ctrl-C, and ends this process
     warnings.simplefilter("always", SolverWarning)  # reported in the plan and in the log
+    warnings.simplefilter("ignore", BudgetWarning)  # the client issues it
     warnings.showwarning = _log_warning
     logging.getLogger("remat").addHandler(_JsonLogHandler())
     try:

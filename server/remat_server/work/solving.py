@@ -11,6 +11,7 @@ from pydantic import ValidationError
 
 from remat.choice.offloaded_forms import OffloadLimits
 from remat.choice.step import solve_step
+from remat.choice.trace_plan import TracePlan
 from remat.costs.roofline import Roofline
 from remat.costs.trace_costs import with_roofline_costs
 from remat.documents.base import validate_json
@@ -20,6 +21,7 @@ from remat.errors import InfeasibleBudget, RematError
 from remat.fitting.data_sheet import fit_trace
 from remat.fitting.question import DEFAULT_STRATEGY
 from remat.limits.budget import Budget
+from remat.limits.infeasible import plan_or_smallest
 from remat.limits.offload import is_offload_allowed
 from remat.limits.pieces import pieces_to_try
 from remat.plan import Plan
@@ -90,21 +92,17 @@ def solve_request(
             pieces = pieces_to_try(request.split)
             offload = _offload_limits(request, device)
             if isinstance(graph, Trace) and (pieces or offload is not None):
-                graph, plan = solve_step(
-                    graph,
-                    Budget.parse(request.budget),
-                    pieces=pieces,
-                    offload=offload,
-                    solve_in_full=_solve_in_part_of_the_time(
-                        strategy,
-                        progress,
-                        _SOLVE_SHARE if offload is None else _OFFLOAD_SOLVE_SHARE,
-                    ),
-                    measure=lambda trace: _with_costs(trace, request, device, are_pieces=True),
-                    limit_s=_CHOICE_SHARE * time_limit_s,
+                graph, plan = _planned_step(
+                    graph, request, pieces, offload, strategy, progress, time_limit_s, device
                 )
             else:
-                plan = solve(graph, request.budget, strategy, progress=progress)
+                plan = solve(
+                    graph,
+                    request.budget,
+                    strategy,
+                    progress=progress,
+                    infeasible=request.infeasible,
+                )
             plans = [plan]
             program = rewrite(graph, plan.schedule) if isinstance(graph, Trace) else None
             answer = wire.SolveResult(
@@ -124,6 +122,36 @@ def solve_request(
     is_shared = not (request.needs_measurement or has_failed)
     message = AnswerMessage(summary=tuple(map(summarize_plan, plans)), is_shared=is_shared)
     return message, _zipped(answer)
+
+
+def _planned_step(
+    trace: Trace,
+    request: wire.SolveRequest,
+    pieces: tuple[int, ...],
+    offload: OffloadLimits | None,
+    strategy: Strategy,
+    progress: ProgressCallback,
+    time_limit_s: float,
+    device: str,
+) -> TracePlan:
+    """Return the plan of a trace whose operations may be split and tensors offloaded, with the
+    trace that it is for."""
+    share = _SOLVE_SHARE if offload is None else _OFFLOAD_SOLVE_SHARE
+    solve_in_full = _solve_in_part_of_the_time(strategy, progress, share)
+    return plan_or_smallest(
+        lambda budget: solve_step(
+            trace,
+            budget,
+            pieces=pieces,
+            offload=offload,
+            solve_in_full=solve_in_full,
+            measure=lambda split: _with_costs(split, request, device, are_pieces=True),
+            limit_s=_CHOICE_SHARE * time_limit_s,
+        ),
+        Budget.parse(request.budget),
+        request.infeasible,
+        peak_bytes=lambda solved: solved.plan.peak_bytes,
+    )
 
 
 def _fit_answer(

@@ -13,6 +13,7 @@ from remat.documents.trace import Trace
 from remat.errors import InfeasibleBudget, SolverTimeout
 from remat.heuristics.peak_bounds import end_bytes, peak_lower_bound_bytes
 from remat.limits.budget import Budget
+from remat.limits.units import format_bytes
 from remat.passes.split.largest_operations import split_largest_operations
 from remat.passes.split.obstacle import split_obstacle
 from remat.plan import Plan
@@ -21,8 +22,8 @@ from remat.progress import Cancel
 from remat.simulate import baseline_of
 
 _HINT_AT_END = (
-    "Gradients and results alone exceed this budget, so no pieces and no offloading were tried: "
-    'with these, "min" may reach a smaller peak'
+    "Gradients and results alone need {}, whatever is split or offloaded, so that neither was "
+    'tried: "min" tries both, and takes the smallest peak with them, which is at least that'
 )
 
 _HINT_OFFLOADED = (
@@ -90,7 +91,7 @@ def solve_step(
         except InfeasibleBudget as error:
             if not pieces and offload is None:
                 raise
-            raise error.with_hint(_HINT_AT_END) from None
+            raise error.with_hint(_HINT_AT_END.format(_size_at_end(trace))) from None
     if offload is None:
         return solve_without_offload()
     if offload.host_bytes == 0:
@@ -127,6 +128,12 @@ def _exceeds_at_end(trace: Trace, budget: Budget) -> bool:
     graph = trace.graph()
     budget_bytes = budget.in_bytes(baseline_of(graph).peak_bytes, graph.library_bytes)
     return budget_bytes is not None and budget_bytes < end_bytes(graph)
+
+
+def _size_at_end(trace: Trace) -> str:
+    """Return the bytes of the gradients and the other results, as text."""
+    size_bytes = end_bytes(trace.graph())
+    return f"{format_bytes(size_bytes)} ({size_bytes:,} bytes)"
 
 
 def _returning(chosen: TracePlan) -> Callable[[], TracePlan]:

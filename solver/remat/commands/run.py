@@ -14,15 +14,16 @@ from remat.commands.common.interruptible_solve import (
     describe_incumbent,
     exit_if_interrupted,
     solve_trace,
+    warnings_as_messages,
 )
 from remat.commands.common.offload_limits import check_offload_options, offload_limits
 from remat.commands.common.progress_line import show_progress
 from remat.commands.common.step_options import StepOptions, with_step_options
 from remat.commands.common.summaries import compiled_plan_summary, plan_summary, to_json_text
+from remat.limits.infeasible import INFEASIBLE_ERROR
 from remat.limits.offload import OFFLOAD_OFF
 from remat.limits.pieces import SPLIT_AUTO
 from remat.limits.units import format_bytes
-from remat.plan_data import with_reserve_stat
 from remat.report.eager_step import eager_peak_bytes
 from remat.rewrite import rewrite
 from remat.strategies.base import Strategy
@@ -50,11 +51,13 @@ def run(
     split: command_options.Split = SPLIT_AUTO,
     offload: command_options.Offload = OFFLOAD_OFF,
     host_budget: command_options.HostBudget = None,
+    infeasible: command_options.Infeasible = INFEASIBLE_ERROR,
 ) -> None:
     """Run a training step without and with remat: plan, peak, time, loss and gradients."""
     limits = command_options.limits_from_options(budget, reserve)
     pieces = command_options.pieces_from_option(split)
     check_offload_options(offload, host_budget)
+    command_options.check_infeasible(infeasible)
     command_options.check_local_device(
         device, "run", "remat trace SOURCE --device {name} plans for it"
     )
@@ -91,6 +94,7 @@ def run(
                 split=command_options.split_from_option(split),
                 offload=offload,
                 host_budget=host_budget,
+                infeasible=infeasible,
             )
         return
     started_at_s = time.perf_counter()
@@ -99,16 +103,15 @@ def run(
         with show_progress("measuring", 1) as line:
             traced = measure(traced, progress=line.on_measure_progress)
         predicted_eager_bytes = eager_peak_bytes(traced)
-        with limits.infeasible_with_reserve():
-            (traced, plan), signum = solve_trace(
-                traced,
-                limits.budget_after_reserve,
-                selected_strategy,
-                pieces,
-                measure_pieces,
-                offload_limits(offload, host_budget, traced, is_here=True),
-            )
-        plan = with_reserve_stat(plan, limits.reserve_bytes)
+        (traced, plan), signum = solve_trace(
+            traced,
+            limits,
+            selected_strategy,
+            pieces,
+            measure_pieces,
+            offload_limits(offload, host_budget, traced, is_here=True),
+            infeasible,
+        )
         rewritten_program = rewrite(traced, plan.schedule)
         if program is not None:
             files.write_output(program, rewritten_program.to_json())
@@ -161,7 +164,7 @@ def _run_compiled(
     of `remat.compile`."""
     from remat.frontend.api.trial import run_compiled_trial
 
-    with show_progress("compiling") as line:
+    with warnings_as_messages(), show_progress("compiling") as line:
         trial = run_compiled_trial(
             step.model,
             budget,

@@ -11,9 +11,9 @@ from remat.commands.common.interruptible_solve import (
 )
 from remat.commands.common.offload_limits import check_offload_options, offload_limits
 from remat.commands.common.piece_costs import with_costs_of_pieces
+from remat.limits.infeasible import INFEASIBLE_ERROR
 from remat.limits.offload import OFFLOAD_OFF
 from remat.limits.pieces import SPLIT_OFF
-from remat.plan_data import with_reserve_stat
 from remat.rewrite import rewrite
 
 
@@ -32,6 +32,7 @@ def solve(
     split: command_options.Split = SPLIT_OFF,
     offload: command_options.Offload = OFFLOAD_OFF,
     host_budget: command_options.HostBudget = None,
+    infeasible: command_options.Infeasible = INFEASIBLE_ERROR,
 ) -> None:
     """Find the schedule with the least extra time whose peak is within the budget.
 
@@ -41,22 +42,22 @@ def solve(
     """
     pieces = command_options.pieces_from_option(split)
     check_offload_options(offload, host_budget)
+    command_options.check_infeasible(infeasible)
     limits = command_options.limits_from_options(budget, reserve)
     selected_strategy = command_options.strategy_from_options(
         strategy, option, gap, time_limit, solver
     )
     files.check_outputs(output, program)
     traced = files.read_measured_trace(trace)
-    with limits.infeasible_with_reserve():
-        (traced, plan), signum = solve_trace(
-            traced,
-            limits.budget_after_reserve,
-            selected_strategy,
-            pieces,
-            with_costs_of_pieces,
-            offload_limits(offload, host_budget, traced, is_here=False),
-        )
-    plan = with_reserve_stat(plan, limits.reserve_bytes)
+    (traced, plan), signum = solve_trace(
+        traced,
+        limits,
+        selected_strategy,
+        pieces,
+        with_costs_of_pieces,
+        offload_limits(offload, host_budget, traced, is_here=False),
+        infeasible,
+    )
     if output is not None:
         files.write_output(output, plan.to_json())
     if program is not None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from remat.costs.roofline import Roofline
 from remat.frontend.emit.tags import MemoryPolicy
+from remat.limits.infeasible import INFEASIBLE_ERROR
 from remat.strategies import Selective
 
 __all__ = ["memory_policy"]
@@ -22,11 +23,12 @@ def memory_policy(
     *,
     strategy: Selective | None = None,
     costs: Roofline | None = None,
+    infeasible: str = INFEASIBLE_ERROR,
 ) -> MemoryPolicy:
     """Return a graph pass `(gm, *, config) -> gm` that tags forward nodes with MUST_SAVE or
     MUST_RECOMPUTE, so that the peak of the step is at most `budget`.
 
-    `budget` is bytes, or a percentage of the peak of the step that saves everything. The attribute
-    `plan` of the pass is the plan of its last graph.
+    `budget` is bytes, or a percentage of the peak of the step that saves everything; `infeasible`
+    is that of `remat.solve`. The attribute `plan` of the pass is the plan of its last graph.
     """
-    return MemoryPolicy(budget, strategy, costs)
+    return MemoryPolicy(budget, strategy, costs, infeasible)

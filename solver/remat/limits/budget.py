@@ -58,11 +58,7 @@ class Budget:
             return cls._parse_text(requested)
         if isinstance(requested, float) and not math.isfinite(requested):
             raise BudgetError(f"the budget is {requested}; {_HINT}")
-        if 0 < requested < 1:
-            raise BudgetError(
-                f"the budget is {requested} bytes; for a fraction of the peak without "
-                f'recomputation pass "{requested * 100:g}%"'
-            )
+        _check_no_fraction(requested)
         return cls(requested, _check_size(math.floor(requested), requested))
 
     @classmethod
@@ -89,7 +85,9 @@ class Budget:
                 f"the budget {text!r} has the unknown unit {unit!r}; "
                 "units are B, kB, MB, GB, TB, KiB, MiB, GiB, TiB and %"
             )
-        return cls(text, _check_size(math.floor(number * _UNITS[unit.lower()]), text))
+        size_bytes = number * _UNITS[unit.lower()]
+        _check_no_fraction(size_bytes)
+        return cls(text, _check_size(math.floor(size_bytes), text))
 
     @property
     def is_min(self) -> bool:
@@ -119,6 +117,15 @@ def missing_percent_sign_hint(budget_bytes: int, required_bytes: int) -> str:
 def is_auto(requested: object) -> bool:
     """True if the requested budget is "auto": the free memory of the step's device."""
     return isinstance(requested, str) and requested.strip().lower() == "auto"
+
+
+def _check_no_fraction(size_bytes: float | Fraction) -> None:
+    """Raise `BudgetError` for less than a byte, which was meant as a fraction of the peak."""
+    if 0 < size_bytes < 1:
+        raise BudgetError(
+            f"the budget is {float(size_bytes):g} bytes; for a fraction of the peak without "
+            f'recomputation pass "{float(size_bytes * 100):g}%"'
+        )
 
 
 def _check_size(size_bytes: int, requested: object) -> int:

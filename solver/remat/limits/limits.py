@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from remat.errors import BudgetError, InfeasibleBudget
 from remat.limits.budget import Budget
@@ -33,6 +33,12 @@ class Limits:
     reserve_bytes: int = 0
     external_bytes: int = 0
     excess_bytes: int = 0
+
+    def with_budget(self, budget: Budget) -> Limits:
+        """Return the limits for another budget; "min" has no bytes to reserve any of."""
+        return replace(
+            self, budget=budget, reserve_bytes=0 if budget.is_min else self.reserve_bytes
+        )
 
     def check_reserve(self) -> None:
         """Raise `BudgetError` unless the budget is in bytes and larger than the reserve."""

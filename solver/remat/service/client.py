@@ -5,7 +5,6 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
@@ -22,6 +21,7 @@ from remat.fitting.data_sheet import gpu_name
 from remat.fitting.fit_arguments import check_batch, parse_memory
 from remat.graph import Graph
 from remat.limits.budget import Budget
+from remat.limits.infeasible import INFEASIBLE_ERROR, is_smallest_accepted, warn_of_smallest
 from remat.limits.offload import OFFLOAD_OFF, parse_host_budget
 from remat.limits.outputs import OUTPUTS_HELD
 from remat.limits.pieces import SPLIT_AUTO, SPLIT_OFF
@@ -92,18 +92,21 @@ class Client:
         host_budget: int | str | None = None,
         link: Link | None = None,
         loss: Criterion | None = None,
+        infeasible: str = INFEASIBLE_ERROR,
     ) -> RematModule:
         """Like `remat.optimize`, but the service computes the plan.
 
         With `costs="measure"` the service measures the costs on its device; "roofline:h200" needs
         no device. By default, operations are timed locally, on the model's device.
         """
-        from remat.frontend.api.optimize import optimize
+        from remat.frontend.api.optimize import check_planning_options, optimize
         from remat.frontend.planning.optimize_options import MEASURED_BY_SERVICE
 
         service_costs: str | None = None
         if isinstance(costs, str) and costs.startswith(_SERVICE_COSTS):
             service_costs = costs
+        check_planning_options(strategy, None if service_costs else costs, progress)
+        _options(strategy, service_costs)  # raises for a device without a data sheet
 
         def plan(trace: Trace, budget: int | str) -> tuple[Plan, Program]:
             # Pieces need costs: the side that determines these chooses the pieces.
@@ -135,6 +138,7 @@ class Client:
             host_budget=host_budget,
             link=link,
             loss=loss,
+            infeasible=infeasible,
         )
 
     def solve(
@@ -146,10 +150,12 @@ class Client:
         costs: str | None = None,
         progress: ProgressCallback | None = None,
         cancel: Cancel | None = None,
+        infeasible: str = INFEASIBLE_ERROR,
     ) -> Plan:
         """Like `remat.solve`, on the service. If `cancel` is set, the job is cancelled and
         `RematError` is raised."""
-        return self._solve(graph, budget, strategy, costs, progress, cancel)[0]
+        options = {"infeasible": infeasible}
+        return self._solve(graph, budget, strategy, costs, progress, cancel, options)[0]
 
     def plan(
         self,
@@ -164,12 +170,14 @@ class Client:
         offload: str = OFFLOAD_OFF,
         host_budget: int | str | None = None,
         link: Link | None = None,
+        infeasible: str = INFEASIBLE_ERROR,
     ) -> tuple[Plan, Program]:
         """Return the plan for a trace, and the program for `remat.lower`. With `split`, the service
         may split the trace's largest operations. Pass `costs`, too ("measure", "roofline:h200"): a
         measured trace has no costs for the pieces. With `offload="auto"`, tensors may wait on the
         host: pass `costs`, too, or the `link` between device and host."""
         options: dict[str, Any] = {
+            "infeasible": infeasible,
             "split": split,
             "offload": offload,
             "host_budget": parse_host_budget(host_budget),
@@ -283,12 +291,18 @@ class Client:
         costs: str | None,
         progress: ProgressCallback | None,
         cancel: Cancel | None,
-        options: Mapping[str, Any] = MappingProxyType({}),
+        options: Mapping[str, Any],
     ) -> tuple[Plan, Program | None]:
+        is_smallest_accepted(options["infeasible"])  # raises for an unknown value
         fields = _problem(graph) | {"budget": Budget.parse(budget)} | dict(options)
         job = self.submit(_checked(wire.SolveRequest, options=_options(strategy, costs), **fields))
         result = self._service.read(self._finish(job, progress, cancel), wire.SolveResult)
-        return _with_warning(result.plan.to_plan(Plan)), result.program
+        plan = _with_warning(result.plan.to_plan(Plan))
+        requested: Budget = fields["budget"]
+        budget_bytes = requested.in_bytes(plan.baseline_peak_bytes, plan.graph.library_bytes)
+        if budget_bytes is not None and plan.budget_bytes > budget_bytes:
+            warn_of_smallest(requested, plan.peak_bytes)  # infeasible="smallest"
+        return plan, result.program
 
     def _finish(
         self, job: wire.JobView, progress: ProgressCallback | None, cancel: Cancel | None

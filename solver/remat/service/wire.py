@@ -30,6 +30,7 @@ from remat.documents.trace import Trace
 from remat.fitting.data_sheet import GPUS, gpu_name
 from remat.graph import Graph
 from remat.limits.budget import Budget
+from remat.limits.infeasible import INFEASIBLE, INFEASIBLE_ERROR, is_smallest_accepted
 from remat.limits.offload import OFFLOAD_AUTO, OFFLOAD_OFF, is_offload_allowed
 from remat.limits.pieces import MAX_PIECES, SPLIT_AUTO, SPLIT_OFF, pieces_to_try
 from remat.report.fit import Fit
@@ -76,6 +77,12 @@ def _check_split(split: str | int) -> str | int:
     """Return `split` if it is a valid option. Raises ValueError."""
     pieces_to_try(split)
     return split
+
+
+def _check_infeasible(infeasible: str) -> str:
+    """Return `infeasible` if it is a valid option. Raises ValueError."""
+    is_smallest_accepted(infeasible)
+    return infeasible
 
 
 def _check_offload(offload: str) -> str:
@@ -139,6 +146,9 @@ SplitData = Annotated[
 
 OffloadData = Annotated[
     str, AfterValidator(_check_offload), WithJsonSchema({"enum": [OFFLOAD_AUTO, OFFLOAD_OFF]})
+]
+InfeasibleData = Annotated[
+    str, AfterValidator(_check_infeasible), WithJsonSchema({"enum": list(INFEASIBLE)})
 ]
 HostBudgetData = Annotated[int, Field(ge=0, lt=2**62)]
 
@@ -247,6 +257,8 @@ class SolveRequest(_Request):
     link: LinkRecord | None = None
     """The bandwidth between device and host; by default that of the data sheet or the device that
     the costs come from."""
+    infeasible: InfeasibleData = INFEASIBLE_ERROR
+    """Where no plan fits the budget: "error" to fail, "smallest" for the smallest feasible peak."""
 
     @model_validator(mode="after")
     def _check_copies_have_costs(self) -> Self:

@@ -86,6 +86,7 @@ function showKind() {
   byId("fit-fields").hidden = !isFit;
   byId("solve-fields").hidden = isFit;
   byId("budget-field").hidden = isSweep;
+  byId("infeasible-field").hidden = isSweep;
   byId("budgets-field").hidden = !isSweep;
   setText(byId("send"), { sweep: "Sweep", fit: "Predict" }[kind()] ?? "Solve");
 }
@@ -121,7 +122,7 @@ function budgets() {
   if (kind() === "solve") {
     const budget = byId("budget").value.trim();
     if (!budget) throw fieldError("budget", "Enter a budget, such as 8GiB, 60% or min.");
-    return { budget };
+    return { budget, infeasible: byId("infeasible").value || undefined };
   }
   const parts = byId("budgets").value.split(",").map((part) => part.trim()).filter(Boolean);
   return { budgets: parts.length ? parts : undefined };

@@ -12,6 +12,7 @@ import typer
 from remat.commands.common.exits import UsageError
 from remat.costs.devices import DEVICES, find_device
 from remat.limits.budget import Budget
+from remat.limits.infeasible import INFEASIBLE, is_smallest_accepted
 from remat.limits.limits import Limits
 from remat.limits.outputs import are_dropped
 from remat.limits.pieces import pieces_to_try
@@ -228,6 +229,16 @@ HostBudget = Annotated[
 ]
 
 
+Infeasible = Annotated[
+    str,
+    typer.Option(
+        "--infeasible",
+        metavar="|".join(INFEASIBLE),
+        help="Where no plan fits the budget: fail, or take the smallest peak, with a warning.",
+    ),
+]
+
+
 def split_from_option(split: str) -> str | int:
     """Return the library's option `split` for `--split`."""
     return int(split) if split.isdecimal() else split
@@ -245,6 +256,14 @@ def check_outputs_option(outputs: str) -> None:
     """Raise `UsageError` for an unknown value of `--outputs`."""
     try:
         are_dropped(outputs)
+    except ValueError as error:
+        raise UsageError(f"--{error}") from None
+
+
+def check_infeasible(infeasible: str) -> None:
+    """Raise `UsageError` for an unknown value of `--infeasible`."""
+    try:
+        is_smallest_accepted(infeasible)
     except ValueError as error:
         raise UsageError(f"--{error}") from None
 

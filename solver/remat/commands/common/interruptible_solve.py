@@ -18,29 +18,37 @@ from remat.commands.common.exits import describe_signal, print_message, signal_e
 from remat.commands.common.interrupt import run_interruptibly
 from remat.commands.common.progress_line import ProgressLine, show_progress
 from remat.documents.trace import Trace
-from remat.errors import SolverWarning
+from remat.errors import BudgetWarning, SolverWarning
 from remat.limits.budget import Budget
+from remat.limits.infeasible import plan_or_smallest
+from remat.limits.limits import Limits
 from remat.plan import Plan
+from remat.plan_data import with_reserve_stat
 from remat.progress import Cancel
 from remat.solve import solve
 from remat.strategies.base import Strategy
 
 _T = TypeVar("_T")
 
+_MESSAGES = (SolverWarning, BudgetWarning)
+"""The warnings that are printed as one line."""
+
 
 def solve_trace(
     trace: Trace,
-    budget: Budget,
+    limits: Limits,
     strategy: Strategy,
     pieces: tuple[int, ...],
     measure: Callable[[Trace], Trace],
     offload: OffloadLimits | None,
+    infeasible: str,
 ) -> tuple[TracePlan, int | None]:
-    """Return a plan within the budget and the trace that it is for, and the signal that ended the
+    """Return a plan within the limits and the trace that it is for, and the signal that ended the
     solve early, if any.
 
     With `pieces`, operations of the trace are split into one of these numbers of pieces, to which
-    `measure` adds costs; with `offload`, tensors may be offloaded within these limits.
+    `measure` adds costs; with `offload`, tensors may be offloaded within these limits. `infeasible`
+    is that of `remat.solve`.
     """
 
     def solve_in_full(trace: Trace, budget: Budget, line: ProgressLine, cancel: Cancel) -> Plan:
@@ -54,17 +62,25 @@ def solve_trace(
         )
 
     def work(line: ProgressLine, cancel: Cancel) -> TracePlan:
-        return solve_step(
-            trace,
-            budget,
-            pieces=pieces,
-            offload=offload,
-            solve_in_full=lambda step, budget: solve_in_full(step, budget, line, cancel),
-            measure=measure,
-            cancel=cancel,
+        return plan_or_smallest(
+            lambda budget: solve_step(
+                trace,
+                budget,
+                pieces=pieces,
+                offload=offload,
+                solve_in_full=lambda step, budget: solve_in_full(step, budget, line, cancel),
+                measure=measure,
+                cancel=cancel,
+            ),
+            limits.budget_after_reserve,
+            infeasible,
+            peak_bytes=lambda solved: solved.plan.peak_bytes + limits.reserve_bytes,
+            requested=limits.budget,
         )
 
-    return run_with_progress("solving", None, work)
+    with limits.infeasible_with_reserve():
+        (traced, plan), signum = run_with_progress("solving", None, work)
+    return TracePlan(traced, with_reserve_stat(plan, limits.reserve_bytes)), signum
 
 
 def run_with_progress(
@@ -72,29 +88,30 @@ def run_with_progress(
 ) -> tuple[_T, int | None]:
     """Run interruptible work below a progress line; return its result and the signal, if any.
 
-    `work` gets the line and the event that cancels it. Warnings about failed solvers are printed
-    after the line.
+    `work` gets the line and the event that cancels it. Warnings about failed solvers and infeasible
+    budgets are printed after the line.
     """
-    with _solver_warnings_as_messages(), show_progress(title, steps) as line:
+    with warnings_as_messages(), show_progress(title, steps) as line:
         outcome = run_interruptibly(lambda cancel: work(line, cancel))
     return outcome.result, outcome.signum
 
 
 @contextmanager
-def _solver_warnings_as_messages() -> Iterator[None]:
-    """Print the block's solver warnings at its end, each once, as one line on stderr. Other
-    warnings are shown as usual."""
+def warnings_as_messages() -> Iterator[None]:
+    """Print remat's warnings about solvers and budgets inside of this context at its end, each
+    once, as one line on stderr. Other warnings are shown as usual."""
     recorded: list[warnings.WarningMessage] = []
     try:
         with warnings.catch_warnings(record=True) as recorded:
-            warnings.simplefilter("always", SolverWarning)
+            for category in _MESSAGES:
+                warnings.simplefilter("always", category)
             yield
     finally:
-        solver_warnings = [item for item in recorded if issubclass(item.category, SolverWarning)]
-        for text in dict.fromkeys(str(item.message) for item in solver_warnings):
+        messages = [item for item in recorded if issubclass(item.category, _MESSAGES)]
+        for text in dict.fromkeys(str(item.message) for item in messages):
             print_message(" ".join(text.split()))
         for item in recorded:
-            if item not in solver_warnings:
+            if item not in messages:
                 warnings.showwarning(item.message, item.category, item.filename, item.lineno)
 
 

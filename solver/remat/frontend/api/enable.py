@@ -22,7 +22,11 @@ from remat.costs.link import Link
 from remat.costs.roofline import Roofline
 from remat.errors import InfeasibleBudget, TraceError, similar_names_hint
 from remat.frontend.api.nested_plans import FORWARD_ATTRIBUTE, check_no_planned_submodule
-from remat.frontend.api.optimize import check_in_flight, optimize_options
+from remat.frontend.api.optimize import (
+    check_in_flight,
+    check_planning_options,
+    optimize_options,
+)
 from remat.frontend.blocks.fsdp2 import check_unsharded, is_sharded, local_tensor
 from remat.frontend.blocks.planner import AUTO, BLOCKS, MODEL, SCOPES, ScopedPlanner
 from remat.frontend.capture.trace import check_differentiable, normalise_inputs
@@ -35,6 +39,7 @@ from remat.frontend.runtime.guards import CallSignature, ModelCall, ModelTracker
 from remat.frontend.runtime.module import RematModule, StepDispatcher
 from remat.frontend.runtime.unplanned_calls import has_lazy_parameters
 from remat.limits.budget import Budget, is_auto, missing_percent_sign_hint
+from remat.limits.infeasible import INFEASIBLE_ERROR, is_smallest_accepted
 from remat.limits.offload import OFFLOAD_OFF, is_offload_allowed
 from remat.limits.pieces import SPLIT_AUTO, pieces_to_try
 from remat.limits.units import format_bytes
@@ -69,6 +74,7 @@ class EnableOptions(TypedDict, total=False):
     link: Link | None
     scope: str
     in_flight: int
+    infeasible: str
 
 
 def enable(
@@ -100,7 +106,8 @@ def enable(
     options.setdefault("scope", AUTO)
     check_options(budget, options)
     check_not_planned(model, options.get("scope", AUTO))
-    _check_parameters_fit(model, budget)
+    if not is_smallest_accepted(options.get("infeasible", INFEASIBLE_ERROR)):
+        _check_parameters_fit(model, budget)
     planner = _InPlacePlanner(optimize_options(budget, **options))
     forward = PlannedForward(model, model.__dict__.get("forward"), planner)
     if example_inputs is not None or example_kwargs is not None:
@@ -305,9 +312,11 @@ def check_options(budget: int | str, options: EnableOptions) -> None:
         raise TypeError(f"there is no option {unknown[0]!r}{near}; there are {names}")
     scope = options.get("scope", AUTO)
     _check_scope(scope)
+    check_planning_options(options.get("strategy"), options.get("costs"), options.get("progress"))
     check_in_flight(options.get("in_flight", 1))
     _check_split(options.get("split", SPLIT_AUTO), scope)
     is_offload_allowed(options.get("offload", OFFLOAD_OFF))
+    is_smallest_accepted(options.get("infeasible", INFEASIBLE_ERROR))
     if not is_auto(budget):
         Budget.parse(budget)
 

@@ -10,6 +10,7 @@ from remat.batch import BatchAttempt, MaxBatch
 from remat.costs.roofline import Roofline
 from remat.errors import BudgetError, InfeasibleBudget
 from remat.frontend.api.batch_search import BatchSearch, ModelFnResult
+from remat.frontend.api.optimize import check_planning_options
 from remat.frontend.common.target_gpu import find_target_gpu
 from remat.frontend.costs.cost_cache import CostCache
 from remat.frontend.memory.reserve import Reserve, reserve_size
@@ -59,6 +60,7 @@ def max_batch(
         raise ValueError(f"1 <= start <= most is needed; start is {start}, most is {most}")
     if max_overhead is not None and not max_overhead >= 0:
         raise ValueError(f"max_overhead is {max_overhead}; it is zero or more (0.1 is 10%)")
+    check_planning_options(strategy, costs, progress)
     parsed_budget = None if is_auto(budget) else _check_in_bytes(Budget.parse(budget))
     if (target := find_target_gpu(device)) is not None:
         if parsed_budget is None:

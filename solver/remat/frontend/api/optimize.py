@@ -16,18 +16,21 @@ from remat.frontend.capture.model.compiled_modules import unwrap_compiled
 from remat.frontend.capture.trace import check_differentiable, normalise_inputs
 from remat.frontend.common.operators import NAMESPACES
 from remat.frontend.costs.cost_cache import CostCache
+from remat.frontend.costs.measure import check_cost_source
 from remat.frontend.memory.reserve import Reserve, reserve_size
 from remat.frontend.planning.optimize_options import MEASURED_BY_SERVICE, OptimizeOptions, Service
 from remat.frontend.planning.planner import Planner
 from remat.frontend.runtime.guards import ModelCall, ModelTracker
 from remat.frontend.runtime.module import RematModule
 from remat.limits.budget import Budget, is_auto
+from remat.limits.infeasible import INFEASIBLE_ERROR, is_smallest_accepted
 from remat.limits.limits import Limits
 from remat.limits.offload import OFFLOAD_OFF, is_offload_allowed, parse_host_budget
 from remat.limits.outputs import OUTPUTS_HELD, are_dropped
 from remat.limits.pieces import SPLIT_AUTO, pieces_to_try
 from remat.progress import Progress
 from remat.strategies import Strategy
+from remat.strategies.base import checked_strategy
 
 
 def optimize(
@@ -53,6 +56,7 @@ def optimize(
     link: Link | None = None,
     loss: Criterion | None = None,
     in_flight: int = 1,
+    infeasible: str = INFEASIBLE_ERROR,
 ) -> RematModule:
     """Return the model with a training step whose peak memory is at most `budget`.
 
@@ -84,6 +88,10 @@ def optimize(
     `in_flight` is the number of calls whose forward runs before the backward of the first, as for a
     triplet loss or the discriminator of a GAN: what each of them saves is part of the peak. A step
     that has more calls is noticed, and the next one is planned for them.
+
+    Where no plan fits the budget, `InfeasibleBudget` is raised; with `infeasible="smallest"`, the
+    step is planned for the smallest feasible peak, as for "min", with a `BudgetWarning` that names
+    the budget and that peak.
 
     `loss` is the criterion of a training loop that computes the loss outside of the model, such as
     `torch.nn.CrossEntropyLoss()`. The result then computes `loss(model(*inputs), target)`: its
@@ -122,6 +130,7 @@ def optimize(
             host_budget=host_budget,
             link=link,
             in_flight=in_flight,
+            infeasible=infeasible,
         )
     )
     if example_inputs is None and example_kwargs is None:
@@ -137,6 +146,9 @@ def optimize(
 def optimize_options(
     budget: int | str,
     *,
+    strategy: Strategy | None = None,
+    costs: str | Roofline | None = None,
+    progress: Callable[[Progress], None] | None = None,
     differentiate: str | Sequence[str] = "auto",
     namespaces: Collection[str] = NAMESPACES,
     reserve: Reserve | None = None,
@@ -145,12 +157,16 @@ def optimize_options(
     offload: str = OFFLOAD_OFF,
     host_budget: int | str | None = None,
     in_flight: int = 1,
+    infeasible: str = INFEASIBLE_ERROR,
     **others: Any,
 ) -> OptimizeOptions:
     """Return the options of `optimize` as data. Raises at once for an invalid budget, reserve,
-    `outputs`, `split`, `offload`, `host_budget` or `in_flight`."""
+    `strategy`, `costs`, `progress`, `outputs`, `split`, `offload`, `host_budget`, `in_flight` or
+    `infeasible`."""
+    check_planning_options(strategy, costs, progress)
     check_in_flight(in_flight)
-    are_dropped(outputs)  # raises for an unknown value
+    is_smallest_accepted(infeasible)  # raises for an unknown value
+    are_dropped(outputs)  # likewise
     pieces_to_try(split)  # likewise
     has_host_options = parse_host_budget(host_budget) is not None or others.get("link") is not None
     is_allowed = is_offload_allowed(offload)
@@ -163,7 +179,7 @@ def optimize_options(
             "the copies of offloaded tensors cannot be captured in CUDA graphs: pass "
             'offload="off" or cuda_graphs=False'
         )
-    if is_allowed and others.get("costs") == MEASURED_BY_SERVICE:
+    if is_allowed and costs == MEASURED_BY_SERVICE:
         raise ValueError(
             'offload="auto" needs the bandwidth between the device and the host of this machine: '
             "leave out `costs`, so that they are measured here"
@@ -175,6 +191,9 @@ def optimize_options(
             Limits(parsed_budget, reserve_bytes).check_reserve()
     return OptimizeOptions(
         budget=parsed_budget,
+        strategy=strategy,
+        costs=costs,
+        progress=progress,
         differentiate=differentiate if isinstance(differentiate, str) else tuple(differentiate),
         namespaces=frozenset(namespaces),
         reserve=reserve,
@@ -183,8 +202,20 @@ def optimize_options(
         offload=offload,
         host_budget=host_budget,
         in_flight=in_flight,
+        infeasible=infeasible,
         **others,
     )
+
+
+def check_planning_options(strategy: object, costs: object, progress: object) -> None:
+    """Raise at once for an invalid `strategy`, `costs` or `progress`, not in the first step."""
+    if strategy is not None:
+        checked_strategy(strategy)
+    if costs != MEASURED_BY_SERVICE:
+        check_cost_source(costs)
+    if progress is not None and not callable(progress):
+        remedy = "pass progress=print, or leave it out"
+        raise wrong_type("progress", "a function of a remat.Progress", progress, remedy)
 
 
 def check_in_flight(in_flight: object) -> None:

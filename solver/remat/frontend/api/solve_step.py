@@ -13,6 +13,7 @@ from remat.frontend.api.optimize import optimize_options
 from remat.frontend.costs.cost_cache import CostCache
 from remat.frontend.planning.solving import solve_trace
 from remat.limits.budget import Budget
+from remat.limits.infeasible import INFEASIBLE_ERROR, plan_or_smallest
 from remat.limits.offload import OFFLOAD_OFF
 from remat.limits.pieces import SPLIT_OFF
 from remat.progress import Progress
@@ -30,6 +31,7 @@ def solve_step(
     link: Link | None = None,
     cache: str | CostCache | None = None,
     progress: Callable[[Progress], None] | None = None,
+    infeasible: str = INFEASIBLE_ERROR,
 ) -> TracePlan:
     """Return the fastest plan of a measured trace within `budget`, and the trace that it is for.
 
@@ -59,5 +61,10 @@ def solve_step(
         host_budget=host_budget,
         link=link,
     )
-    result = solve_trace(options, trace, Budget.parse(budget))
+    result = plan_or_smallest(
+        lambda budget: solve_trace(options, trace, budget),
+        Budget.parse(budget),
+        infeasible,
+        peak_bytes=lambda result: result.plan.peak_bytes,
+    )
     return TracePlan(result.trace, result.plan)

@@ -23,7 +23,7 @@ from remat.blockwise.offloaded_step import CallVariant, OffloadedStep, StepOutco
 from remat.choice.offloaded_forms import MIN_BYTES, OffloadLimits
 from remat.errors import InfeasibleBudget, TraceError
 from remat.frontend.blocks.block_options import BlockSolver, PlannedOption
-from remat.frontend.blocks.candidates import CallCandidates, available_bytes, with_saved_inputs
+from remat.frontend.blocks.candidates import CallCandidates, step_limits, with_saved_inputs
 from remat.frontend.blocks.fsdp2 import is_sharded
 from remat.frontend.blocks.host_variants import host_variants
 from remat.frontend.blocks.runtime import PlannedCall
@@ -36,6 +36,8 @@ from remat.frontend.planning.host_limits import host_limits, reserve_host
 from remat.frontend.planning.optimize_options import OptimizeOptions
 from remat.frontend.planning.schedule_reuse import BlockScheduleCache
 from remat.frontend.runtime.guards import ModelCall
+from remat.limits.budget import Budget
+from remat.limits.infeasible import plan_or_smallest
 from remat.passes.offload.places import HANDLE_BYTES
 
 logger = logging.getLogger("remat")
@@ -83,7 +85,8 @@ def plan_blocks(
         whole = _alternative(model, call, options, solver, keep_uncapturable=True)
         # The child modules of a block together never save less than the block: they may save more.
         baseline_bytes = whole.step.peak_bytes([0] * len(whole.candidates))
-        budget_bytes = available_bytes(options, baseline_bytes, whole.library_bytes, model)
+        limits = step_limits(options, model)
+        budget_bytes = limits.available_bytes(baseline_bytes, whole.library_bytes)
         alternatives = [whole]
         if whole.has_uncapturable:
             # A dry run with child modules retains what the code between them saves. Where that is
@@ -105,6 +108,35 @@ def plan_blocks(
         minimum_bytes = min(a.minimum_peak_bytes() for a in alternatives)
     if budget_floor_bytes and (budget_bytes is not None or minimum_bytes <= budget_floor_bytes):
         budget_bytes = max(budget_bytes or 0, budget_floor_bytes)
+
+    def plan_within(budget: Budget) -> PlannedBlocks:
+        return _fastest_plan(
+            alternatives, budget.size_bytes, baseline_bytes, solver, not_whole_reason
+        )
+
+    planned = plan_or_smallest(
+        plan_within,
+        Budget.parse("min" if budget_bytes is None else budget_bytes),
+        options.infeasible,
+        peak_bytes=lambda planned: planned.plan.peak_bytes + limits.reserve_bytes,
+        requested=limits.budget,
+    )
+    traces = (o.trace for a in alternatives for options in a.planned_options for o in options)
+    if planned.offloaded_sizes_bytes:
+        device = torch.device(next(traces).device)
+        reserve_host(device, planned.offloaded_sizes_bytes, planned.plan.host_bytes)
+    return planned
+
+
+def _fastest_plan(
+    alternatives: Sequence[_Alternative],
+    budget_bytes: int | None,
+    baseline_bytes: int,
+    solver: BlockSolver,
+    not_whole_reason: str,
+) -> PlannedBlocks:
+    """Return the plan of the fastest alternative within the budget, or with the smallest peak if
+    that is None. Raises `InfeasibleBudget`."""
     plans: list[PlannedBlocks] = []
     errors: list[InfeasibleBudget] = []
     try:
@@ -128,12 +160,7 @@ def plan_blocks(
         smallest_bytes = min(p.plan.peak_bytes for p in plans)
         plans = [p for p in plans if p.plan.peak_bytes <= NEAR_MINIMUM_FACTOR * smallest_bytes]
     extra_s = [p.plan.time_s - p.plan.baseline_time_s for p in plans]
-    planned = plans[-1 if extra_s[-1] < _SIGNIFICANT_RATIO * extra_s[0] else 0]
-    traces = (o.trace for a in alternatives for options in a.planned_options for o in options)
-    if planned.offloaded_sizes_bytes:
-        device = torch.device(next(traces).device)
-        reserve_host(device, planned.offloaded_sizes_bytes, planned.plan.host_bytes)
-    return planned
+    return plans[-1 if extra_s[-1] < _SIGNIFICANT_RATIO * extra_s[0] else 0]
 
 
 @dataclass(frozen=True)

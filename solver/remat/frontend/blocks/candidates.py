@@ -92,19 +92,13 @@ def _last_reads(candidate: CallCandidates, index: int) -> dict[StorageWeakRef, i
     return last_reads
 
 
-def available_bytes(
-    options: OptimizeOptions, baseline_bytes: int, library_bytes: int, model: nn.Module
-) -> int | None:
-    """Return the largest peak in bytes that a plan of the model's step may have; None for the
-    budget "min". `baseline_bytes` is the step's peak without recomputation, of which libraries use
-    `library_bytes`."""
+def step_limits(options: OptimizeOptions, model: nn.Module) -> Limits:
+    """Return the limits that budget and reserve set for a step of the model."""
     reserve = reserve_size(options.reserve)
     if options.budget is None:
         device = next(p.device for p in model.parameters())
         tensors = [*model.parameters(), *model.buffers()]
         tensors += [p.grad for p in model.parameters() if p.grad is not None]
         allocated_bytes = unique_bytes(map(local_tensor, tensors))
-        limits = auto_limits_of_device(device, allocated_bytes, reserve).limits
-    else:
-        limits = Limits(options.budget, reserve.total_bytes)
-    return limits.available_bytes(baseline_bytes, library_bytes)
+        return auto_limits_of_device(device, allocated_bytes, reserve).limits
+    return Limits(options.budget, reserve.total_bytes)

@@ -23,6 +23,7 @@ from remat.frontend.planning.plan_cache import PlanEntry
 from remat.frontend.planning.planner import Planner
 from remat.frontend.planning.schedule_reuse import BlockScheduleCache
 from remat.frontend.runtime.guards import CallSignature, ModelCall
+from remat.limits.infeasible import INFEASIBLE_ERROR
 from remat.limits.outputs import OUTPUTS_LOSS, differentiated_with
 
 logger = logging.getLogger("remat")
@@ -158,8 +159,9 @@ class ScopedPlanner(Planner):
         with _gradients_allocated(model) if self._in_flight > 1 else nullcontext():
             if cache.is_empty:
                 return plan_blocks(model, call, options, not_whole_reason, cache, floor_bytes)
+            reusing = replace(options, infeasible=INFEASIBLE_ERROR)
             try:
-                return plan_blocks(model, call, options, not_whole_reason, cache, floor_bytes)
+                return plan_blocks(model, call, reusing, not_whole_reason, cache, floor_bytes)
             except InfeasibleBudget:
                 return plan_blocks(model, call, options, not_whole_reason, None, floor_bytes)
 

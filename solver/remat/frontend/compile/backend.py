@@ -57,6 +57,8 @@ from remat.frontend.compile.registry import (
 )
 from remat.frontend.compile.replanning import add_feedback, infeasible_after_rounds
 from remat.frontend.compile.step_graphs import StepGraphs, current_step
+from remat.limits.budget import Budget
+from remat.limits.infeasible import plan_or_smallest
 from remat.limits.outputs import OUTPUTS_LOSS
 from remat.limits.pieces import PIECES, pieces_to_try
 
@@ -106,8 +108,9 @@ def compile(
     a gradient but the loss; `split`, "auto" to run the largest operations in pieces where no plan
     without that fits, "off", or the number of pieces; `offload`, "auto" to copy tensors to the host
     where that pays, with `host_budget` and `link` as in `remat.optimize`; `inductor=False`, to run
-    the planned graphs without Inductor; `fallback`; `progress`; and any option of Inductor. Errors
-    in options are raised at once, all others at the first call of the model.
+    the planned graphs without Inductor; `fallback`; `progress`; `infeasible`, "smallest" to
+    take the smallest peak, with a warning, where no plan fits the budget; and any option of
+    Inductor. Errors in options are raised at once, all others at the first call of the model.
 
     A model of Transformers without a loss type, such as GPT-2, gets the one that it uses then,
     "ForCausalLM": Dynamo would break its graph at a warning about it.
@@ -157,8 +160,20 @@ def _compile_graph(
     step = current_step(options, dynamo_graph)
     request = _CompileRequest(gm, example_inputs, compile_options, config_patches, step)
     breaks_hint = graph_breaks_hint(list(step.breaks.values()))
-    with add_hints(breaks_hint, loss_only_hint(gm, compile_options.outputs)):
-        code, compiled = _compile_or_load(request)
+    limits = compile_options.limits
+
+    def compile_within(budget: Budget) -> tuple[Any, CompiledPlan | None]:
+        options = replace(compile_options, limits=limits.with_budget(budget))
+        with add_hints(breaks_hint, loss_only_hint(gm, options.outputs)):
+            return _compile_or_load(replace(request, options=options))
+
+    def peak_bytes(result: tuple[Any, CompiledPlan | None]) -> int:
+        _, compiled = result
+        return 0 if compiled is None else compiled.planned_bytes + limits.reserve_bytes
+
+    code, compiled = plan_or_smallest(
+        compile_within, limits.budget, compile_options.infeasible, peak_bytes=peak_bytes
+    )
     if compiled is not None:
         prepare_host(compiled.plan, device_of(example_inputs))
     return with_dropped_outputs(code, dropped)

@@ -11,6 +11,7 @@ from torch import nn
 from remat.costs.link import Link
 from remat.errors import BudgetError, similar_names_hint, wrong_type
 from remat.limits.budget import Budget
+from remat.limits.infeasible import INFEASIBLE_ERROR, is_smallest_accepted
 from remat.limits.limits import Limits
 from remat.limits.offload import OFFLOAD_OFF, is_offload_allowed, parse_host_budget
 from remat.limits.outputs import OUTPUTS_HELD, are_dropped
@@ -45,6 +46,7 @@ _OPTIONS = (
     "outputs",
     "split",
     "progress",
+    "infeasible",
     *_OFFLOAD_OPTIONS,
     *_STRATEGY_OPTIONS,
     *_SWITCHES,
@@ -93,8 +95,9 @@ class CompileOptions:
     is left after the capture; None if the strategy has a time limit of its own. `outputs` of the
     forward are "held" by the caller during the backward, "dropped" before it, or only the "loss" is
     returned. `split` is "auto", "off", or the number of pieces of the largest operations. `offload`
-    are the options of tensors on the host. `progress` is a function that receives the progress of a
-    solve, or True for a line on a terminal.
+    are the options of tensors on the host. `infeasible` is "error", or "smallest" to take the
+    smallest peak where no plan fits the budget. `progress` is a function that receives the progress
+    of a solve, or True for a line on a terminal.
     """
 
     limits: Limits
@@ -106,6 +109,7 @@ class CompileOptions:
     outputs: str = OUTPUTS_HELD
     split: str | int = SPLIT_AUTO
     offload: OffloadOptions = OffloadOptions()
+    infeasible: str = INFEASIBLE_ERROR
     # It does not decide the plan, so it is not part of the key of torch's caches.
     progress: ProgressCallback | bool | None = field(default=None, repr=False, compare=False)
 
@@ -150,6 +154,8 @@ def read_options(
     split = remaining.pop("split", SPLIT_AUTO)
     pieces_to_try(split)
     offload = _offload_options(remaining)
+    infeasible = remaining.pop("infeasible", INFEASIBLE_ERROR)
+    is_smallest_accepted(infeasible)
     progress: Any = remaining.pop("progress", None)
     if progress is not None and not isinstance(progress, bool) and not callable(progress):
         raise ValueError(
@@ -164,6 +170,7 @@ def read_options(
         outputs=outputs,
         split=split,
         offload=offload,
+        infeasible=infeasible,
         progress=cast(Any, progress),
         **switches,
     )

@@ -75,13 +75,13 @@ def explain_infeasible(graph: Graph, title: str, hint: str = "") -> Iterator[Non
 
 @contextmanager
 def add_hints(*hints: str) -> Iterator[None]:
-    """Add sentences, those that are not empty, to an `InfeasibleBudget` that is raised inside of
-    this context; it takes the place of torch's exceptions around it."""
+    """Raise an `InfeasibleBudget` of this context in place of torch's exceptions around it, with
+    the hints, those that are not empty, as sentences at its end."""
     try:
         yield
     except Exception as error:
         infeasible = cause_of_type(error, InfeasibleBudget)
-        if infeasible is None or not any(hints):
+        if infeasible is None:
             raise
         for hint in filter(None, hints):
             infeasible = infeasible.with_hint(hint)

@@ -61,6 +61,8 @@ from remat.frontend.compile.registry import (
 from remat.frontend.compile.solving import GraphSolver
 from remat.frontend.compile.unsplit import unsplit_step, with_unsplit_step
 from remat.graph import Split
+from remat.limits.infeasible import INFEASIBLE_ERROR, plan_or_smallest
+from remat.limits.limits import Limits
 from remat.limits.pieces import pieces_to_try
 from remat.plan_data import UNSPLIT_MIN_BYTES_STAT
 from remat.version import VERSION
@@ -225,7 +227,16 @@ class Partitioner(CustomPartitionerFn):
         elapsed_s = time.perf_counter() - started_s
         reporting.log_kernels(title, num_forward, num_backward, elapsed_s, inductor=inductor)
         cost_model = KernelCostModel(joint, fused=self._has_fused_costs)
-        problem, compiled = self._plan(variants, cost_model, unbounded, started_s)
+        limits = self.options.limits
+        problem, compiled = plan_or_smallest(
+            lambda budget: self._plan(
+                variants, cost_model, unbounded, started_s, limits.with_budget(budget)
+            ),
+            budget,
+            # The backend tries pieces before it takes the smallest peak.
+            self.options.infeasible if self.group is None else INFEASIBLE_ERROR,
+            peak_bytes=lambda planned: planned[1].planned_bytes + limits.reserve_bytes,
+        )
         reporting.log_solved(compiled)
         if compiled.is_plain:
             halves = plain_modules(problem, compiled)
@@ -269,6 +280,7 @@ class Partitioner(CustomPartitionerFn):
         cost_model: KernelCostModel,
         unbounded: Sequence[ScopedSymbol],
         started_s: float,
+        limits: Limits,
     ) -> tuple[CompileProblem, CompiledPlan]:
         """Plan the best variant for the upper bounds of its sizes.
 
@@ -294,17 +306,17 @@ class Partitioner(CustomPartitionerFn):
                 return built
             return [with_unsplit_step(problem, self.unsplit, self.splits) for problem in built]
 
-        if unbounded and self.options.limits.budget.size_bytes is not None:
+        if unbounded and limits.budget.size_bytes is not None:
             with suppress(InfeasibleBudget):
-                return self._plan_problems(problems(), solver)
+                return self._plan_problems(problems(), solver, limits)
             bound_by_current_size(unbounded)
         bounded = problems()
         title = graph_title(self.module, self.compile_id)
         with explain_infeasible(bounded[0].graph, title, self.obstacle):
-            return self._plan_problems(bounded, solver)
+            return self._plan_problems(bounded, solver, limits)
 
     def _plan_problems(
-        self, problems: Sequence[CompileProblem], solver: GraphSolver
+        self, problems: Sequence[CompileProblem], solver: GraphSolver, limits: Limits
     ) -> tuple[CompileProblem, CompiledPlan]:
         """Select the best candidate for a graph. The first problem is the step that torch.compile
         would run: the baseline."""
@@ -320,12 +332,10 @@ class Partitioner(CustomPartitionerFn):
             saved_bytes=self.unsplit.saved_bytes,
         )
         external_bytes = others.saved_bytes
-        if self.options.limits.budget.size_bytes is not None:
+        if limits.budget.size_bytes is not None:
             external_bytes += external_memory_bytes(joint, self.options.model, others.saved_bytes)
         excess_bytes = self.feedback.excess_bytes
-        limits = replace(
-            self.options.limits, external_bytes=external_bytes, excess_bytes=excess_bytes
-        )
+        limits = replace(limits, external_bytes=external_bytes, excess_bytes=excess_bytes)
         problem, plan, is_plain = CandidateSelection(
             problems,
             solver,

@@ -83,6 +83,12 @@ class CompiledPlan:
         return max(self.verified_by_half.values(), default=None)
 
     @property
+    def planned_bytes(self) -> int:
+        """The peak, verified if possible, with the memory outside of the graph that counts."""
+        peak_bytes = self.plan.peak_bytes if self.verified_bytes is None else self.verified_bytes
+        return peak_bytes + self.external_bytes
+
+    @property
     def offloads(self) -> bool:
         """True if tensors are on the host for a part of the step."""
         return bool(self.plan.graph.renewal)

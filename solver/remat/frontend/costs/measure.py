@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import torch
 
 import remat.frontend.runtime.pieces  # noqa: F401  # registers the operations that add pieces
+from remat.costs.devices import find_device
 from remat.costs.roofline import Roofline
 from remat.costs.trace_costs import with_costs, with_roofline_costs
 from remat.documents.records import Node
@@ -95,28 +96,36 @@ def _measure(
             cost_cache.close()
 
 
+def check_cost_source(costs: object) -> None:
+    """Raise the error of `measure` for an option `costs` that names nothing to measure on, before
+    there is a trace: TypeError for another object, `RematError` for an unknown or absent device."""
+    if costs is None or isinstance(costs, Roofline):
+        return
+    if not isinstance(costs, str | torch.device):
+        remedy = 'pass costs="cpu", "cuda" or remat.Roofline("h100")'
+        raise wrong_type("costs", "a device or a remat.Roofline", costs, remedy)
+    _check_can_measure(_parse_device(costs))
+
+
 def _parse_device(device: str | torch.device) -> torch.device:
     try:
         return torch.device(device)
     except RuntimeError:
+        name = str(device).removeprefix("roofline:")
+        try:
+            estimate = f"remat.Roofline({find_device(name).name!r}) estimates for it"
+        except ValueError:
+            estimate = "remat.Roofline('h100') estimates for a GPU that this machine does not have"
         raise RematError(
             f"cannot measure: {str(device)!r} is no device of this machine, use cpu or cuda; "
-            "remat.Roofline('h100') estimates for a GPU that this machine does not have"
+            + estimate
         ) from None
 
 
 def _checked_device(device: torch.device, trace: Trace) -> torch.device:
     """Return the device with its index. Raises `RematError` if nothing can be measured on it, and
     warns if the trace is for another type of device."""
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise RematError(
-            "cannot measure on cuda: torch sees no CUDA device here; measure where one is, or "
-            "estimate with remat.Roofline('h200') or another data sheet"
-        )
-    if device.type not in ("cpu", "cuda"):
-        raise RematError(
-            f"cannot measure on {device.type}; use cpu, cuda or an estimate by remat.Roofline"
-        )
+    _check_can_measure(device)
     if device.type != trace.device.partition(":")[0]:
         log.warning(
             "this trace was made for %s and is measured on %s: torch may choose other operations "
@@ -128,6 +137,19 @@ def _checked_device(device: torch.device, trace: Trace) -> torch.device:
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return device
+
+
+def _check_can_measure(device: torch.device) -> None:
+    """Raise `RematError` if nothing can be measured on a device."""
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise RematError(
+            "cannot measure on cuda: torch sees no CUDA device here; measure where one is, or "
+            "estimate with remat.Roofline('h200') or another data sheet"
+        )
+    if device.type not in ("cpu", "cuda"):
+        raise RematError(
+            f"cannot measure on {device.type}; use cpu, cuda or an estimate by remat.Roofline"
+        )
 
 
 def _open_cache(cache: CostCache | str | os.PathLike[str] | bool | None) -> CostCache | None:

@@ -24,7 +24,7 @@ from remat.errors import InfeasibleBudget, RematError, TraceError, similar_names
 from remat.frontend.api.enable import check_not_planned
 from remat.frontend.api.optimize import optimize_options
 from remat.frontend.blocks.block_planning import plan_blocks
-from remat.frontend.blocks.candidates import CallCandidates, available_bytes, with_saved_inputs
+from remat.frontend.blocks.candidates import CallCandidates, step_limits, with_saved_inputs
 from remat.frontend.blocks.discovery import Submodule, repeated_blocks
 from remat.frontend.blocks.dry_run import run_dry
 from remat.frontend.capture.trace import check_differentiable, normalise_inputs
@@ -40,6 +40,7 @@ from remat.frontend.memory.reserve import Reserve
 from remat.frontend.planning.optimize_options import OptimizeOptions
 from remat.frontend.runtime.guards import ModelCall
 from remat.limits.budget import Budget
+from remat.limits.infeasible import INFEASIBLE_ERROR, plan_or_smallest
 from remat.limits.outputs import OUTPUTS_HELD, OUTPUTS_LOSS, are_dropped
 from remat.strategies import Strategy
 
@@ -60,6 +61,7 @@ def emit(
     differentiate: str | Sequence[str] = "auto",
     reserve: Reserve | None = None,
     outputs: str = OUTPUTS_HELD,
+    infeasible: str = INFEASIBLE_ERROR,
 ) -> Policies:
     """Return a checkpointing policy for each repeated block of `model`, such that the peak of a
     training step is at most `budget` (allocated bytes, as in `remat.optimize`).
@@ -70,7 +72,8 @@ def emit(
     settings of Megatron-core, which are the same for all of its layers. The model runs a few times
     with the example inputs, which are real data. With `compare`, the report also has the overhead
     of remat's own plan for the same blocks and peak; `strategy`, `costs` and `cache` are for that
-    plan. The functions that apply policies are in `remat.integrations`.
+    plan. With `infeasible="smallest"`, a budget that no policies fit gives the smallest peak, with
+    a `BudgetWarning`. The functions that apply policies are in `remat.integrations`.
 
     Raises `TraceError` if the model has no repeated blocks, or is enabled, optimised, compiled or
     sharded already, `InfeasibleBudget`, `BudgetError`, and `RematError` if the library is not
@@ -97,6 +100,7 @@ def emit(
         differentiate=differentiate,
         reserve=reserve,
         outputs=outputs,
+        infeasible=infeasible,
     )
     inputs = () if example_inputs is None else example_inputs
     args, kwargs = normalise_inputs(model, inputs, example_kwargs)
@@ -146,18 +150,30 @@ def _select_policies(
     step = BlockStep(tuple(candidate.options for candidate in candidates), dry_run.events)
     as_it_is = [0] * len(candidates)
     baseline_bytes = step.peak_bytes(as_it_is)
-    budget_bytes = available_bytes(options, baseline_bytes, dry_run.library_bytes, model)
-    with _infeasible_with_reasons(trials.uncheckpointable):
+    limits = step_limits(options, model)
+    budget_bytes = limits.available_bytes(baseline_bytes, dry_run.library_bytes)
+
+    def select_within(budget: Budget) -> Sequence[int]:
         if executor.settings_for_all_blocks is None:
             modules = [id(c.submodule.module) for c in calls]
             first_calls = [modules.index(module) for module in modules]
-            choice = choose_options(step, budget_bytes, tied=first_calls)
-            selected = choice.option_indices
-        else:
-            paths = [c.submodule.path for c in calls]
-            settings = executor.settings_for_all_blocks(paths, policies_per_call)
-            selected = cheapest_setting(step, list(settings), budget_bytes)
+            choice = choose_options(step, budget.size_bytes, tied=first_calls)
+            return choice.option_indices
+        paths = [c.submodule.path for c in calls]
+        settings = executor.settings_for_all_blocks(paths, policies_per_call)
+        return cheapest_setting(step, list(settings), budget.size_bytes)
+
+    with _infeasible_with_reasons(trials.uncheckpointable):
+        selected = plan_or_smallest(
+            select_within,
+            Budget.parse("min" if budget_bytes is None else budget_bytes),
+            options.infeasible,
+            peak_bytes=lambda selected: step.peak_bytes(selected) + limits.reserve_bytes,
+            requested=limits.budget,
+        )
     peak_bytes = step.peak_bytes(selected)
+    if budget_bytes is not None:
+        budget_bytes = max(budget_bytes, peak_bytes)
     policy_of_block = {
         c.submodule.path: policies[index].model_copy(update={"block": c.submodule.path})
         for c, policies, index in zip(calls, policies_per_call, selected, strict=True)
@@ -215,7 +231,9 @@ def _optimum_overhead(
 ) -> float | None:
     """Return the overhead of remat's own plan for the same blocks and peak; None if they cannot be
     planned."""
-    optimum_options = replace(options, budget=Budget.parse(peak_bytes), reserve=None)
+    optimum_options = replace(
+        options, budget=Budget.parse(peak_bytes), reserve=None, infeasible=INFEASIBLE_ERROR
+    )
     try:
         with temporary_checkpointing_flags(model):
             return plan_blocks(model, call, optimum_options).plan.overhead

@@ -31,6 +31,7 @@ from remat.frontend.compile.kernels.cost_model import operation_record
 from remat.frontend.costs.cost_cache import CostCache
 from remat.frontend.costs.operation_costs import measure_operations
 from remat.graph import Graph, Operation, Value
+from remat.limits.infeasible import INFEASIBLE_ERROR, is_smallest_accepted
 from remat.plan import Plan
 from remat.solve import solve
 from remat.strategies import Selective
@@ -51,6 +52,7 @@ def tag(
     strategy: Selective | None = None,
     costs: Roofline | None = None,
     cache: CostCache | None = None,
+    infeasible: str = INFEASIBLE_ERROR,
 ) -> Plan:
     """Tag each forward node of a training step as saved or recomputed, and return the plan that the
     tags mean. `budget` limits all memory of the graph, its inputs included.
@@ -60,12 +62,14 @@ def tag(
     `meta["custom"]["phase"] == "backward"`. Operations are measured on the device of the graph,
     or estimated by a `Roofline`.
 
+    `infeasible` is that of `remat.solve`.
+
     Raises `TraceError` if no node is marked as backward, `InfeasibleBudget` if no tags fit.
     """
     operations, num_forward = _find_operations(gm)
     step = _TaggedStep(gm, operations, num_forward)
     graph = step.solver_graph(_operation_costs_s(operations, num_forward, costs, cache))
-    plan = solve(graph, budget, strategy or Selective())
+    plan = solve(graph, budget, strategy or Selective(), infeasible=infeasible)
     run_counts = Counter(plan.schedule.runs)
     recomputed = {operations[op] for op, count in run_counts.items() if count > 1}
     _set_tags(gm, recomputed, operations[num_forward])
@@ -76,15 +80,27 @@ class MemoryPolicy:
     """A graph pass that calls `tag`, with the signature of torchtitan's memory policies."""
 
     def __init__(
-        self, budget: int | str, strategy: Selective | None = None, costs: Roofline | None = None
+        self,
+        budget: int | str,
+        strategy: Selective | None = None,
+        costs: Roofline | None = None,
+        infeasible: str = INFEASIBLE_ERROR,
     ) -> None:
+        is_smallest_accepted(infeasible)  # raises for an unknown value
         self.budget, self.strategy, self.costs = budget, strategy, costs
+        self.infeasible = infeasible
         self.plan: Plan | None = None
         """The plan of the last graph."""
 
     def __call__(self, gm: fx.GraphModule, *, config: object = None) -> fx.GraphModule:
         """Tag the graph, and return it. Raises the errors of `tag`."""
-        self.plan = tag(gm, self.budget, strategy=self.strategy, costs=self.costs)
+        self.plan = tag(
+            gm,
+            self.budget,
+            strategy=self.strategy,
+            costs=self.costs,
+            infeasible=self.infeasible,
+        )
         logger.info("tagged the nodes of a training step:\n%s", self.plan)
         return gm
 

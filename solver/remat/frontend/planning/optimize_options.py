@@ -13,6 +13,7 @@ from remat.frontend.common.operators import NAMESPACES
 from remat.frontend.costs.cost_cache import CostCache
 from remat.frontend.memory.reserve import Reserve
 from remat.limits.budget import Budget
+from remat.limits.infeasible import INFEASIBLE_ERROR
 from remat.limits.offload import OFFLOAD_OFF
 from remat.limits.outputs import OUTPUTS_HELD
 from remat.limits.pieces import SPLIT_AUTO
@@ -50,3 +51,4 @@ class OptimizeOptions:
     offload: str = OFFLOAD_OFF
     host_budget: int | str | None = None
     link: Link | None = None
+    infeasible: str = INFEASIBLE_ERROR

@@ -47,6 +47,7 @@ from remat.frontend.runtime.guards import (
 from remat.frontend.runtime.lower import lower_program
 from remat.frontend.runtime.module import BoundProgram, PlannedStep, StepProvider
 from remat.limits.budget import Budget
+from remat.limits.infeasible import plan_or_smallest
 from remat.limits.limits import Limits
 from remat.passes.gradient_accumulation import with_gradient_accumulation
 from remat.passes.random_operations import without_random_recomputation
@@ -263,6 +264,19 @@ class Planner:
         return PlanLimits(Limits(self.options.budget, reserve.total_bytes))
 
     def _solve(
+        self, traced: Trace, budget: Budget, plan_limits: PlanLimits, accumulates_gradients: bool
+    ) -> PlanningResult:
+        """Solve a trace within `budget`, or for the smallest peak if the options accept that."""
+        limits = plan_limits.limits
+        return plan_or_smallest(
+            lambda budget: self._solve_within(traced, budget, plan_limits, accumulates_gradients),
+            budget,
+            self.options.infeasible,
+            peak_bytes=lambda result: result.plan.peak_bytes + limits.reserve_bytes,
+            requested=limits.budget,
+        )
+
+    def _solve_within(
         self, traced: Trace, budget: Budget, plan_limits: PlanLimits, accumulates_gradients: bool
     ) -> PlanningResult:
         """Solve a trace within `budget`, in this process or by the service."""

@@ -81,7 +81,8 @@ def solve_trace(
         if pieces or split_largest_operations(trace, min(PIECES), MAX_PIECE_NODES) is trace:
             raise
         raise error.with_hint(
-            'split="auto" may reach it: it computes the operations that need most in pieces'
+            "This is so for whole operations; "
+            'split="auto" may reach it: it computes those that need most in pieces'
         ) from None
     return PlanningResult(trace, plan, programs.get((_node_names(trace), plan.schedule)))
 
