@@ -24,6 +24,7 @@ from remat.frontend.capture.trace import CapturedStep, capture
 from remat.frontend.common.operators import check_operations_allowed
 from remat.frontend.common.pytree import unflatten
 from remat.frontend.costs.measure import measure
+from remat.frontend.costs.measuring_memory import block_limit_bytes
 from remat.frontend.planning.optimize_options import OptimizeOptions
 from remat.frontend.planning.schedule_reuse import BlockScheduleCache
 from remat.frontend.runtime.guards import CallSignature
@@ -117,6 +118,9 @@ class BlockSolver:
     schedule_cache: BlockScheduleCache = field(default_factory=BlockScheduleCache)
     cost_source: str = "run once"
     is_all_reused: bool = True
+    measuring_limit_bytes: int = 0
+    """The bytes that measuring may take in addition to the step's constant memory; a block may take
+    what it takes when it is checkpointed, even if that is more."""
     _captured: dict[tuple[int, CallSignature, frozenset[str]], CapturedStep | str] = field(
         default_factory=dict
     )
@@ -205,7 +209,8 @@ class BlockSolver:
         if cached is None:
             self.is_all_reused = False
             costs = settings.costs or trace.device.split(":")[0]
-            measured = measure(trace, device=costs, cache=settings.cache)
+            limit_bytes = max(self.measuring_limit_bytes, block_limit_bytes(trace))
+            measured = measure(trace, device=costs, cache=settings.cache, limit_bytes=limit_bytes)
             options = pareto_options(
                 measured.graph(), time_limit_s, settings.strategy, settings.progress
             )

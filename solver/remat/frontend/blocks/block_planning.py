@@ -24,6 +24,7 @@ from remat.choice.offloaded_forms import MIN_BYTES, OffloadLimits
 from remat.errors import InfeasibleBudget, TraceError
 from remat.frontend.blocks.block_options import BlockSolver, PlannedOption
 from remat.frontend.blocks.candidates import CallCandidates, step_limits, with_saved_inputs
+from remat.frontend.blocks.dry_run import head_growth_bytes
 from remat.frontend.blocks.fsdp2 import is_sharded
 from remat.frontend.blocks.host_variants import host_variants
 from remat.frontend.blocks.runtime import PlannedCall
@@ -101,6 +102,7 @@ def plan_blocks(
                     solver,
                     keep_uncapturable=False,
                     limit_bytes=None if is_sharded(model) else limit_bytes,
+                    growth_bytes=head_growth_bytes(whole.step.events),
                 )
                 alternatives.insert(0, parts)
     minimum_bytes = 0
@@ -222,6 +224,7 @@ def _alternative(
     *,
     keep_uncapturable: bool,
     limit_bytes: int | None = None,
+    growth_bytes: int = 0,
 ) -> _Alternative:
     selection = select_blocks(
         model,
@@ -230,8 +233,12 @@ def _alternative(
         solver,
         keep_uncapturable=keep_uncapturable,
         limit_bytes=limit_bytes,
+        growth_bytes=growth_bytes,
     )
     dry_run, failures = selection.dry_run, selection.failures
+    budget_bytes = None if options.budget is None else options.budget.size_bytes
+    step_bytes = max([budget_bytes or 0, *(event.non_block_bytes for event in dry_run.events)])
+    solver.measuring_limit_bytes = max(0, step_bytes - dry_run.constant_bytes)
     planned_options = [
         () if c.measured_options else tuple(solver.options_of(c)) for c in dry_run.calls
     ]

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import takewhile
 
 import torch
 from torch import nn
@@ -45,14 +46,27 @@ class DryRun:
 
     `externally_held_storages` are those inputs of blocks that code outside of blocks still holds
     when the backward starts. `non_block_bytes` were in use at that time, without constant memory.
-    `library_bytes` are the workspaces of libraries, a part of the constant memory.
+    `constant_bytes` are those of parameters, buffers, batch, and gradients that existed before the
+    step; `library_bytes` are the workspaces of libraries, a part of them.
     """
 
     calls: tuple[DryRunCall, ...]
     events: tuple[StepEvent, ...]
     externally_held_storages: frozenset[StorageWeakRef]
     non_block_bytes: int = 0
+    constant_bytes: int = 0
     library_bytes: int = 0
+
+
+def head_growth_bytes(events: Sequence[StepEvent]) -> int:
+    """Return the bytes that the code between the last forward and the first backward of a block,
+    such as a head and a loss, needs in addition to those that are live before it."""
+    last = max((n for n, event in enumerate(events) if event.kind == "forward"), default=None)
+    if last is None:
+        return 0
+    rest = events[last + 1 :]
+    head = list(takewhile(lambda event: event.kind == "outside", rest))
+    return max((event.non_block_bytes - events[last].non_block_bytes for event in head), default=0)
 
 
 def run_dry(
@@ -65,6 +79,7 @@ def run_dry(
     differentiate: str | Sequence[str] = "auto",
     outputs_dropped: bool = False,
     limit_bytes: int | None = None,
+    growth_bytes: int = 0,
 ) -> DryRun:
     """Run one step with stubs in place of the blocks, and return its record.
 
@@ -72,7 +87,8 @@ def run_dry(
     `measure_options`.
 
     Raises `TraceError` if the model's forward calls no block, and `DryRunTooLarge` if code outside
-    of blocks needs more than `limit_bytes`.
+    of blocks needs more than `limit_bytes`. `growth_bytes` are known to be needed after the last
+    block, in addition to what is live there.
     """
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     library_bytes = allocated_workspace_bytes(device)
@@ -87,6 +103,7 @@ def run_dry(
             measure_options,
             is_sharded(model),
             limit_bytes,
+            growth_bytes,
         )
         if recorder.is_sharded:
             stack.enter_context(inside_model_forward(model, call.args, call.kwargs))
@@ -103,6 +120,7 @@ def run_dry(
         tuple(recorder.events),
         frozenset(recorder.externally_held_storages),
         recorder.non_block_bytes,
+        recorder.constant_bytes,
         library_bytes,
     )
 

@@ -7,7 +7,7 @@ and random number generators are restored afterwards.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -26,11 +26,20 @@ from remat.frontend.common.pytree import tensors_in
 
 
 class BufferSnapshot:
-    """A copy of a module's buffers, to detect and to undo changes."""
+    """A copy of a module's buffers, to detect and to undo changes.
 
-    def __init__(self, module: nn.Module) -> None:
+    With `written`, the addresses of the storages that operators say they write into, other buffers
+    are copied only if operators may write into them without saying so, as those of batch norm do:
+    quantized weights are not copied.
+    """
+
+    def __init__(self, module: nn.Module, written: Container[int] | None = None) -> None:
         self._tables = [(m._buffers, dict(m._buffers)) for m in module.modules()]
-        self._copies = [(b, b.detach().clone()) for b in module.buffers()]
+        self._copies = [
+            (b, b.detach().clone())
+            for b in module.buffers()
+            if written is None or _may_be_statistics(b) or _address(b) in written
+        ]
 
     def has_changed(self) -> bool:
         """True if a buffer has other elements, or its name refers to another tensor."""
@@ -66,6 +75,8 @@ def run_checkpointed(
     """
 
     versions = [(t, t._version) for t in tensors_in((args, kwargs)) if not t.is_inference()]
+    buffer_versions = [(b, b._version) for b in module.buffers() if not b.is_inference()]
+    written = {_address(b) for b in module.buffers() if b.is_inference()}
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         if any(tensor._version != version for tensor, version in versions):
@@ -78,29 +89,38 @@ def run_checkpointed(
             return original_forward(*args, **kwargs)
 
     def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        return nullcontext(), _RecomputeContext(module, changes_values)
+        return nullcontext(), _RecomputeContext(module, written, changes_values)
 
     with checkpointing_enabled():
-        return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+        result = checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+    # The recomputation writes into the same buffers as the forward.
+    written.update(_address(b) for b, version in buffer_versions if b._version != version)
+    return result
 
 
 class _RecomputeContext(AbstractContextManager[None]):
     """Reusable context of a recomputation: buffers and Python values are restored, and layers do
     not checkpoint."""
 
-    def __init__(self, module: nn.Module, changes_values: bool) -> None:
+    def __init__(self, module: nn.Module, written: Container[int], changes_values: bool) -> None:
         self._module = module
+        self._written = written
         self._changes_values = changes_values
         self._stack = ExitStack()
 
     def __enter__(self) -> None:
-        self._stack.callback(BufferSnapshot(self._module).restore)
+        self._stack.callback(BufferSnapshot(self._module, self._written).restore)
         if self._changes_values:
             self._stack.callback(PythonState(self._module).restore)
         self._stack.enter_context(layer_checkpointing_disabled(self._module))
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
+
+
+def _may_be_statistics(buffer: torch.Tensor) -> bool:
+    """True for a buffer that batch norm may keep its statistics in."""
+    return is_dtensor(buffer) or (buffer.dtype.is_floating_point and buffer.element_size() > 1)
 
 
 def _is_modified(pair: tuple[dict[str, Any], dict[str, Any]]) -> bool:
@@ -134,7 +154,7 @@ def state_restored(model: nn.Module, arguments: Any = ()) -> Iterator[None]:
     random_state, numpy_state = random.getstate(), np.random.get_state()
     tensors = [*model.parameters(), *model.buffers()]
     memory = [(t, t.detach(), _address(t)) for t in tensors if not is_dtensor(t)]
-    buffers = BufferSnapshot(model)  # operators of batch norm do not say that they write
+    buffers = BufferSnapshot(model, ())  # the others are those of the journal
     journal = WriteJournal(gathered_storages(model))
     try:
         with model_state_preserved(model), journal:

@@ -78,11 +78,11 @@ def measure_eager_options(
     A checkpointed block need not free everything: what an autograd function stores on its context
     without `save_for_backward` stays. RNG states and buffers are restored afterwards.
     """
-    buffers = BufferSnapshot(call.submodule.module)
+    obstacle, written = recompute_obstacle(call)
+    gauge.peak()
+    buffers = BufferSnapshot(call.submodule.module, written)
     as_it_is, forward_s = measure_invocation(gauge, call, roofline=roofline)
     buffers.restore()
-    obstacle = recompute_obstacle(call)
-    gauge.peak()
     checkpointed: BlockOption | None = None
     if not obstacle:
         try:
@@ -99,10 +99,11 @@ def measure_eager_options(
     return as_it_is, replace(checkpointed, time_s=as_it_is.time_s + forward_s)
 
 
-def recompute_obstacle(call: ModuleInvocation) -> str:
-    """Return why the block must not be recomputed, or "". RNG states and buffers are restored."""
+def recompute_obstacle(call: ModuleInvocation) -> tuple[str, frozenset[int]]:
+    """Return why the block must not be recomputed, or "", and the addresses of the storages that it
+    writes into. RNG states and buffers are restored."""
     module = call.submodule.module
-    buffers = BufferSnapshot(module)
+    buffers = BufferSnapshot(module, ())
     standalone = call.with_leaf_inputs()
     inputs = tensors_in((standalone.args, standalone.kwargs))
     versions = [tensor._version for tensor in inputs]
@@ -111,17 +112,20 @@ def recompute_obstacle(call: ModuleInvocation) -> str:
         first = _outputs_without_grad(standalone)
     # Checkpointing such a block would also make a reference cycle that torch never frees.
     if versions != [tensor._version for tensor in inputs]:
+        journal.restore()
         buffers.restore()
-        return "it modifies its inputs in place"
+        return "it modifies its inputs in place", journal.written_storages
     restored = {tensor.untyped_storage()._cdata for tensor in (*inputs, *module.buffers())}
     if journal.written_storages - restored:
         journal.restore()
-        return "it writes into a tensor that is no buffer"
+        buffers.restore()
+        return "it writes into a tensor that is no buffer", journal.written_storages
     second = _outputs_without_grad(standalone)  # sees the state that the first run has changed
+    journal.restore()
     buffers.restore()
     if len(first) != len(second) or not all(map(_are_equal, first, second)):
-        return "a second run returns other results"
-    return ""
+        return "a second run returns other results", journal.written_storages
+    return "", journal.written_storages
 
 
 def _run_checkpointed(call: ModuleInvocation, *args: Any, **kwargs: Any) -> Any:

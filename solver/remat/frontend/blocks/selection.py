@@ -45,13 +45,15 @@ def select_blocks(
     *,
     keep_uncapturable: bool = False,
     limit_bytes: int | None = None,
+    growth_bytes: int = 0,
 ) -> Selection:
     """Select the blocks to plan, and run a step dry with them.
 
     A block that cannot be captured is replaced by its child modules, until the rest can be
     captured. Modules without children and those whose calls depend on the data are measured in
     eager mode instead. With `keep_uncapturable`, blocks that cannot be captured are measured in
-    eager mode as a whole, too. Raises `DryRunTooLarge` if a dry run needs more than `limit_bytes`.
+    eager mode as a whole, too. Raises `DryRunTooLarge` if a dry run needs more than `limit_bytes`;
+    `growth_bytes` is that of `run_dry`.
     """
     blocks = repeated_blocks(model) or children_with_parameters(Submodule("", model))
     if not blocks:
@@ -71,6 +73,7 @@ def select_blocks(
             differentiate=options.differentiate,
             outputs_dropped=are_dropped(options.outputs),
             limit_bytes=limit_bytes,
+            growth_bytes=growth_bytes,
         )
         data_dependent = {} if not parts else _data_dependent(dry_run, parts)
         uncapturable: set[int] = set()

@@ -68,6 +68,8 @@ class StepRecorder:
     """True with FSDP2, which reduces gradients: those of blocks exist too, with zeros."""
     limit_bytes: int | None = None
     """The largest number of bytes that the dry run may use, constant memory included."""
+    largest_growth_bytes: int = 0
+    """The most bytes that were needed at once, above those that were live at the last event."""
     calls: list[DryRunCall] = field(default_factory=list)
     events: list[StepEvent] = field(default_factory=list)
     externally_held_storages: set[StorageWeakRef] = field(default_factory=set)
@@ -86,8 +88,6 @@ class StepRecorder:
     """Bytes of the inputs that code outside of blocks held when the backward started and has
     released since, while a block whose backward is still to come may hold them."""
     _last_live_bytes: int = 0
-    _largest_growth_bytes: int = 0
-    """The most bytes that were needed at once, above those that were live at the last event."""
     _pending_calls: set[int] = field(default_factory=set)
     """Calls whose backward is still to come, once the backward has started."""
 
@@ -160,13 +160,13 @@ class StepRecorder:
         growing as it has grown before."""
         live_bytes = self.constant_bytes + self.gauge.live()
         self._last_live_bytes = live_bytes
-        next_bytes = live_bytes + self._largest_growth_bytes
+        next_bytes = live_bytes + self.largest_growth_bytes
         if self.limit_bytes is not None and next_bytes > self.limit_bytes:
             raise DryRunTooLarge
 
     def _add_growth(self, peak_bytes: int) -> None:
         growth_bytes = peak_bytes - self._last_live_bytes
-        self._largest_growth_bytes = max(self._largest_growth_bytes, growth_bytes)
+        self.largest_growth_bytes = max(self.largest_growth_bytes, growth_bytes)
 
     def _mark_uncapturable(self, index: int, reason: str) -> None:
         self.calls[index] = replace(self.calls[index], signature=None, uncapturable_reason=reason)

@@ -34,6 +34,7 @@ def measure(
     *,
     cache: CostCache | str | os.PathLike[str] | bool | None = None,
     progress: MeasureProgress | bool | None = None,
+    limit_bytes: int | None = None,
 ) -> Trace:
     """Return a trace whose operations have `cost_s` (seconds), `workspace_bytes` and `cost_source`.
 
@@ -41,14 +42,15 @@ def measure(
     trace's device. `cache` is a path or a `CostCache`, by default the user's; False neither reads
     nor writes costs. `progress` is called with (completed, total, name); True shows a bar on
     stderr. Views cost nothing. An operation that fails is estimated, with a warning of the logger
-    "remat" for each distinct reason.
+    "remat" for each distinct reason; one whose tensors take more than `limit_bytes` is estimated,
+    too, so that measuring never takes more memory.
 
     Raises `RematError` if this machine does not have the device, and TypeError for another object,
     such as a model.
     """
     if not isinstance(trace, Trace):
         raise wrong_type("measure", "a Trace", trace, "pass remat.trace(model, inputs)")
-    return _measure(trace, trace.nodes, device, cache, progress)
+    return _measure(trace, trace.nodes, device, cache, progress, limit_bytes)
 
 
 def measure_pieces(
@@ -56,13 +58,14 @@ def measure_pieces(
     device: str | torch.device | Roofline | None = None,
     *,
     cache: CostCache | str | os.PathLike[str] | bool | None = None,
+    limit_bytes: int | None = None,
 ) -> Trace:
     """Return the trace with costs of the operations that have none: of the pieces of others.
 
     Arguments and errors are those of `measure`.
     """
     missing = [node for node in trace.nodes if node.cost_s is None]
-    return _measure(trace, missing, device, cache, None)
+    return _measure(trace, missing, device, cache, None, limit_bytes)
 
 
 def _measure(
@@ -71,6 +74,7 @@ def _measure(
     device: str | torch.device | Roofline | None,
     cache: CostCache | str | os.PathLike[str] | bool | None,
     progress: MeasureProgress | bool | None,
+    limit_bytes: int | None,
 ) -> Trace:
     if isinstance(device, Roofline):
         return with_roofline_costs(trace, device)
@@ -85,6 +89,7 @@ def _measure(
                 cost_cache,
                 report,
                 trace_device_type=trace.device.partition(":")[0],
+                limit_bytes=limit_bytes,
             )
             trace_with_costs = with_costs(trace, costs)
             if target_device.type == "cuda" and not keeps_workspaces():

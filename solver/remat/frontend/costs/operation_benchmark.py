@@ -23,6 +23,7 @@ from remat.frontend.costs.timers import measure_on_cpu, measure_on_cuda
 from remat.frontend.memory.device_memory import free_bytes
 
 _COPY_BYTES = 64 << 20
+_MIN_COPY_BYTES = 64 << 10
 
 _copy_seconds: dict[str, float] = {}
 """Seconds that a copy of `_COPY_BYTES` takes per byte, by the conditions of `cost_key`: the numbers
@@ -37,11 +38,20 @@ MAX_MEMORY_FRACTION = 0.9
 and other processes."""
 
 
+class AboveMemoryLimit(Exception):
+    """The tensors of an operation take more memory than its measurement may use."""
+
+
 def operand_set_count(
-    operand_bytes: int, required_bytes: int, cache_bytes: int, available_bytes: int | None
+    operand_bytes: int,
+    required_bytes: int,
+    cache_bytes: int,
+    available_bytes: int | None,
+    limit_bytes: int | None = None,
 ) -> int:
     """Return the number of operand sets to cycle through, so that no call finds its operands in the
-    L2 cache: sets of twice the cache's size, within the memory, at most `MAX_OPERAND_SETS`.
+    L2 cache: sets of twice the cache's size, within the memory and `limit_bytes`, at most
+    `MAX_OPERAND_SETS`.
 
     A call needs `required_bytes` of memory, with its results and the forwards that it depends on.
     """
@@ -50,6 +60,8 @@ def operand_set_count(
         count = -(-2 * cache_bytes // max(operand_bytes, 1)) + 1
     if available_bytes is not None:
         count = min(count, int(MAX_MEMORY_FRACTION * available_bytes) // max(required_bytes, 1))
+    if limit_bytes is not None:
+        count = min(count, limit_bytes // max(required_bytes, 1))
     return max(1, min(count, MAX_OPERAND_SETS))
 
 
@@ -76,7 +88,7 @@ class OperationBenchmark:
     """Measures operations of `nodes` on `device`.
 
     `metas` has the shapes and layouts of their tensors, which the trace has on devices of the type
-    `trace_device_type`.
+    `trace_device_type`. The tensors of a measurement take at most `limit_bytes`.
     """
 
     def __init__(
@@ -85,16 +97,18 @@ class OperationBenchmark:
         metas: Mapping[str, TensorMeta],
         trace_device_type: str,
         device: torch.device,
+        limit_bytes: int | None = None,
     ) -> None:
         nodes = list(nodes)
         parts = {name: m for node in nodes if is_write(node) for name, m in _part(node, metas)}
         self._metas = {**metas, **parts}
+        self._limit_bytes = limit_bytes
         self._operands = OperandFactory(self._metas, trace_device_type, device, nodes)
         self._device = device
 
     def measure(self, node: Node) -> MeasuredCost:
         """Return the measured cost of an operation. Raises `MemoryError` if its operands do not
-        fit, and any error of the operation."""
+        fit, `AboveMemoryLimit` if they exceed the limit, and any error of the operation."""
         if only_moves_bytes(node):
             # These may change the model's state (save, restore), so they never run here.
             return MeasuredCost(traffic_bytes(node, self._metas) * self.copy_s_per_byte(), 0)
@@ -103,6 +117,8 @@ class OperationBenchmark:
         available_bytes = free_bytes(self._device)
         if available_bytes is not None and required_bytes > MAX_MEMORY_FRACTION * available_bytes:
             raise MemoryError(f"out of memory: needs {required_bytes:,} bytes")
+        if self._limit_bytes is not None and required_bytes > self._limit_bytes:
+            raise AboveMemoryLimit(f"needs {required_bytes:,} bytes")
         if self._device.type == "cpu":
             return measure_on_cpu(self.prepare(node))
         set_count = operand_set_count(
@@ -110,6 +126,7 @@ class OperationBenchmark:
             required_bytes,
             l2_cache_bytes(self._device),
             available_bytes,
+            self._limit_bytes,
         )
         other_calls = [self.prepare(node) for _ in range(set_count - 1)]
         return measure_on_cuda(self.prepare(node), self._device, other_calls)
@@ -143,15 +160,19 @@ class OperationBenchmark:
         run_in_backward(call, self._device)
 
     def copy_s_per_byte(self) -> float:
-        """Return the seconds that a large `copy_` takes per byte read or written."""
-        conditions = repr(environment_key(self._device))
+        """Return the seconds that a `copy_` takes per byte read or written: of a large tensor, or
+        of one as large as the memory limit allows."""
+        size_bytes = _COPY_BYTES
+        if self._limit_bytes is not None:
+            size_bytes = min(size_bytes, max(_MIN_COPY_BYTES, self._limit_bytes // 2))
+        conditions = repr((environment_key(self._device), size_bytes))
         if conditions not in _copy_seconds:
-            source = torch.zeros(_COPY_BYTES, dtype=torch.uint8, device=self._device)
+            source = torch.zeros(size_bytes, dtype=torch.uint8, device=self._device)
             destination = torch.zeros_like(source)
             is_cpu = self._device.type == "cpu"
             copy: Callable[[], object] = lambda: destination.copy_(source)  # noqa: E731
             cost = measure_on_cpu(copy) if is_cpu else measure_on_cuda(copy, self._device)
-            _copy_seconds[conditions] = cost.cost_s / (2 * _COPY_BYTES)
+            _copy_seconds[conditions] = cost.cost_s / (2 * size_bytes)
         return _copy_seconds[conditions]
 
     def recover(self, node: Node, error: Exception) -> None:

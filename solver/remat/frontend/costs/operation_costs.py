@@ -1,6 +1,7 @@
 """`measure_operations`: the costs of a list of operations, each distinct one measured once.
 
-Operations that fail, or for which the time limit leaves no time, are estimated from the others.
+Operations that fail, or for which the limits leave no time or memory, are estimated from the
+others.
 """
 
 from __future__ import annotations
@@ -20,7 +21,11 @@ from remat.frontend.costs.calibration import CalibratedRoofline
 from remat.frontend.costs.cost_cache import CostCache, MeasuredCost
 from remat.frontend.costs.cost_key import cost_key, device_name, environment_key
 from remat.frontend.costs.operands import operand_and_result_bytes
-from remat.frontend.costs.operation_benchmark import OperationBenchmark, only_moves_bytes
+from remat.frontend.costs.operation_benchmark import (
+    AboveMemoryLimit,
+    OperationBenchmark,
+    only_moves_bytes,
+)
 from remat.frontend.costs.progress_bar import MeasureProgress
 from remat.limits.units import format_bytes
 
@@ -30,6 +35,7 @@ _autotuned_keys: set[str] = set()
 """Keys of the operations that cuDNN has autotuned in this process, on both threads of a step."""
 
 _OUT_OF_TIME = "no time was left"
+_ABOVE_LIMIT = "it would exceed the budget"
 
 
 def measure_operations(
@@ -41,11 +47,13 @@ def measure_operations(
     *,
     trace_device_type: str,
     limit_s: float = math.inf,
+    limit_bytes: int | None = None,
 ) -> dict[str, OperationCost]:
     """Return the cost of each operation by its name, without views.
 
     `metas` has the shapes and layouts of all tensors, which the trace has on devices of the type
-    `trace_device_type`. After `limit_s` seconds no more operations are measured.
+    `trace_device_type`. After `limit_s` seconds no more operations are measured, and none whose
+    tensors take more than `limit_bytes`.
     """
     deadline = time.monotonic() + limit_s
     shared_key = environment_key(device)
@@ -59,7 +67,7 @@ def measure_operations(
     measured: dict[str, MeasuredCost] = {}
     failures: dict[str, str] = {}
     with isolated_modes(device):
-        benchmark = OperationBenchmark(operations, metas, trace_device_type, device)
+        benchmark = OperationBenchmark(operations, metas, trace_device_type, device, limit_bytes)
         for index, (key_text, nodes) in enumerate(groups.items()):
             report(index, len(groups), nodes[0].target)
             cost = cache.get(keys[key_text]) if cache is not None else None
@@ -69,6 +77,9 @@ def measure_operations(
             if cost is None:
                 try:
                     cost = benchmark.measure(nodes[0])
+                except AboveMemoryLimit:
+                    failures[key_text] = _ABOVE_LIMIT
+                    continue
                 except Exception as error:  # whatever an operation raises, the others still count
                     failures[key_text] = _failure_reason(error)
                     benchmark.recover(nodes[0], error)
@@ -159,7 +170,7 @@ def _warn_of_failures(
     """Log one warning for each reason why operations could not be measured."""
     targets_by_reason: dict[str, list[str]] = {}
     for key_text, reason in failures.items():
-        if reason == _OUT_OF_TIME:
+        if reason in (_OUT_OF_TIME, _ABOVE_LIMIT):
             continue
         targets_by_reason.setdefault(reason, []).append(groups[key_text][0].target)
     for reason, targets in targets_by_reason.items():

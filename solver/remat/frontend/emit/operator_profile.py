@@ -71,7 +71,7 @@ def block_fingerprint(call: ModuleInvocation) -> tuple[object, str]:
     kinds = tuple(map(_call_kind, calls))
     has_changed = buffers.has_changed()
     buffers.restore()
-    reason = "its forward changes its buffers" if has_changed else recompute_obstacle(call)
+    reason = "its forward changes its buffers" if has_changed else recompute_obstacle(call)[0]
     trainable = tuple(p.requires_grad for p in module.parameters())
     return (type(module), kinds, trainable), reason
 

@@ -228,7 +228,9 @@ class Planner:
         if not plan_limits.segments_bytes and self._in_flight == 1:
             reuse = ScheduleReuse.from_entries(traced, self._entries.values())
         if reuse is None:
-            return self._solve(self._measure(traced), budget, plan_limits, accumulates_gradients)
+            return self._solve(
+                self._measure(traced, budget), budget, plan_limits, accumulates_gradients
+            )
         budget = reuse.budget_at_largest_size(budget)
         reused_plan = reuse.fastest_plan(budget)
         reused = None
@@ -237,7 +239,7 @@ class Planner:
             is_cache_full = len(reuse.plans) >= self.options.max_plans
             if is_cache_full or reuse.is_near_optimal(reused_plan):
                 return reused
-        measured = reuse.trace if reuse.has_larger_plan else self._measure(traced)
+        measured = reuse.trace if reuse.has_larger_plan else self._measure(traced, budget)
         try:
             solved = self._solve(measured, budget, plan_limits, accumulates_gradients)
         except SolverTimeout:
@@ -248,12 +250,12 @@ class Planner:
             return reused
         return solved
 
-    def _measure(self, traced: Trace) -> Trace:
+    def _measure(self, traced: Trace, budget: Budget) -> Trace:
         """Return the trace with costs, unless the service measures them."""
         if self.options.costs == MEASURED_BY_SERVICE:
             return traced
         with self._timed("measure"):
-            return with_measured_costs(self.options, traced)
+            return with_measured_costs(self.options, traced, budget)
 
     def _plan_limits(self, traced: Trace) -> PlanLimits:
         """Return the limits that budget and reserve set for a step."""

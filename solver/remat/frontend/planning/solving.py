@@ -16,6 +16,7 @@ from remat.documents.program import Program
 from remat.documents.trace import Trace
 from remat.errors import InfeasibleBudget
 from remat.frontend.costs.measure import measure, measure_pieces
+from remat.frontend.costs.measuring_memory import step_limit_bytes
 from remat.frontend.planning.host_limits import host_limits
 from remat.frontend.planning.optimize_options import MEASURED_BY_SERVICE, OptimizeOptions
 from remat.limits.budget import Budget
@@ -24,6 +25,7 @@ from remat.passes.split.largest_operations import split_largest_operations
 from remat.passes.split.recorded_splits import with_recorded_splits
 from remat.plan import Plan
 from remat.schedule import Schedule
+from remat.simulate import baseline_of
 from remat.solve import solve
 
 
@@ -37,9 +39,21 @@ class PlanningResult(NamedTuple):
     is_reused: bool = False
 
 
-def with_measured_costs(options: OptimizeOptions, trace: Trace) -> Trace:
-    """Return the trace with costs from the source that the options name."""
-    return measure(trace, device=_cost_source(options, trace), cache=options.cache)
+def with_measured_costs(options: OptimizeOptions, trace: Trace, budget: Budget) -> Trace:
+    """Return the trace with costs from the source that the options name, measured without more
+    memory than the step may take."""
+    return measure(
+        trace,
+        device=_cost_source(options, trace),
+        cache=options.cache,
+        limit_bytes=_limit_bytes(trace, budget),
+    )
+
+
+def _limit_bytes(trace: Trace, budget: Budget) -> int:
+    """Return the bytes that measuring a step may take."""
+    baseline_bytes = baseline_of(trace.graph_of_sizes).peak_bytes
+    return step_limit_bytes(trace, budget.in_bytes(baseline_bytes, trace.library_bytes))
 
 
 def solve_trace(
@@ -65,6 +79,7 @@ def solve_trace(
         return _within_allocator_budget(trace, budget, solve_once, segments_bytes)
 
     pieces = pieces_to_try(options.split)
+    limit_bytes = _limit_bytes(trace, budget) if pieces else 0
     limits = host_limits(
         options.offload, options.host_budget, options.link, trace, options.costs, options.cache
     )
@@ -75,7 +90,7 @@ def solve_trace(
             pieces=pieces,
             offload=limits,
             solve_in_full=solve_in_full,
-            measure=lambda split: _with_costs_of_pieces(options, split),
+            measure=lambda split: _with_costs_of_pieces(options, split, limit_bytes),
         )
     except InfeasibleBudget as error:
         if pieces or split_largest_operations(trace, min(PIECES), MAX_PIECE_NODES) is trace:
@@ -95,8 +110,9 @@ def _cost_source(options: OptimizeOptions, trace: Trace) -> str | torch.device |
     return options.costs or trace.device.split(":")[0]
 
 
-def _with_costs_of_pieces(options: OptimizeOptions, trace: Trace) -> Trace:
-    return measure_pieces(trace, device=_cost_source(options, trace), cache=options.cache)
+def _with_costs_of_pieces(options: OptimizeOptions, trace: Trace, limit_bytes: int) -> Trace:
+    source = _cost_source(options, trace)
+    return measure_pieces(trace, device=source, cache=options.cache, limit_bytes=limit_bytes)
 
 
 def _split_and_solved_by_service(
