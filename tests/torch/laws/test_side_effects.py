@@ -56,14 +56,21 @@ def after_a_failed_capture(model: nn.Module) -> Callable[..., Any]:
     return remat.enable(model, "100%", **OPTIONS)
 
 
+def by_compile(model: nn.Module) -> Callable[..., Any]:
+    torch._dynamo.reset()
+    options = {"budget": "min", "inductor": False, "time_limit": 2.0}
+    return torch.compile(model, backend="remat", options=options)
+
+
 DOORS: dict[str, Callable[[nn.Module], Callable[..., Any]]] = {
     "optimize": by_optimize,
     "model": by_model,
     "blocks": by_blocks,
     "recomputed blocks": by_recomputed_blocks,
     "failed capture": after_a_failed_capture,
+    "compile": by_compile,
 }
-_SLOW_DOORS = {"optimize", "recomputed blocks", "failed capture"}
+_SLOW_DOORS = {"optimize", "recomputed blocks", "failed capture", "compile"}
 
 CELLS = [
     pytest.param(effect, door, marks=[pytest.mark.slow] if door in _SLOW_DOORS else [])
@@ -146,7 +153,12 @@ def test_side_effects_are_those_of_eager_mode(effect: str, door: str) -> None:
 
 
 def eager_moments(kind: Effect, door: str) -> Loop:
+    """Return the loop without remat; that of a compiled model is compiled without Inductor."""
+
     def unchanged(model: Any) -> Callable[..., Any]:
+        if door == "compile":
+            torch._dynamo.reset()
+            return torch.compile(model, backend="aot_eager")
         model.branches_on_data = door == "failed capture"
         return model
 
