@@ -248,8 +248,8 @@ def _warn_of_gradient_checkpointing(model: nn.Module) -> None:
     """Log a warning if the gradient checkpointing of transformers is on: remat ignores it."""
     if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
         logger.warning(
-            "gradient checkpointing is on in this %s and does nothing: remat's plan decides what "
-            "is recomputed",
+            "gradient checkpointing is on in this %s and does nothing, as remat's plan decides "
+            "what is recomputed: turn it off",
             type(model).__name__,
         )
 

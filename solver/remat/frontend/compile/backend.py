@@ -141,7 +141,8 @@ def _compile_graph(
         budget = compile_options.limits.budget.requested
         warnings.warn(
             f"the budget {budget!r} plans nothing for {current_object_name() or 'this graph'}: "
-            "without gradients there is no backward to save tensors for",
+            "without gradients there is no backward to save tensors for; compile its training step "
+            "with gradients enabled",
             stacklevel=2,
         )
     check_no_cuda_graphs(compile_options, config_patches)
