@@ -44,7 +44,7 @@ from remat.limits.offload import OFFLOAD_OFF, is_offload_allowed
 from remat.limits.pieces import SPLIT_AUTO, pieces_to_try
 from remat.limits.units import format_bytes
 from remat.plan import Plan
-from remat.progress import Progress
+from remat.progress import ProgressCallback
 from remat.strategies import Strategy
 
 logger = logging.getLogger("remat")
@@ -63,7 +63,7 @@ class EnableOptions(TypedDict, total=False):
     cache: str | CostCache | None
     differentiate: str | Sequence[str]
     max_plans: int
-    progress: Callable[[Progress], None] | None
+    progress: ProgressCallback | bool | None
     namespaces: Collection[str]
     reserve: Reserve | None
     cuda_graphs: bool

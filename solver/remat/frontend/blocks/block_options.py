@@ -207,7 +207,7 @@ class BlockSolver:
             costs = settings.costs or trace.device.split(":")[0]
             measured = measure(trace, device=costs, cache=settings.cache)
             options = pareto_options(
-                measured.graph(), time_limit_s, settings.strategy, settings.progress
+                measured.graph(), time_limit_s, settings.strategy, settings.progress_callback
             )
             self.schedule_cache.add(trace, measured, tuple(plan for _, plan in options))
         else:
