@@ -23,7 +23,10 @@ keys_app = typer.Typer(help="API keys of the service.", no_args_is_help=True)
 
 DatabaseUrl = Annotated[
     str | None,
-    typer.Option(help="URL of the job store, e.g. postgresql://user@host/name; by default SQLite"),
+    typer.Option(
+        metavar="URL",
+        help="URL of the job store, e.g. postgresql://user@host/name; by default SQLite",
+    ),
 ]
 
 
@@ -35,16 +38,21 @@ def register(app: typer.Typer) -> None:
 
 
 def serve(
-    host: Annotated[str | None, typer.Option(help="Address to listen on")] = None,
+    host: Annotated[
+        str | None, typer.Option(metavar="ADDRESS", help="Address to listen on")
+    ] = None,
     port: Annotated[
-        int | None, typer.Option(help="Port to listen on; 0 selects a free one")
+        int | None, typer.Option(metavar="PORT", help="Port to listen on; 0 selects a free one")
     ] = None,
     database_url: DatabaseUrl = None,
     workers: Annotated[
-        int | None, typer.Option(help="Concurrent solves; 0 to solve only elsewhere (remat worker)")
+        int | None,
+        typer.Option(
+            metavar="N", help="Concurrent solves; 0 to solve only elsewhere (remat worker)"
+        ),
     ] = None,
 ) -> None:
-    """Start the service: the API, the web page at /, and a worker that solves jobs.
+    """Start the service: the API, the web page at /, and a worker.
 
     Settings come from the environment variables REMAT_*; options override them.
     """
@@ -82,12 +90,12 @@ def serve(
 def worker(
     database_url: DatabaseUrl = None,
     concurrent_solves: Annotated[
-        int | None, typer.Option(help="Number of concurrent solves")
+        int | None, typer.Option(metavar="N", help="Number of concurrent solves")
     ] = None,
 ) -> None:
-    """Solve the jobs of a store, on this machine or on a Ray cluster (REMAT_PLACEMENT=ray).
+    """Solve the jobs of a store, here or on a Ray cluster.
 
-    Any number of workers can share one PostgreSQL store.
+    REMAT_PLACEMENT=ray selects the cluster. Any number of workers can share one PostgreSQL store.
     """
     from remat_server.work.processes import run_worker
 
@@ -96,10 +104,13 @@ def worker(
 
 @keys_app.command("add")
 def add_key(
-    name: Annotated[str, typer.Argument(help="Owner or purpose of the key")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Owner or purpose of the key")],
     database_url: DatabaseUrl = None,
 ) -> None:
-    """Create an API key and print it, once. From the first key on, all requests need one."""
+    """Create an API key and print it, once.
+
+    From the first key on, all requests need one.
+    """
     from rich.console import Console
 
     from remat_server.store import keys
@@ -113,7 +124,10 @@ def add_key(
 
 @keys_app.command("list")
 def list_keys(database_url: DatabaseUrl = None) -> None:
-    """List ids and names of the API keys; the keys themselves are not stored."""
+    """List ids and names of the API keys.
+
+    The keys themselves are not stored.
+    """
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
@@ -131,7 +145,7 @@ def list_keys(database_url: DatabaseUrl = None) -> None:
 
 @keys_app.command("revoke")
 def revoke_key(
-    id: Annotated[str, typer.Argument(help="The id that `remat keys list` shows")],
+    id: Annotated[str, typer.Argument(metavar="ID", help="The id that `remat keys list` shows")],
     database_url: DatabaseUrl = None,
 ) -> None:
     """Revoke an API key immediately."""

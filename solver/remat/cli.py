@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import signal
 import sys
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from importlib.metadata import entry_points
 from io import TextIOWrapper
 from types import FrameType
@@ -65,6 +67,15 @@ _COMMANDS = {
 """The commands by function, each with the example in its help text."""
 
 
+_NO_ARGUMENTS = "NoArgsIsHelpError"
+"""The error of typer for a group of commands without arguments: its text is the help."""
+
+_VERY_SIMILAR = 0.75
+"""The similarity of two words from which one counts as a misspelling of the other."""
+
+_UNKNOWN_COMMAND = re.compile(r"No such command '([^']*)'")
+
+
 @dataclass
 class CliState:
     """Options that precede the command."""
@@ -84,6 +95,7 @@ app = typer.Typer(
     help="Optimal rematerialization for PyTorch.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,
 )
 for _command, _example in _COMMANDS.items():
     app.command(epilog=f"Example: {_example}")(_command)
@@ -139,14 +151,25 @@ def main() -> None:
     except Exception as error:
         if state.debug:
             traceback.print_exc()
-        line = error_line(error)
-        if load_error and "No such command" in line:
-            line += f" ({load_error})"
-        if line:  # typer shows the help if there was no command at all
+        if type(error).__name__ == _NO_ARGUMENTS:
+            print(error)
+        elif line := _line_with_hint(error_line(error), load_error):
             print_message(line)
         code = exit_code(error)
     _close_stdout()
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _line_with_hint(line: str, load_error: str) -> str:
+    """Return the line of an error; for an unknown command, with a very similar one or, if there is
+    none, with the reason why the commands of another package are missing."""
+    unknown = _UNKNOWN_COMMAND.search(line)
+    if unknown is None:
+        return line
+    if similar := get_close_matches(unknown[1], _command_names(), cutoff=_VERY_SIMILAR):
+        hint = f"; did you mean {similar[0]!r}?"
+        return line if "Did you mean" in line else line.replace(". See", f"{hint} See", 1)
+    return f"{line} ({load_error})" if load_error else line
 
 
 def _command_names() -> list[str]:

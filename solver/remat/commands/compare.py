@@ -50,7 +50,7 @@ def compare(
     output: command_options.Output = None,
     as_json: command_options.Json = False,
 ) -> None:
-    """Compare strategies: extra time and peak of each at several budgets.
+    """Compare strategies: extra time and peak at several budgets.
 
     The output is .json, .csv, .svg, .html, .png or .pdf. Gap and time limit apply to each strategy
     and budget.

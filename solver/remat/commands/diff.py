@@ -9,7 +9,7 @@ from remat.report.describe import recomputations_by_name
 
 
 def diff(before: PlanFile, after: PlanFile, as_json: Json = False) -> None:
-    """Compare two plans: peak, time, and the operations that only one recomputes."""
+    """Compare two plans: peak, time, and recomputed operations."""
     files.check_one_stdin(before, after)
     first, second = files.read_plan(before), files.read_plan(after)
     if not as_json:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import textwrap
 from dataclasses import asdict
 
 import typer
@@ -15,7 +17,7 @@ _MARKS = {"ok": "ok", "untested": "??", "missing": "--", "wrong": "!!"}
 
 
 def doctor(as_json: Json = False) -> None:
-    """Check versions, devices, solvers, the cost cache and optional packages."""
+    """Check versions, devices, solvers, cost cache and packages."""
     from remat.commands.diagnosis import run_checks
 
     checks = run_checks()
@@ -25,8 +27,18 @@ def doctor(as_json: Json = False) -> None:
         files.print_json(to_json_text({"is_well": is_well, "checks": check_records}))
     else:
         width = max((len(check.name) for check in checks), default=0)
+        columns = shutil.get_terminal_size().columns
         for check in checks:
             remedy = f"; {check.remedy}" if check.remedy else ""
-            files.print_text(f"{_MARKS[check.state]}  {check.name:<{width}}  {check.text}{remedy}")
+            lead = f"{_MARKS[check.state]}  {check.name:<{width}}  "
+            lines = textwrap.wrap(
+                f"{check.text}{remedy}",
+                max(columns, 80),
+                initial_indent=lead,
+                subsequent_indent=" " * len(lead),
+                break_long_words=False,
+                break_on_hyphens=False,
+            )
+            files.print_text("\n".join(lines))
     if not is_well:
         raise typer.Exit(EXIT_FAILED)

@@ -17,7 +17,7 @@ def estimate(
     device: command_options.TargetDevice = None,
     reserve: command_options.Reserve = None,
 ) -> None:
-    """Predict the peak of a training step, and its parts, without running it.
+    """Predict the peak of a training step, without running it.
 
     No tensor is allocated: the model may be far too large for this machine.
     """

@@ -26,7 +26,7 @@ def explain(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Describe a plan, or explain why operations are retained or recomputed."""
+    """Describe a plan, or explain why operations are recomputed."""
     document = files.read_plan(plan)
     explanations = {name: document.explain(name) for name in names or ()}
     if as_json:

@@ -53,7 +53,7 @@ def fit(
     memory: Memory = None,
     time_limit: TimeLimit = DEFAULT_LIMIT_S,
 ) -> None:
-    """Predict whether a training loop fits a GPU, and what makes it fit.
+    """Predict whether training fits a GPU, and what makes it fit.
 
     No weights are needed, and nothing runs but convolutions, one at a time, where the GPU is in
     this machine. If the loop does not fit, each option has its peak, its time and the code for it.

@@ -28,13 +28,17 @@ def measure(
     trace: TraceFile,
     device: Annotated[
         str | None,
-        typer.Option(help="cpu or cuda; by default the device of the trace.", show_default=False),
+        typer.Option(
+            metavar="DEVICE",
+            help="cpu or cuda; by default the device of the trace.",
+            show_default=False,
+        ),
     ] = None,
     roofline: Roofline = None,
     output: Output = None,
     as_json: Json = False,
 ) -> None:
-    """Time the operations of a trace, or estimate them for a device that this machine lacks."""
+    """Time the operations of a trace, or estimate them for a device."""
     if device is not None and roofline is not None:
         raise UsageError("give --device (to time) or --roofline (to estimate), not both")
     check_local_device(

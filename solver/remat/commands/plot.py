@@ -42,7 +42,7 @@ def plot(
     ] = None,
     device: PlotDevice = None,
 ) -> None:
-    """Draw a plan (.svg, .html, .png, .pdf) or export it for other tools.
+    """Draw a plan (.svg, .html, .png, .pdf), or export it.
 
     Kind chrome is for Perfetto, kind snapshot for pytorch.org/memory_viz.
     """

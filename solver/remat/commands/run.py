@@ -42,7 +42,9 @@ def run(
     time_limit: command_options.TimeLimit = None,
     solver: command_options.Solver = None,
     program: command_options.ProgramOutput = None,
-    rounds: Annotated[int, typer.Option(min=1, help="Timed steps of each variant.")] = 5,
+    rounds: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Timed steps of each variant.")
+    ] = 5,
     compiled: Annotated[
         bool, typer.Option("--compile", help="Compare under torch.compile, without and with remat.")
     ] = False,
@@ -53,7 +55,7 @@ def run(
     host_budget: command_options.HostBudget = None,
     infeasible: command_options.Infeasible = INFEASIBLE_ERROR,
 ) -> None:
-    """Run a training step without and with remat: plan, peak, time, loss and gradients."""
+    """Run a training step without and with remat, and compare."""
     limits = command_options.limits_from_options(budget, reserve)
     pieces = command_options.pieces_from_option(split)
     check_offload_options(offload, host_budget)

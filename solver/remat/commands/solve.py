@@ -34,7 +34,7 @@ def solve(
     host_budget: command_options.HostBudget = None,
     infeasible: command_options.Infeasible = INFEASIBLE_ERROR,
 ) -> None:
-    """Find the schedule with the least extra time whose peak is within the budget.
+    """Find the schedule with the least extra time within a budget.
 
     With --split, operations may run in pieces, and with --offload, tensors may be offloaded:
     --program has them then, too. The costs of pieces and copies come from where those of the trace

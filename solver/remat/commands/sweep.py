@@ -75,7 +75,7 @@ def sweep(
     offload: command_options.Offload = OFFLOAD_OFF,
     host_budget: command_options.HostBudget = None,
 ) -> None:
-    """Solve for several budgets: the extra time that each saved byte costs.
+    """Solve for several budgets: the extra time of each saved byte.
 
     The output is .json (for `remat plot`), .csv, .svg, .html, .png or .pdf. The time limit applies
     to each budget. With --offload auto, a picture also has the plans that offload nothing; "min"

@@ -83,7 +83,7 @@ class Client:
         cache: str | CostCache | None = None,
         differentiate: str | Sequence[str] = "auto",
         max_plans: int = 8,
-        progress: ProgressCallback | None = None,
+        progress: ProgressCallback | bool | None = None,
         reserve: Reserve | None = None,
         cuda_graphs: bool = False,
         outputs: str = OUTPUTS_HELD,
@@ -116,7 +116,7 @@ class Client:
                 budget,
                 strategy,
                 costs=service_costs,
-                progress=progress,
+                progress=progress if callable(progress) else None,
                 split=SPLIT_OFF if is_split_locally else split,
             )
 
@@ -129,6 +129,7 @@ class Client:
             cache=cache,
             differentiate=differentiate,
             max_plans=max_plans,
+            progress=progress,
             service=plan,
             reserve=reserve,
             cuda_graphs=cuda_graphs,

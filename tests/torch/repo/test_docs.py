@@ -17,7 +17,16 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
-from tests.helpers.doc_snippets import ROOT, Block, Runner, blocks, check_syntax, pages
+from tests.helpers.doc_snippets import (
+    ROOT,
+    Block,
+    Mismatch,
+    Runner,
+    blocks,
+    check_syntax,
+    compare_output,
+    pages,
+)
 from tests.helpers.fork_server import CAPTURE, ForkServer
 from tests.helpers.service import server as servers
 from tests.helpers.service.server import Server
@@ -59,6 +68,13 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         "COLUMNS": "120",
         "TERM": "dumb",
     }
+
+
+def test_words_that_depend_on_measured_costs_may_differ() -> None:
+    block = Block("page", 1, "text", "recompute 16 of 220 operations, once each\n")
+    compare_output(block, "recompute 17 of 220 operations, 18 times in all")
+    with pytest.raises(Mismatch, match="operations"):
+        compare_output(block, "recompute nothing")
 
 
 def write_tool(file: Path, words: list[str]) -> None:

@@ -237,7 +237,7 @@ def test_new_shapes_are_replanned_and_logged(caplog: pytest.LogCaptureFixture) -
     model = Mlp(dropout=0.0)
     reference = copy.deepcopy(model)
     gm = optimized(model, "min")
-    with caplog.at_level(logging.WARNING, logger="remat"):
+    with caplog.at_level(logging.INFO, logger="remat"):
         for rows in (64, 96, 64, 96, 64):  # now 64 may use the budget of 96
             x = torch.randn(rows, 32)
             gm.zero_grad()
@@ -246,19 +246,20 @@ def test_new_shapes_are_replanned_and_logged(caplog: pytest.LogCaptureFixture) -
             reference(x)["loss"].backward()
             for p, q in zip(model.parameters(), reference.parameters(), strict=True):
                 assert p.grad is None or torch.equal(p.grad, q.grad)
-    assert [r.getMessage().split(":")[0] for r in caplog.records] == ["inputs changed"] * 2
-    assert "replanned" in caplog.text
+    replans = [r for r in caplog.records if "replanned" in r.getMessage()]
+    assert [r.getMessage().split(":")[0] for r in replans] == ["inputs changed"] * 2
+    assert all(r.levelno == logging.INFO for r in caplog.records)  # nothing is wrong
 
 
-def test_a_warning_says_what_changed(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_says_what_changed(caplog: pytest.LogCaptureFixture) -> None:
     x = torch.randn(8, 16)
     gm = remat.optimize(nn.Sequential(nn.Linear(16, 16), nn.ReLU()), "100%", x)
-    with caplog.at_level(logging.WARNING, logger="remat"):
+    with caplog.at_level(logging.INFO, logger="remat"):
         with torch.autocast("cpu", torch.bfloat16):
             gm(x)
         gm(x).sum().backward()
         gm(x)
-    messages = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    messages = [r.getMessage() for r in caplog.records if "replanned" in r.getMessage()]
     assert [m.split(":")[0] for m in messages] == [
         "autocast changed", "accumulation of gradients changed",
     ]  # fmt: skip

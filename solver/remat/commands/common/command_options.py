@@ -113,6 +113,7 @@ Gap = Annotated[
     float | None,
     typer.Option(
         "--gap",
+        metavar="FRACTION",
         help="Stop once the time is proved to be within this fraction of the best, e.g. 0.01. "
         + _defaults_text("gap"),
         show_default=False,
@@ -152,14 +153,20 @@ PlotDevice = Annotated[
 Image = Annotated[
     int | None,
     typer.Option(
-        "--image", min=1, help="Height and width of an image, in pixels.", show_default=False
+        "--image",
+        metavar="PIXELS",
+        min=1,
+        help="Height and width of an image, in pixels.",
+        show_default=False,
     ),
 ]
 Overrides = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="NAME=VALUE", help="Change the configuration, e.g. n_layer=4."),
 ]
-Seed = Annotated[int, typer.Option("--seed", help="Random seed of weights and inputs.")]
+Seed = Annotated[
+    int, typer.Option("--seed", metavar="N", help="Random seed of weights and inputs.")
+]
 Reserve = Annotated[
     str | None,
     typer.Option(
@@ -169,7 +176,7 @@ Reserve = Annotated[
         show_default=False,
     ),
 ]
-LocalDevice = Annotated[str, typer.Option("--device", help="cpu or cuda.")]
+LocalDevice = Annotated[str, typer.Option("--device", metavar="DEVICE", help="cpu or cuda.")]
 TargetDevice = Annotated[
     str | None,
     typer.Option(
@@ -182,11 +189,21 @@ TargetDevice = Annotated[
 ]
 Dtype = Annotated[
     str | None,
-    typer.Option("--dtype", help="Cast the model: float32, bfloat16, float16.", show_default=False),
+    typer.Option(
+        "--dtype",
+        metavar="DTYPE",
+        help="Cast the model: float32, bfloat16, float16.",
+        show_default=False,
+    ),
 ]
 Autocast = Annotated[
     str | None,
-    typer.Option("--autocast", help="Run under autocast: bfloat16, float16.", show_default=False),
+    typer.Option(
+        "--autocast",
+        metavar="DTYPE",
+        help="Run under autocast: bfloat16, float16.",
+        show_default=False,
+    ),
 ]
 
 Outputs = Annotated[

@@ -24,6 +24,7 @@ Batch = Annotated[
     int | None,
     typer.Option(
         "--batch",
+        metavar="ROWS",
         min=1,
         help=f"Batch size, for hf: and config.json. Default: {_BATCH}.",
         show_default=False,
@@ -33,6 +34,7 @@ Tokens = Annotated[
     int | None,
     typer.Option(
         "--tokens",
+        metavar="N",
         min=1,
         help=f"Length of a sequence, in tokens. Default: {_TOKENS}.",
         show_default=False,

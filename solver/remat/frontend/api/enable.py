@@ -44,7 +44,7 @@ from remat.limits.offload import OFFLOAD_OFF, is_offload_allowed
 from remat.limits.pieces import SPLIT_AUTO, pieces_to_try
 from remat.limits.units import format_bytes
 from remat.plan import Plan
-from remat.progress import Progress
+from remat.progress import ProgressCallback
 from remat.strategies import Strategy
 
 logger = logging.getLogger("remat")
@@ -63,7 +63,7 @@ class EnableOptions(TypedDict, total=False):
     cache: str | CostCache | None
     differentiate: str | Sequence[str]
     max_plans: int
-    progress: Callable[[Progress], None] | None
+    progress: ProgressCallback | bool | None
     namespaces: Collection[str]
     reserve: Reserve | None
     cuda_graphs: bool
@@ -248,8 +248,8 @@ def _warn_of_gradient_checkpointing(model: nn.Module) -> None:
     """Log a warning if the gradient checkpointing of transformers is on: remat ignores it."""
     if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
         logger.warning(
-            "gradient checkpointing is on in this %s and does nothing: remat's plan decides what "
-            "is recomputed",
+            "gradient checkpointing is on in this %s and does nothing, as remat's plan decides "
+            "what is recomputed: turn it off",
             type(model).__name__,
         )
 

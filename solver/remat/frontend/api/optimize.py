@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -28,7 +28,7 @@ from remat.limits.limits import Limits
 from remat.limits.offload import OFFLOAD_OFF, is_offload_allowed, parse_host_budget
 from remat.limits.outputs import OUTPUTS_HELD, are_dropped
 from remat.limits.pieces import SPLIT_AUTO, pieces_to_try
-from remat.progress import Progress
+from remat.progress import ProgressCallback
 from remat.strategies import Strategy
 from remat.strategies.base import checked_strategy
 
@@ -44,7 +44,7 @@ def optimize(
     cache: str | CostCache | None = None,
     differentiate: str | Sequence[str] = "auto",
     max_plans: int = 8,
-    progress: Callable[[Progress], None] | None = None,
+    progress: ProgressCallback | bool | None = None,
     namespaces: Collection[str] = NAMESPACES,
     service: Service | None = None,
     reserve: Reserve | None = None,
@@ -83,7 +83,9 @@ def optimize(
     pinned memory for a GPU, in a file in `REMAT_OFFLOAD_DIR` for a CPU. At most `host_budget`
     ("16GiB") of them are there at once, by default a half of what is free. `link` has the bandwidth
     of the copies, which is measured by default. Other keyword arguments are those of `remat.solve`
-    and `remat.measure`.
+    and `remat.measure`. On a terminal, a planning of more than two seconds shows a line, unless
+    `progress` is a function, which receives a `remat.Progress` from time to time, or False, or
+    the environment variable `REMAT_PROGRESS` is 0.
 
     `in_flight` is the number of calls whose forward runs before the backward of the first, as for a
     triplet loss or the discriminator of a GAN: what each of them saves is part of the peak. A step
@@ -148,7 +150,7 @@ def optimize_options(
     *,
     strategy: Strategy | None = None,
     costs: str | Roofline | None = None,
-    progress: Callable[[Progress], None] | None = None,
+    progress: ProgressCallback | bool | None = None,
     differentiate: str | Sequence[str] = "auto",
     namespaces: Collection[str] = NAMESPACES,
     reserve: Reserve | None = None,
@@ -213,7 +215,7 @@ def check_planning_options(strategy: object, costs: object, progress: object) ->
         checked_strategy(strategy)
     if costs != MEASURED_BY_SERVICE:
         check_cost_source(costs)
-    if progress is not None and not callable(progress):
+    if not (callable(progress) or isinstance(progress, bool | None)):
         remedy = "pass progress=print, or leave it out"
         raise wrong_type("progress", "a function of a remat.Progress", progress, remedy)
 

@@ -212,7 +212,7 @@ class BlockSolver:
             limit_bytes = max(self.measuring_limit_bytes, block_limit_bytes(trace))
             measured = measure(trace, device=costs, cache=settings.cache, limit_bytes=limit_bytes)
             options = pareto_options(
-                measured.graph(), time_limit_s, settings.strategy, settings.progress
+                measured.graph(), time_limit_s, settings.strategy, settings.progress_callback
             )
             self.schedule_cache.add(trace, measured, tuple(plan for _, plan in options))
         else:

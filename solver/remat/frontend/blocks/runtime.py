@@ -117,7 +117,7 @@ class _BoundBlock:
         self._guards: dict[AttributeGuards, BoundGuards] = {}
         self._numbers: list[int] = []
         self._programs: dict[int, BoundProgram] = {}
-        self._has_warned = False
+        self._has_reported = False
 
     def add_call(self, number: int, call: PlannedCall) -> None:
         """Append the next planned call of this block in a step, in which it has this number."""
@@ -173,7 +173,7 @@ class _BoundBlock:
         if planned is not None and planned.how == AS_IT_IS:
             return original_forward(*args, **kwargs)
         if planned is None or planned.how != CHECKPOINTED:
-            self._warn_once()
+            self._report_once()
         if not all(call.may_recompute for call in self._calls):
             return original_forward(*args, **kwargs)
         changes_values = not self._calls or any(call.changes_values for call in self._calls)
@@ -198,10 +198,10 @@ class _BoundBlock:
         is_as_planned = signature == planned.signature and self._guards[planned.guards].hold()
         return call if is_as_planned else None
 
-    def _warn_once(self) -> None:
-        if not self._has_warned:
-            self._has_warned = True
-            logger.warning(
+    def _report_once(self) -> None:
+        if not self._has_reported:
+            self._has_reported = True
+            logger.info(
                 "%s is called differently than when the step was planned, with the same inputs of "
                 "the model: such calls run without a plan, and the peak may differ from the plan's",
                 self._path,

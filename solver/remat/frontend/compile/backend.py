@@ -14,6 +14,7 @@ from torch.fx.graph import _BoxedCodeGen
 
 from remat.errors import InfeasibleBudget, one_line
 from remat.frontend.common.dropped_output import DroppedOutput
+from remat.frontend.common.planning_line import planning_line
 from remat.frontend.compile import disk_cache, reporting
 from remat.frontend.compile.compat import cause_of_type, without_frames
 from remat.frontend.compile.compile_options import (
@@ -141,7 +142,8 @@ def _compile_graph(
         budget = compile_options.limits.budget.requested
         warnings.warn(
             f"the budget {budget!r} plans nothing for {current_object_name() or 'this graph'}: "
-            "without gradients there is no backward to save tensors for",
+            "without gradients there is no backward to save tensors for; compile its training step "
+            "with gradients enabled",
             stacklevel=2,
         )
     check_no_cuda_graphs(compile_options, config_patches)
@@ -163,7 +165,9 @@ def _compile_graph(
     limits = compile_options.limits
 
     def compile_within(budget: Budget) -> tuple[Any, CompiledPlan | None]:
-        options = replace(compile_options, limits=limits.with_budget(budget))
+        options = replace(
+            compile_options, limits=limits.with_budget(budget), progress=callback or False
+        )
         with add_hints(breaks_hint, loss_only_hint(gm, options.outputs)):
             return _compile_or_load(replace(request, options=options))
 
@@ -171,9 +175,10 @@ def _compile_graph(
         _, compiled = result
         return 0 if compiled is None else compiled.planned_bytes + limits.reserve_bytes
 
-    code, compiled = plan_or_smallest(
-        compile_within, limits.budget, compile_options.infeasible, peak_bytes=peak_bytes
-    )
+    with planning_line(compile_options.progress) as callback:
+        code, compiled = plan_or_smallest(
+            compile_within, limits.budget, compile_options.infeasible, peak_bytes=peak_bytes
+        )
     if compiled is not None:
         prepare_host(compiled.plan, device_of(example_inputs))
     return with_dropped_outputs(code, dropped)

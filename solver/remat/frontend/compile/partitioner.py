@@ -175,7 +175,9 @@ class Partitioner(CustomPartitionerFn):
                     f"{reason}; please report it, or pass fallback=True: torch's own partitioner "
                     "then takes this graph, outside of the budget"
                 ) from error
-            warnings.warn(f"{reason}; torch's own partitioner takes it", stacklevel=2)
+            warnings.warn(
+                f"{reason}; torch's own partitioner takes it: please report it", stacklevel=2
+            )
             return min_cut_partition(original, joint_inputs, num_fwd_outputs, static)
 
     def _partition(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,17 +10,15 @@ from functools import lru_cache
 from typing import cast
 
 from remat.errors import SolverTimeout
+from remat.frontend.common.planning_line import planning_line
 from remat.graph import Graph
 from remat.plan import Plan
-from remat.progress import Progress, ProgressCallback
-from remat.report.solve_progress import format_progress
+from remat.progress import ProgressCallback
 from remat.solve import solve
 from remat.strategies import Auto, Strategy
 
 _MIN_SOLVE_S = 2.0
 """Time for a solve, however long the capture of the kernels took."""
-
-_ERASE_LINE = "\r\x1b[2K"
 
 
 @dataclass(frozen=True)
@@ -72,20 +69,9 @@ class _SettingsOutsideCacheKey:
 
     @contextmanager
     def progress_callback(self) -> Iterator[ProgressCallback | None]:
-        """Yield the progress callback of `remat.solve`.
-
-        For True it is a line on stderr, if that is a terminal; the line is erased in the end.
-        """
-        if callable(self.progress):
-            yield self.progress
-        elif self.progress and sys.stderr.isatty():
-            try:
-                yield _show_progress
-            finally:
-                sys.stderr.write(_ERASE_LINE)
-                sys.stderr.flush()
-        else:
-            yield None
+        """Yield the progress callback of `remat.solve`."""
+        with planning_line(self.progress) as callback:
+            yield callback
 
 
 @lru_cache(maxsize=32)
@@ -102,9 +88,3 @@ def solve_cached(
     with settings.progress_callback() as callback:
         plan = solve(graph, budget, strategy, progress=callback)
     return replace(plan, stats={**plan.stats, "cost_source": cost_source})
-
-
-def _show_progress(progress: Progress) -> None:
-    line = f"remat plans: {format_progress(progress)}, {progress.elapsed_s:.1f} s"
-    sys.stderr.write(f"{_ERASE_LINE}{line}")
-    sys.stderr.flush()

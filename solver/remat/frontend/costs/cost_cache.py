@@ -171,7 +171,7 @@ class CostCache:
         self.path.replace(corrupt)
         for suffix in ("-wal", "-shm"):
             self.path.with_name(self.path.name + suffix).unlink(missing_ok=True)
-        log.warning(
+        log.info(
             "the cost cache %s is damaged (%s): moved to %s; a new one is created",
             self.path,
             str(error),  # a log handler may keep the record: an error has the frames of its callers

@@ -148,7 +148,8 @@ def _autotune(benchmark: OperationBenchmark, node: Node, key_text: str) -> None:
     except Exception as error:  # the cost is known, so planning continues
         reason = _failure_reason(error)
         log.warning(
-            "cuDNN cannot tune %s before the step (%s): the first step may exceed its budget",
+            "cuDNN cannot tune %s before the step (%s): the first step may exceed its budget: "
+            "leave it some room",
             node.target,
             reason,
         )
@@ -176,7 +177,8 @@ def _warn_of_failures(
     for reason, targets in targets_by_reason.items():
         names = ", ".join(sorted(set(targets))[:5])
         log.warning(
-            "cannot measure %d operations (%s): %s; estimated %s",
+            "cannot measure %d operations (%s): %s; estimated %s. Pass costs=remat.Roofline(...) "
+            "to estimate all",
             len(targets),
             names,
             reason,

@@ -91,7 +91,8 @@ def _checked_host_bytes(host_bytes: int | None, device: torch.device) -> int | N
         host_bytes = int(_FREE_SHARE * free_bytes)
         if host_bytes < MIN_BYTES:
             warnings.warn(
-                f"nothing is offloaded: {format_bytes(free_bytes)} {_host_name(device)} are free",
+                f"nothing is offloaded: {format_bytes(free_bytes)} {_host_name(device)} are free; "
+                "free some, or pass host_budget",
                 stacklevel=2,
             )
         return host_bytes

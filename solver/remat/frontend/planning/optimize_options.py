@@ -18,7 +18,7 @@ from remat.limits.offload import OFFLOAD_OFF
 from remat.limits.outputs import OUTPUTS_HELD
 from remat.limits.pieces import SPLIT_AUTO
 from remat.plan import Plan
-from remat.progress import Progress
+from remat.progress import ProgressCallback
 from remat.strategies import Strategy
 
 MEASURED_BY_SERVICE = "elsewhere"
@@ -31,7 +31,7 @@ Service = Callable[[Trace, int | str], tuple[Plan, Program]]
 @dataclass(frozen=True)
 class OptimizeOptions:
     """The options of `remat.optimize` and `remat.enable`; see there. A `budget` of None is "auto":
-    what the device has free."""
+    what the device has free. A `progress` that is no function is for `planning_line`."""
 
     budget: Budget | None
     strategy: Strategy | None = None
@@ -39,7 +39,7 @@ class OptimizeOptions:
     cache: str | CostCache | None = None
     differentiate: str | tuple[str, ...] = "auto"
     max_plans: int = 8
-    progress: Callable[[Progress], None] | None = None
+    progress: ProgressCallback | bool | None = None
     namespaces: frozenset[str] = NAMESPACES
     service: Service | None = None
     reserve: Reserve | None = None
@@ -52,3 +52,8 @@ class OptimizeOptions:
     host_budget: int | str | None = None
     link: Link | None = None
     infeasible: str = INFEASIBLE_ERROR
+
+    @property
+    def progress_callback(self) -> ProgressCallback | None:
+        """The function that receives the progress of solves; None if there is none."""
+        return self.progress if callable(self.progress) else None

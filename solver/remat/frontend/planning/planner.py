@@ -26,6 +26,7 @@ from remat.frontend.common.garbage_collection import (
     older_objects_not_collected,
 )
 from remat.frontend.common.operators import check_operations_allowed
+from remat.frontend.common.planning_line import planning_line
 from remat.frontend.common.torch_modes import checkpoints_suspended
 from remat.frontend.memory.auto_budget import auto_limits
 from remat.frontend.memory.meter import unique_bytes
@@ -155,7 +156,7 @@ class Planner:
         if current is None or signature != self._current_signature or not current.guards.hold():
             current = self._entry_for(signature)
             if current is None:
-                with checkpoints_suspended():
+                with checkpoints_suspended(), self._progress_shown():
                     current = self._plan(tracker.model, call, signature)
                 self._add(signature, current)
             self._current, self._current_signature = current, signature
@@ -180,6 +181,18 @@ class Planner:
                 "as many calls as this step has; pass in_flight= to plan for them from the start",
                 name,
             )
+
+    @contextmanager
+    def _progress_shown(self) -> Iterator[None]:
+        """Show the progress of a planning inside of this context on a terminal, if the user does
+        not receive it."""
+        options = self.options
+        with planning_line(options.progress) as callback:
+            self.options = replace(options, progress=callback)
+            try:
+                yield
+            finally:
+                self.options = options
 
     def _entry_for(self, signature: CallSignature) -> PlanEntry | None:
         """Return the entry for a signature and the model's present values, and move it to the end;

@@ -63,7 +63,7 @@ class ReplanReport:
             strategy = plan.stats["strategy"]
             logger.info("%s changed%s: %r by %s (%s)", changed, purpose, plan, strategy, phases)
         else:
-            logger.warning("%s changed: replanned%s: %r (%s)", changed, purpose, plan, phases)
+            logger.info("%s changed: replanned%s: %r (%s)", changed, purpose, plan, phases)
 
     def _changed_value(
         self, signature: CallSignature, entries: OrderedDict[EntryKey, PlanEntry]

@@ -71,7 +71,7 @@ def solve_trace(
     def solve_in_full(trace: Trace, budget: Budget) -> Plan:
         def solve_once(budget: Budget) -> Plan:
             if options.service is None:
-                return solve(trace, budget, options.strategy, progress=options.progress)
+                return solve(trace, budget, options.strategy, progress=options.progress_callback)
             plan, program = _solved_by_service(options, trace, budget)
             programs[_node_names(trace), plan.schedule] = program
             return plan

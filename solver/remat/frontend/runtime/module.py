@@ -56,7 +56,7 @@ class BoundProgram:
         self.plan = plan
         self._model = model
         self._binding = PlaceholderBinding(lowered.program, model)
-        self._output_monitor = OutputReleaseMonitor(lowered.program)
+        self._output_monitor = OutputReleaseMonitor(lowered.program, model)
         self._stores = StoreWriter(lowered.program, model)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -184,7 +184,7 @@ class StepDispatcher:
                 self._report(
                     "has lazy modules, which this call initializes: it runs without a plan, the "
                     "next one is planned",
-                    logging.WARNING,
+                    logging.INFO,
                 )
                 return self._run_original(*args, **kwargs)
             self._tracker = ModelTracker(self.model)

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from weakref import WeakSet
 
 import torch
+from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from remat.documents.program import Program
@@ -24,13 +26,19 @@ _MIN_PEAK_FRACTION = 0.01
 """The fraction of the plan's peak from which released bytes are worth a report."""
 
 
+_reported: WeakSet[nn.Module] = WeakSet()
+"""The models with a report: one is enough, whatever number of lengths is planned."""
+
+
 class OutputReleaseMonitor:
     """Checks at each backward whether the caller released outputs that the plan counts as held.
 
-    Warns once, after several backward passes in a row, and only if the plan recomputes anything.
+    Warns once for a model, after several backward passes in a row, and only if the plan recomputes
+    anything.
     """
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program, model: nn.Module) -> None:
+        self._model = model
         has_recomputation = any(statement.recomputation for statement in program.backward)
         self._is_active = has_recomputation and not program.outputs_dropped
         self._unsaved_outputs = [
@@ -57,9 +65,12 @@ class OutputReleaseMonitor:
             self._consecutive_releases = 0
         if self._consecutive_releases == _CONSECUTIVE_BACKWARDS and self._is_active:
             self._is_active = False
+            if self._model in _reported:
+                return
+            _reported.add(self._model)
             logger.warning(
                 "the model's outputs are released before each backward, but the plan counts their "
-                '%s as held: with outputs="dropped" the same budget recomputes less, and with '
-                'outputs="loss" the step does not return them at all',
+                '%s as held: pass outputs="dropped", with which the same budget recomputes less, '
+                'or outputs="loss", with which the step does not return them at all',
                 format_bytes(released_bytes),
             )

@@ -1,0 +1,87 @@
+"""A line on the terminal while a step is planned, which takes seconds to minutes in its first call.
+
+It appears after two seconds, only if stderr is a terminal, and is erased in the end.
+`progress=False` or the environment variable `REMAT_PROGRESS=0` turns it off.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from remat.progress import Progress, ProgressCallback
+from remat.report.solve_progress import format_progress
+
+ENVIRONMENT_VARIABLE = "REMAT_PROGRESS"
+"""The environment variable that turns the line off, if it is "0"."""
+
+_DELAY_S = 2.0
+"""The time after which planning is worth a line."""
+
+_INTERVAL_S = 0.5
+_ERASE_LINE = "\r\x1b[2K"
+_MAX_COLUMNS = 79
+
+
+@contextmanager
+def planning_line(progress: ProgressCallback | bool | None) -> Iterator[ProgressCallback | None]:
+    """Yield the progress callback of `remat.solve` for a planning inside of this context: that of
+    the user, or the one that shows the line; None if there is to be none."""
+    if callable(progress):
+        yield progress
+    elif progress is False or os.environ.get(ENVIRONMENT_VARIABLE) == "0" or not _is_terminal():
+        yield None
+    else:
+        line = _Line()
+        try:
+            yield line.report
+        finally:
+            line.close()
+
+
+def _is_terminal() -> bool:
+    """True if stderr is a terminal; a program without a console has no stderr."""
+    return sys.stderr is not None and sys.stderr.isatty()
+
+
+class _Line:
+    """The line, written by a thread of its own: captures and measurements report nothing."""
+
+    def __init__(self) -> None:
+        self._start_s = time.monotonic()
+        self._text = ""
+        self._is_closed = threading.Event()
+        self._thread = threading.Thread(target=self._show, name="remat-progress", daemon=True)
+        self._thread.start()
+
+    def report(self, progress: Progress) -> None:
+        """Show the progress of a solve from now on."""
+        self._text = f": {format_progress(progress)}"
+
+    def close(self) -> None:
+        """Erase the line."""
+        self._is_closed.set()
+        self._thread.join()
+
+    def _show(self) -> None:
+        if self._is_closed.wait(_DELAY_S):
+            return
+        while True:
+            text = f"remat plans the step, {time.monotonic() - self._start_s:.0f} s{self._text}"
+            _write(f"{_ERASE_LINE}{text[:_MAX_COLUMNS]}")
+            if self._is_closed.wait(_INTERVAL_S):
+                break
+        _write(_ERASE_LINE)
+
+
+def _write(text: str) -> None:
+    """Write to stderr; a terminal that was closed meanwhile is no reason to stop planning."""
+    try:
+        sys.stderr.write(text)
+        sys.stderr.flush()
+    except (OSError, ValueError):
+        return
