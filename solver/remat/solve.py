@@ -26,7 +26,7 @@ from remat.strategies.auto import Auto
 from remat.strategies.base import Strategy, Task, checked_strategy, with_limits
 from remat.strategies.search.step import warn_of_failure
 
-_MIN_TIME_LIMIT_S = 1.0
+_MIN_TIME_LIMIT_S = 0.2
 
 _MIN_UNRETURNED_FRACTION = 0.01
 """The fraction of the peak from which outputs that need not be returned are worth a hint."""

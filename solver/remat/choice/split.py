@@ -24,9 +24,13 @@ from remat.progress import Cancel, is_cancelled
 from remat.simulate import baseline_of
 from remat.solve import solve
 from remat.strategies.auto import Auto
+from remat.strategies.base import with_limits
 
 _ESTIMATE = Auto(gap=0.99, peak_gap=0.99, time_limit=5.0)
 """The strategy of estimates: it ends with the first schedule that fits."""
+
+_LEAST_ESTIMATE_S = 0.1
+"""The time limit of an estimate that starts at the end of the choice."""
 
 CHOICE_LIMIT_S = 60.0
 """After this time no more numbers of pieces are tried."""
@@ -200,7 +204,9 @@ class _Search:
         size_bytes = budget.in_bytes(baseline_of(graph).peak_bytes, graph.library_bytes)
         target = "min" if size_bytes is None else size_bytes
         try:
-            return _Estimate(trace, solve(graph, target, _ESTIMATE, cancel=self.cancel))
+            remaining_s = max(_LEAST_ESTIMATE_S, self.deadline_s - time.monotonic())
+            strategy = with_limits(_ESTIMATE, time_limit=remaining_s)
+            return _Estimate(trace, solve(graph, target, strategy, cancel=self.cancel))
         except InfeasibleBudget as error:
             return _Estimate(trace, None, error.min_feasible_bytes)
         except SolverTimeout:

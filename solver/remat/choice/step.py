@@ -52,7 +52,7 @@ def solve_step(
 
     Operations may be split into one of these numbers of `pieces`, to which `measure` adds costs,
     and tensors offloaded within the limits of `offload`: () splits nothing, None offloads nothing.
-    `cancel` and `limit_s` end the choice of pieces, and that of tensors, early. `solve_without`
+    `cancel` ends the choices early, and each of them ends after `limit_s`. `solve_without`
     replaces the solve without offloading, for callers that have its plan or error. Raises the
     errors of `solve_in_full`.
     """

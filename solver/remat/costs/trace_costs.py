@@ -62,6 +62,11 @@ def roofline_of(trace: Trace) -> Roofline | None:
     return Roofline(device)
 
 
+def roofline_source(roofline: Roofline) -> str:
+    """Return the source of costs by a data sheet, in words."""
+    return f"roofline {roofline.name}"
+
+
 def with_roofline_costs(trace: Trace, roofline: Roofline) -> Trace:
     """Return the trace with costs estimated by a device's data sheet; needs neither the device nor
     torch. Warns if torch would run other operations on that device.
@@ -71,7 +76,7 @@ def with_roofline_costs(trace: Trace, roofline: Roofline) -> Trace:
     if (warning := device_mismatch_warning(trace, roofline)) is not None:
         _warn_once(warning)
     metas = trace.tensors
-    source = f"roofline {roofline.name}"
+    source = roofline_source(roofline)
     device = _workspace_device(trace, roofline)
 
     def cost(node: Node) -> OperationCost:

@@ -66,7 +66,7 @@ class QuantizedLinear(nn.Module):
 
 @dataclass(frozen=True)
 class Shape:
-    """What decides how a model can be planned, and what takes most of its memory. `branches` is
+    """The traits of a model that decide how it is planned, and its peak. `branches` is
     where the forward depends on data: in "block" or in "model", or nowhere."""
 
     branches: str = ""

@@ -1,14 +1,19 @@
-"""A longer time limit makes no plan worse by more than the gap that ends a search early."""
+"""Laws of the time limit: a solve keeps it, in whatever form the step is solved; and a longer one
+makes no plan worse by more than the gap that ends a search early."""
 
 from __future__ import annotations
 
-from itertools import pairwise
+import time
+from contextlib import suppress
+from itertools import pairwise, product
+from typing import Any
 
 import pytest
 import torch
 from tests.helpers.training.models import FAMILIES
 
 import remat
+from remat.choice.step_clock import StepClock
 
 GAP = 0.005
 
@@ -34,3 +39,76 @@ def test_a_longer_time_limit_gives_no_worse_plan(family: str) -> None:
 
 def auto(limit_s: float) -> remat.Auto:
     return remat.Auto(gap=GAP, time_limit=limit_s)
+
+
+OVERRUN_S, LIMIT_S = 1.0, 3.0
+
+FORMS: dict[str, dict[str, Any]] = {
+    "whole": {},
+    "in pieces": {"split": "auto"},
+    "offloaded": {"offload": "auto"},
+    "in pieces, offloaded": {"split": "auto", "offload": "auto"},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "form", "budget"), list(product(["convnext", "gpt2"], FORMS, ["min", "60%", "35%"]))
+)
+def test_a_step_is_solved_within_the_time_limit(family: str, form: str, budget: str) -> None:
+    """The time is that of this process, so that other processes do not matter."""
+    trace = trace_of(family)
+    strategy = remat.Auto(gap=0.0, time_limit=LIMIT_S, threads=1)
+    begin_s = time.process_time()
+    with suppress(remat.InfeasibleBudget):
+        remat.solve_step(trace, budget, strategy, **FORMS[form])
+    assert time.process_time() - begin_s <= LIMIT_S + OVERRUN_S
+
+
+def trace_of(family: str) -> remat.Trace:
+    torch.manual_seed(0)
+    if family != "convnext":
+        case = FAMILIES[family]()
+        return remat.measure(remat.trace(case.model, case.args, case.kwargs), remat.Roofline("cpu"))
+    transformers: Any = pytest.importorskip("transformers")
+    model = transformers.ConvNextForImageClassification(transformers.ConvNextConfig(num_labels=10))
+    arguments = {"labels": torch.zeros(8, dtype=torch.long)}
+    traced = remat.trace(model, (torch.randn(8, 3, 128, 128),), arguments)
+    return remat.measure(traced, remat.Roofline("cpu"))
+
+
+class _Seconds:
+    """A clock that is moved by hand."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.mark.parametrize("choices", [0, 1, 2])
+@pytest.mark.parametrize("limit_s", [1.0, 60.0, 600.0])
+def test_solves_that_use_their_limits_end_in_time(choices: int, limit_s: float) -> None:
+    seconds = _Seconds()
+    clock = StepClock.of(auto(limit_s), choices, now=seconds)
+    solves = 0
+    for _ in range(choices):
+        seconds.now_s += clock.choice_limit_s
+    while not clock.is_set():
+        strategy: Any = clock.next_strategy()
+        seconds.now_s += strategy.time_limit
+        solves += 1
+        if solves == 1:
+            assert strategy.time_limit >= 0.25 * limit_s or choices == 2
+    assert seconds.now_s <= limit_s + 0.1
+    assert solves >= (1, 3, 5)[choices]
+
+
+def test_the_first_of_the_time_limit_and_the_caller_ends_choices() -> None:
+    class Event:
+        def is_set(self) -> bool:
+            return True
+
+    assert StepClock.of(auto(60.0), 1, Event()).is_set()
+    assert not StepClock.of(auto(60.0), 1).is_set()

@@ -13,6 +13,7 @@ import typer
 from remat.allocator.budget_fitting import solve_within_allocator_budget
 from remat.choice.offloaded_forms import OffloadLimits
 from remat.choice.step import solve_step
+from remat.choice.step_clock import StepClock
 from remat.choice.trace_plan import TracePlan
 from remat.commands.common.exits import describe_signal, print_message, signal_exit_code
 from remat.commands.common.interrupt import run_interruptibly
@@ -51,26 +52,34 @@ def solve_trace(
     is that of `remat.solve`.
     """
 
-    def solve_in_full(trace: Trace, budget: Budget, line: ProgressLine, cancel: Cancel) -> Plan:
+    def solve_in_full(
+        trace: Trace, budget: Budget, line: ProgressLine, cancel: Cancel, clock: StepClock
+    ) -> Plan:
         return solve_within_allocator_budget(
             trace,
             budget,
             lambda solver_budget: solve(
-                trace, solver_budget, strategy, progress=line.on_solve_progress, cancel=cancel
+                trace,
+                solver_budget,
+                clock.next_strategy(),
+                progress=line.on_solve_progress,
+                cancel=cancel,
             ),
             cancel=cancel,
         )
 
     def work(line: ProgressLine, cancel: Cancel) -> TracePlan:
+        clock = StepClock.of(strategy, bool(pieces) + (offload is not None), cancel)
         return plan_or_smallest(
             lambda budget: solve_step(
                 trace,
                 budget,
                 pieces=pieces,
                 offload=offload,
-                solve_in_full=lambda step, budget: solve_in_full(step, budget, line, cancel),
+                solve_in_full=lambda step, budget: solve_in_full(step, budget, line, cancel, clock),
                 measure=measure,
-                cancel=cancel,
+                cancel=clock,
+                limit_s=clock.choice_limit_s,
             ),
             limits.budget_after_reserve,
             infeasible,

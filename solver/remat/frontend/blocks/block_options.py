@@ -12,6 +12,8 @@ import torch
 from remat.blockwise.block_step import BlockOption
 from remat.blockwise.pareto_options import pareto_options
 from remat.blockwise.saved_inputs import SavedInputs
+from remat.costs.roofline import Roofline
+from remat.costs.trace_costs import roofline_source
 from remat.documents.program import Program
 from remat.documents.trace import Trace
 from remat.errors import DocumentError, RematError, TraceError
@@ -128,6 +130,10 @@ class BlockSolver:
     _distinct_traces: list[Trace] = field(default_factory=list)
     _options_by_trace: dict[int, list[PlannedOption]] = field(default_factory=dict)
     """Options by the index of the trace in `_distinct_traces`."""
+
+    def __post_init__(self) -> None:
+        if isinstance(costs := self.optimize_options.costs, Roofline):
+            self.cost_source = roofline_source(costs)  # of blocks that run to be timed, too
 
     def trace_or_failure(self, call: DryRunCall) -> Trace | str:
         """Return the trace of the block in this call, or the reason why it cannot be captured."""

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -156,7 +157,11 @@ def measure_invocation(
     parameters = trainable_parameters([call.submodule])
     differentiable = [t for t in (*tensors, *parameters) if requires_gradient(t)]
     try:
-        with rng_state_preserved(), clock(roofline, {t.device for t in differentiable}) as time:
+        with (
+            rng_state_preserved(),
+            _gradients_preserved(parameters),
+            clock(roofline, {t.device for t in differentiable}) as time,
+        ):
             measured = _measure(
                 gauge,
                 time,
@@ -170,6 +175,20 @@ def measure_invocation(
     for device in {t.device for t in differentiable}:
         wait_for_autograd(device)
     return measured
+
+
+@contextmanager
+def _gradients_preserved(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Restore the gradients of parameters at the end of the context: a block's own autograd
+    functions may call backward(), which accumulates into them."""
+    gradients = [parameter.grad for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
 
 
 def _measure(

@@ -92,9 +92,18 @@ class _StepRecording:
             with self._recorded():
                 outputs = self._flat_model(*arguments)
             writes = self._writes()
-            self._check_no_backward_called()
+            self._check_no_gradients(
+                "the forward of the model calls backward(), whose gradients a plan does not "
+                "accumulate; use torch.autograd.grad in the forward, or call backward() after it"
+            )
             sources = self._sources(outputs, list(differentiable.values()))
             gradients = self._backward(outputs, list(differentiable.values()))
+            self._check_no_gradients(
+                "an autograd function of the model calls backward() in its backward, whose "
+                "gradients a plan does not accumulate. Remedy: use torch.autograd.grad there, with "
+                "the parameters as inputs of the function, and return their gradients; or plan the "
+                'blocks around it: remat.enable(model, budget, scope="blocks")'
+            )
         if written := [node for node, _ in set(self._writes()) - set(writes)]:
             key = {node: key for key, node in self.recorder.inputs.items()}[written[0]]
             raise TraceError(
@@ -182,13 +191,10 @@ class _StepRecording:
                 writes.append((node, value))
         return tuple(writes)
 
-    def _check_no_backward_called(self) -> None:
-        """Raise `TraceError` if the forward has accumulated gradients."""
+    def _check_no_gradients(self, message: str) -> None:
+        """Raise `TraceError` with this message if the model's code has accumulated gradients."""
         if any(wrapper.grad is not None for wrapper in self._wrappers.values()):
-            raise TraceError(
-                "the forward of the model calls backward(), whose gradients a plan does not "
-                "accumulate; use torch.autograd.grad in the forward, or call backward() after it"
-            )
+            raise TraceError(message)
 
     def _check_write(self, key: GraphInput, wrapper: Tensor) -> None:
         """Raise `TraceError` if a write into this graph input changes more than its own values."""

@@ -10,6 +10,7 @@ import torch
 from remat.allocator.budget_fitting import solve_within_allocator_budget
 from remat.choice.split import MAX_PIECE_NODES
 from remat.choice.step import solve_step
+from remat.choice.step_clock import StepClock
 from remat.costs.roofline import Roofline
 from remat.costs.trace_costs import OperationCost, with_costs
 from remat.documents.program import Program
@@ -27,6 +28,7 @@ from remat.plan import Plan
 from remat.schedule import Schedule
 from remat.simulate import baseline_of
 from remat.solve import solve
+from remat.strategies.auto import Auto
 
 
 class PlanningResult(NamedTuple):
@@ -71,7 +73,8 @@ def solve_trace(
     def solve_in_full(trace: Trace, budget: Budget) -> Plan:
         def solve_once(budget: Budget) -> Plan:
             if options.service is None:
-                return solve(trace, budget, options.strategy, progress=options.progress_callback)
+                strategy = clock.next_strategy()
+                return solve(trace, budget, strategy, progress=options.progress_callback)
             plan, program = _solved_by_service(options, trace, budget)
             programs[_node_names(trace), plan.schedule] = program
             return plan
@@ -83,6 +86,7 @@ def solve_trace(
     limits = host_limits(
         options.offload, options.host_budget, options.link, trace, options.costs, options.cache
     )
+    clock = StepClock.of(options.strategy or Auto(), bool(pieces) + (limits is not None))
     try:
         trace, plan = solve_step(
             trace,
@@ -91,6 +95,8 @@ def solve_trace(
             offload=limits,
             solve_in_full=solve_in_full,
             measure=lambda split: _with_costs_of_pieces(options, split, limit_bytes),
+            cancel=clock,
+            limit_s=clock.choice_limit_s,
         )
     except InfeasibleBudget as error:
         if pieces or split_largest_operations(trace, min(PIECES), MAX_PIECE_NODES) is trace:
