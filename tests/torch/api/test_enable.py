@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import io
 import pickle
+from collections.abc import Callable
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -190,3 +193,50 @@ def test_torch_compile_breaks_the_graph_around_an_enabled_model_and_compiles_onc
         result = [p.grad for p in model.parameters() if p.grad is not None]
         assert_equal(result, gradients(eager, scale=2.0, seed=seed))
     assert counter.frame_count <= 1
+
+
+def test_a_replaced_forward_with_variables_of_a_closure_is_planned_once() -> None:
+    """As TRL replaces a model's forward. A change of the variable is noticed."""
+
+    def decorated(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def run(*args: Any) -> Any:
+            return function(*args)
+
+        return run
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        @decorated
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(x)
+
+    def with_factor(model: nn.Module) -> Callable[[float], None]:
+        factor = 2.0
+
+        @functools.wraps(Scaled.forward)
+        def forward(self: Scaled, x: torch.Tensor) -> torch.Tensor:
+            return (self.layer(x) * factor).square().mean()
+
+        def set_factor(value: float) -> None:
+            nonlocal factor
+            factor = value
+
+        model.__dict__["forward"] = MethodType(forward, model)
+        return set_factor
+
+    model, x = Scaled(), torch.randn(8, 4)
+    eager = copy.deepcopy(model)
+    setters = with_factor(model), with_factor(eager)
+    remat.enable(model, "100%", costs=remat.Roofline("cpu"), split="off")
+    for factor, plan_count in ((2.0, 1), (2.0, 1), (3.0, 2)):
+        for set_factor in setters:
+            set_factor(factor)
+        loss = model(x)
+        assert torch.equal(loss, eager(x))
+        loss.backward()
+        model.zero_grad()
+        assert len(remat.plans(model)) == plan_count

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import CodeType, FunctionType, MethodType
@@ -14,11 +15,13 @@ from remat.frontend.common.code_origin import is_framework_code
 
 def model_functions(model: nn.Module) -> Iterator[FunctionType]:
     """Yield the functions that the model's modules may call: methods of their classes, and
-    forwards that were replaced."""
+    forwards that were replaced. The forward of an enabled model is the one that it had before."""
     for cls in dict.fromkeys(b for module in model.modules() for b in type(module).__mro__):
         yield from (f for f in vars(cls).values() if isinstance(f, FunctionType))
     for module in model.modules():
         forward = vars(module).get("forward")
+        if not isinstance(forward, (FunctionType, MethodType)):
+            forward = getattr(forward, "__wrapped__", None)
         function = forward.__func__ if isinstance(forward, MethodType) else forward
         if isinstance(function, FunctionType):
             yield function
@@ -77,7 +80,16 @@ class _Cells(Mapping[str, Any]):
 def variables_of(model: nn.Module) -> Iterator[tuple[str, Mapping[str, Any], frozenset[str]]]:
     """Yield the tables of the variables that the code of a model may read without an attribute of
     an object: global variables, class attributes, closures, attributes of parameters. Each with
-    its owner's name, and the names of the variables."""
+    its owner's name, and the names of the variables. Names of owners are unique: several functions
+    may have one name, as those that `functools.wraps` renames have."""
+    counts: Counter[str] = Counter()
+    for owner, table, names in _named_tables(model):
+        counts[owner] += 1
+        yield owner if counts[owner] == 1 else f"{owner} ({counts[owner]})", table, names
+
+
+def _named_tables(model: nn.Module) -> Iterator[tuple[str, Mapping[str, Any], frozenset[str]]]:
+    """Yield the tables of `variables_of`, with the names of their owners."""
     for namespace, names in named_globals(model):
         if is_framework_code(Path(str(namespace.get("__file__", "")))):
             continue
