@@ -25,9 +25,7 @@ STEPS = 3
 ROWS, LAST_ROWS, MICRO_BATCHES = 8, 4, 2
 QUICK = {"changed adapter", "unused head"}
 
-CELLS = [
-    pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in EFFECTS
-]
+CELLS = [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in EFFECTS]
 
 
 class Trained(nn.Module):
