@@ -27,6 +27,7 @@ from torch import nn
 import remat
 from remat import view
 from remat.errors import InfeasibleBudget, TraceError
+from remat.frontend.common import planning_line
 from remat.frontend.compile import solving
 from remat.frontend.compile.compat import cause_of_type
 from remat.frontend.compile.registry import CompiledPlan, register_plan, unregister_plan
@@ -237,16 +238,17 @@ def test_progress_is_reported_to_the_callback() -> None:
     (plan,) = run(checkpointed(), progress=reports.append)
     assert reports
     assert reports[-1].budget_bytes == plan.plan.budget_bytes
-    with pytest.raises(ValueError, match="progress is 'bar'; it is True, for a line"):
+    with pytest.raises(ValueError, match="progress is 'bar'; it is a function"):
         remat.compile(nn.Linear(2, 2), "50%", progress="bar")
 
 
 @pytest.mark.parametrize("progress", [True, None])
-def test_a_terminal_shows_progress_on_request(
+def test_a_terminal_shows_progress_at_once_on_request(
     progress: bool | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     screen, terminal = pty.openpty()
     with open(terminal, "w") as stderr:
+        monkeypatch.setattr(planning_line, "_DELAY_S", 1e4)
         monkeypatch.setattr(sys, "stderr", stderr)
         run(checkpointed(), progress=progress)
         monkeypatch.undo()
@@ -257,7 +259,7 @@ def test_a_terminal_shows_progress_on_request(
             shown += os.read(screen, 1024)
     os.close(screen)
     if progress:
-        assert b"remat plans: " in shown
+        assert b"remat plans the step, " in shown
         assert shown.endswith(b"\r\x1b[2Kend"), "the line is gone"
     else:
         assert shown == b"end"

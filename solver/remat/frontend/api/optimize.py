@@ -83,9 +83,9 @@ def optimize(
     pinned memory for a GPU, in a file in `REMAT_OFFLOAD_DIR` for a CPU. At most `host_budget`
     ("16GiB") of them are there at once, by default a half of what is free. `link` has the bandwidth
     of the copies, which is measured by default. Other keyword arguments are those of `remat.solve`
-    and `remat.measure`. On a terminal, a planning of more than two seconds shows a line, unless
-    `progress` is a function, which receives a `remat.Progress` from time to time, or False, or
-    the environment variable `REMAT_PROGRESS` is 0.
+    and `remat.measure`. On a terminal, a planning of more than two seconds shows a line (at once
+    with `progress=True`), unless `progress` is a function, which receives a `remat.Progress` from
+    time to time, or False, or the environment variable `REMAT_PROGRESS` is 0.
 
     `in_flight` is the number of calls whose forward runs before the backward of the first, as for a
     triplet loss or the discriminator of a GAN: what each of them saves is part of the peak. A step

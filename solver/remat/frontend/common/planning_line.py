@@ -1,7 +1,7 @@
 """A line on the terminal while a step is planned, which takes seconds to minutes in its first call.
 
-It appears after two seconds, only if stderr is a terminal, and is erased in the end.
-`progress=False` or the environment variable `REMAT_PROGRESS=0` turns it off.
+It appears after two seconds (at once with `progress=True`), only if stderr is a terminal, and is
+erased in the end. `progress=False` or the environment variable `REMAT_PROGRESS=0` turns it off.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def planning_line(progress: ProgressCallback | bool | None) -> Iterator[Progress
     elif progress is False or os.environ.get(ENVIRONMENT_VARIABLE) == "0" or not _is_terminal():
         yield None
     else:
-        line = _Line()
+        line = _Line(0.0 if progress else _DELAY_S)
         try:
             yield line.report
         finally:
@@ -51,7 +51,8 @@ def _is_terminal() -> bool:
 class _Line:
     """The line, written by a thread of its own: captures and measurements report nothing."""
 
-    def __init__(self) -> None:
+    def __init__(self, delay_s: float) -> None:
+        self._delay_s = delay_s
         self._start_s = time.monotonic()
         self._text = ""
         self._is_closed = threading.Event()
@@ -68,7 +69,7 @@ class _Line:
         self._thread.join()
 
     def _show(self) -> None:
-        if self._is_closed.wait(_DELAY_S):
+        if self._is_closed.wait(self._delay_s):
             return
         while True:
             text = f"remat plans the step, {time.monotonic() - self._start_s:.0f} s{self._text}"

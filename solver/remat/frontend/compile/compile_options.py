@@ -97,7 +97,7 @@ class CompileOptions:
     returned. `split` is "auto", "off", or the number of pieces of the largest operations. `offload`
     are the options of tensors on the host. `infeasible` is "error", or "smallest" to take the
     smallest peak where no plan fits the budget. `progress` is a function that receives the progress
-    of a solve, or False for no line on a terminal.
+    of a solve, or a switch of the line on a terminal.
     """
 
     limits: Limits
@@ -159,8 +159,8 @@ def read_options(
     progress: Any = remaining.pop("progress", None)
     if progress is not None and not isinstance(progress, bool) and not callable(progress):
         raise ValueError(
-            f"progress is {progress!r}; it is a function of a remat.Progress, or False for no line "
-            "on a terminal"
+            f"progress is {progress!r}; it is a function of a remat.Progress, True for a line on a "
+            "terminal at once, or False for none"
         )
     compile_options = CompileOptions(
         limits,
