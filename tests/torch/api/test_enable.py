@@ -16,6 +16,7 @@ import pytest
 import torch
 from tests.helpers.training.tied_net import Net, assert_equal, batch, gradients, net
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import remat
 from remat.errors import InfeasibleBudget, TraceError
@@ -240,3 +241,34 @@ def test_a_replaced_forward_with_variables_of_a_closure_is_planned_once() -> Non
         loss.backward()
         model.zero_grad()
         assert len(remat.plans(model)) == plan_count
+
+
+class _SelfCheckpointed(nn.Module):
+    """A layer that checkpoints itself if a flag is set, as those of Transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gradient_checkpointing = True
+        self.layers = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.gradient_checkpointing:
+            return x + checkpoint(self.layers, x, use_reentrant=False)
+        return x + self.layers(x)
+
+
+@pytest.mark.parametrize("scope", ["model", "blocks"])
+def test_layers_that_checkpoint_themselves_are_planned_once(
+    scope: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*(_SelfCheckpointed() for _ in range(3))), torch.randn(16, 8)
+    remat.enable(
+        model, "min", scope=scope, costs=remat.Roofline("cpu"), split="off",
+        strategy=remat.Auto(time_limit=1),
+    )  # fmt: skip
+    for _ in range(3):
+        model(x).square().mean().backward()
+        model.zero_grad()
+    assert len(remat.plans(model)) == 1
+    assert "called differently" not in caplog.text

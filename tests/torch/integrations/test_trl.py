@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import re
 from collections.abc import Callable
@@ -124,7 +125,9 @@ def trained(
         report_to=[], use_cpu=True, bf16=False, disable_tqdm=True, save_strategy="no", **lengths,
         **options,
     )  # fmt: skip
-    rewards = {"reward_funcs": reward} if kind == "GRPO" else {}
+    models: dict[str, Any] = {"GRPO": {"reward_funcs": reward}}
+    if kind == "DPO":
+        models["DPO"] = {"ref_model": copy.deepcopy(model).requires_grad_(False)}
     Observed(
         model=model,
         args=arguments,
@@ -132,7 +135,7 @@ def trained(
         processing_class=tokenizer(),
         callbacks=callbacks,
         peft_config=lora if adapters else None,
-        **rewards,
+        **models.get(kind, {}),
     ).train()
     run.weights = {name: p.detach().clone() for name, p in model.named_parameters()}
     return run
@@ -152,9 +155,8 @@ CASES: dict[str, tuple[str, dict[str, Any], bool, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("budget", ["min", "80%"])
 @pytest.mark.parametrize("case", CASES)
-def test_a_training_is_that_of_the_eager_model(case: str, budget: str, tmp_path: Path) -> None:
+def test_a_training_is_that_of_the_eager_model(case: str, tmp_path: Path) -> None:
     from remat.integrations.transformers import RematCallback
 
     kind, options, adapters, callback_options = CASES[case]
@@ -167,9 +169,10 @@ def test_a_training_is_that_of_the_eager_model(case: str, budget: str, tmp_path:
             super().on_train_end(*args, **kwargs)
 
     steps = 10
-    eager = trained(kind, tmp_path / "eager", [], steps, adapters, **options)
+    eager_options = {**options, "gradient_checkpointing": False}
+    eager = trained(kind, tmp_path / "eager", [], steps, adapters, **eager_options)
     callback = Observing(
-        budget, costs=remat.Roofline("cpu"), strategy=remat.Auto(time_limit=1), **callback_options
+        "min", costs=remat.Roofline("cpu"), strategy=remat.Auto(time_limit=1), **callback_options
     )
     planned = trained(kind, tmp_path / "planned", [callback], steps, adapters, **options)
     assert len(planned.losses) == steps
@@ -179,7 +182,7 @@ def test_a_training_is_that_of_the_eager_model(case: str, budget: str, tmp_path:
     assert plans
     assert max(planned.peaks_bytes[1:]) <= max(eager.peaks_bytes[1:])
     print(
-        f"RESULT {case} {budget}: eager {max(eager.peaks_bytes[1:]) / 2**20:.2f}, planned "
+        f"RESULT {case}: eager {max(eager.peaks_bytes[1:]) / 2**20:.2f}, planned "
         f"{max(planned.peaks_bytes[1:]) / 2**20:.2f} MiB, plans "
         f"{[round(p.peak_bytes / 2**20, 2) for p in plans]}"
     )

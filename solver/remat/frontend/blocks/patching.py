@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import nn
 
+from remat.frontend.capture.model.attribute_guards import CHECKPOINTING_FLAG
+
 
 @contextmanager
 def patched_forwards(forwards: dict[nn.Module, Callable[..., Any]]) -> Iterator[None]:
@@ -29,11 +31,11 @@ def patched_forwards(forwards: dict[nn.Module, Callable[..., Any]]) -> Iterator[
 def layer_checkpointing_disabled(model: nn.Module) -> Iterator[None]:
     """Switch the gradient checkpointing of the layers of Transformers off inside this context: the
     plan decides what is retained."""
-    layers: list[Any] = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False)]
+    layers: list[Any] = [m for m in model.modules() if getattr(m, CHECKPOINTING_FLAG, False)]
     for layer in layers:
-        layer.gradient_checkpointing = False
+        setattr(layer, CHECKPOINTING_FLAG, False)
     try:
         yield
     finally:
         for layer in layers:
-            layer.gradient_checkpointing = True
+            setattr(layer, CHECKPOINTING_FLAG, True)

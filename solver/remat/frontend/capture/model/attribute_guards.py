@@ -25,6 +25,10 @@ from remat.frontend.capture.model.comparable import (
 from remat.frontend.capture.model.named_state import variables_of
 from remat.frontend.capture.model.python_state import ABSENT, Path, path_label
 
+CHECKPOINTING_FLAG = "gradient_checkpointing"
+"""The attribute by which layers of Transformers checkpoint themselves. A step has it off, whatever
+it is between steps, so guards do not compare it."""
+
 
 class Variable(NamedTuple):
     """A variable that the code of a model may have read, where nothing notices it: a global
@@ -52,7 +56,8 @@ class AttributeGuards:
             for name in sorted(names)
             if name in table and _is_plain(table[name])
         ]
-        return cls(tuple(dict.fromkeys(reads)), tuple(variables))
+        compared = dict.fromkeys(read for read in reads if read.name != CHECKPOINTING_FLAG)
+        return cls(tuple(compared), tuple(variables))
 
     def bind(self, model: nn.Module) -> BoundGuards:
         """Return the guards for the attributes of this model."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import CodeType, FunctionType, MethodType
@@ -80,16 +79,7 @@ class _Cells(Mapping[str, Any]):
 def variables_of(model: nn.Module) -> Iterator[tuple[str, Mapping[str, Any], frozenset[str]]]:
     """Yield the tables of the variables that the code of a model may read without an attribute of
     an object: global variables, class attributes, closures, attributes of parameters. Each with
-    its owner's name, and the names of the variables. Names of owners are unique: several functions
-    may have one name, as those that `functools.wraps` renames have."""
-    counts: Counter[str] = Counter()
-    for owner, table, names in _named_tables(model):
-        counts[owner] += 1
-        yield owner if counts[owner] == 1 else f"{owner} ({counts[owner]})", table, names
-
-
-def _named_tables(model: nn.Module) -> Iterator[tuple[str, Mapping[str, Any], frozenset[str]]]:
-    """Yield the tables of `variables_of`, with the names of their owners."""
+    its owner's name, and the names of the variables."""
     for namespace, names in named_globals(model):
         if is_framework_code(Path(str(namespace.get("__file__", "")))):
             continue
@@ -103,10 +93,19 @@ def _named_tables(model: nn.Module) -> Iterator[tuple[str, Mapping[str, Any], fr
             cells = dict(
                 zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
             )
-            yield function.__qualname__, _Cells({n: cells[n] for n in names}), frozenset(names)
+            yield _function_label(function), _Cells({n: cells[n] for n in names}), frozenset(names)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if attributes := vars(tensor):
             yield name, attributes, frozenset(attributes)
+
+
+def _function_label(function: FunctionType) -> str:
+    """Return the qualified name of a function, and its place in the code if `functools.wraps` has
+    given it the name of another one."""
+    if not hasattr(function, "__wrapped__"):
+        return function.__qualname__
+    code = function.__code__
+    return f"{function.__qualname__} ({Path(code.co_filename).name}:{code.co_firstlineno})"
 
 
 def class_data(cls: type) -> dict[str, Any]:
