@@ -18,6 +18,7 @@ from remat.frontend.common.planning_line import planning_line
 from remat.frontend.compile import disk_cache, reporting
 from remat.frontend.compile.compat import cause_of_type, without_frames
 from remat.frontend.compile.compile_options import (
+    COMPILED_PIECES,
     UNKNOWN_MODEL,
     CompileOptions,
     ModelBytes,
@@ -62,10 +63,6 @@ from remat.limits.budget import Budget
 from remat.limits.infeasible import plan_or_smallest
 from remat.limits.outputs import OUTPUTS_LOSS
 from remat.limits.pieces import PIECES, pieces_to_try
-
-_PIECES_IF_INFEASIBLE = (4, 16)
-"""The numbers of pieces that are tried where no plan without pieces fits the budget: two, as each
-has to be compiled."""
 
 _MAX_ROUNDS = 3
 """Plans of one graph before its budget counts as infeasible."""
@@ -250,7 +247,7 @@ def _compile_within_budget(
     fits the budget. `feedback` and `split` are those of an earlier process.
     """
     pieces = pieces_to_try(request.options.split)
-    more_pieces = iter(_PIECES_IF_INFEASIBLE if pieces == PIECES and split is None else ())
+    more_pieces = iter(COMPILED_PIECES if pieces == PIECES and split is None else ())
     if split is None and len(pieces) == 1:
         split = PlannedSplit(pieces[0])
     compile_once = (
@@ -350,7 +347,9 @@ def _compile_in_rounds(
                 raise
             exceeded = without_frames(exceeded)
             rounds += 1
-            feedback = add_feedback(feedback, exceeded)
+            if partitioner.split is None or split is not None:
+                feedback = add_feedback(feedback, exceeded)
+            # Else "min" selected pieces: the next round plans the graph without them.
             reporting.log_replan(exceeded.compiled.title, exceeded.summary)
         else:
             return code, partitioner

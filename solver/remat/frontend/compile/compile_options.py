@@ -24,6 +24,10 @@ from remat.strategies.base import checked_strategy
 TIME_LIMIT_S = 8.0
 """Default time of planning one graph: the user waits for the first step."""
 
+COMPILED_PIECES = (4, 16)
+"""The numbers of pieces that `split="auto"` tries, for "min" and where no plan without pieces fits
+the budget: two, as each has to be captured."""
+
 RESERVED_INDUCTOR_OPTIONS = frozenset(
     {
         "custom_partitioner_fn",

@@ -7,19 +7,19 @@ import warnings
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import fx
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
-from remat.errors import InfeasibleBudget, RematError, TraceError, one_line
+from remat.errors import InfeasibleBudget, RematError, SolverTimeout, TraceError, one_line
 from remat.frontend.compile import reporting
 from remat.frontend.compile.candidates import (
     CandidateSelection,
     StepBaseline,
 )
 from remat.frontend.compile.compat import min_cut_partition
-from remat.frontend.compile.compile_options import CompileOptions, read_options
+from remat.frontend.compile.compile_options import COMPILED_PIECES, CompileOptions, read_options
 from remat.frontend.compile.external_memory import allocated_share, external_memory_bytes
 from remat.frontend.compile.inductor.fusion_control import InstallFusionChoices
 from remat.frontend.compile.inductor.matmul_additions import fuse_matmul_additions
@@ -58,14 +58,39 @@ from remat.frontend.compile.registry import (
     saved_by_other_graphs,
     unregister_plan,
 )
-from remat.frontend.compile.solving import GraphSolver
+from remat.frontend.compile.solving import GraphSolver, PiecesTime
 from remat.frontend.compile.unsplit import unsplit_step, with_unsplit_step
 from remat.graph import Split
 from remat.limits.infeasible import INFEASIBLE_ERROR, plan_or_smallest
 from remat.limits.limits import Limits
-from remat.limits.pieces import pieces_to_try
+from remat.limits.pieces import SPLIT_AUTO, pieces_to_try
 from remat.plan_data import UNSPLIT_MIN_BYTES_STAT
+from remat.strategies import Strategy
 from remat.version import VERSION
+
+
+class _JointInputs(NamedTuple):
+    """The arguments of a partitioner next to a joint graph, and the symbols of its sizes that had
+    no bound."""
+
+    values: Sequence[object]
+    num_fwd_outputs: int
+    static: list[int] | None
+    unbounded: Sequence[ScopedSymbol]
+
+
+class _PlannedGraph(NamedTuple):
+    """The plan of a graph, and the time in which its kernels were captured."""
+
+    problem: CompileProblem
+    compiled: CompiledPlan
+    capture_s: float
+
+    @property
+    def peak_bytes(self) -> int:
+        """The planned peak; that of Inductor's own kernels where the graph keeps them."""
+        compiled = self.compiled
+        return compiled.baseline_bytes if compiled.is_plain else compiled.plan.peak_bytes
 
 
 class Partitioner(CustomPartitionerFn):
@@ -106,6 +131,8 @@ class Partitioner(CustomPartitionerFn):
         self.rounds = rounds
         self.split = split
         """The pieces of the largest operations; None if they stay whole."""
+        self.requested_split = split
+        """The pieces that the caller asks for; for "min" the plan may have others."""
         self.splits: tuple[Split, ...] = ()
         self.obstacle = ""
         """Why the logits are not split, if that is known."""
@@ -191,7 +218,7 @@ class Partitioner(CustomPartitionerFn):
         started_s = time.perf_counter()
         self.module, self.compile_id = current_object_name(), current_compile_id()
         title = graph_title(self.module, self.compile_id)
-        operations = sum(node.op == "call_function" for node in gm.graph.nodes)
+        operations = _num_operations(gm)
         budget = self.options.limits.budget
         reporting.log_planning_start(title, operations, budget.requested, self.feedback)
         inductor = self.options.inductor
@@ -214,31 +241,13 @@ class Partitioner(CustomPartitionerFn):
                     raise  # the graph does not fit without
                 reporting.log_not_split(title, one_line(error))
                 self.split = None
-        joint = self._joint_graph(gm, joint_inputs, num_fwd_outputs, static)
-        # The third plan of a graph keeps the kernels that Inductor generates without a plan.
-        variants = find_variants(joint, baseline_only=self.rounds > 2)
-        if (
-            self.split is not None
-        ):  # Inductor may run one kernel for all pieces first, which then are all live
-            variants = [
-                (joint, sort_by_dependencies(joint, groups, in_graph_order=True))
-                for joint, groups in variants
-            ]
-        num_backward = sum(group.is_backward for group in variants[0][1])
-        num_forward = len(variants[0][1]) - num_backward
-        elapsed_s = time.perf_counter() - started_s
-        reporting.log_kernels(title, num_forward, num_backward, elapsed_s, inductor=inductor)
-        cost_model = KernelCostModel(joint, fused=self._has_fused_costs)
-        limits = self.options.limits
-        problem, compiled = plan_or_smallest(
-            lambda budget: self._plan(
-                variants, cost_model, unbounded, started_s, limits.with_budget(budget)
-            ),
-            budget,
-            # The backend tries pieces before it takes the smallest peak.
-            self.options.infeasible if self.group is None else INFEASIBLE_ERROR,
-            peak_bytes=lambda planned: planned[1].planned_bytes + limits.reserve_bytes,
-        )
+        is_piecewise = self._may_select_pieces()
+        whole = fx.GraphModule(gm, copy_graph(gm.graph)) if is_piecewise else gm
+        inputs = _JointInputs(joint_inputs, num_fwd_outputs, static, unbounded)
+        planned = self._plan_graph(gm, inputs, started_s)
+        if is_piecewise:
+            planned = self._smallest_with_pieces(planned, whole, inputs, started_s)
+        problem, compiled, _ = planned
         reporting.log_solved(compiled)
         if compiled.is_plain:
             halves = plain_modules(problem, compiled)
@@ -251,6 +260,101 @@ class Partitioner(CustomPartitionerFn):
         register_plan(compiled)
         self.compiled = compiled
         return halves
+
+    def _plan_graph(
+        self,
+        gm: fx.GraphModule,
+        inputs: _JointInputs,
+        started_s: float,
+        strategy: Strategy | None = None,
+    ) -> _PlannedGraph:
+        """Plan a joint graph, whole or in pieces. `strategy` replaces that of the options."""
+        capture_started_s = time.perf_counter()
+        joint = self._joint_graph(gm, inputs.values, inputs.num_fwd_outputs, inputs.static)
+        # The third plan of a graph keeps the kernels that Inductor generates without a plan.
+        variants = find_variants(joint, baseline_only=self.rounds > 2)
+        if (
+            self.split is not None
+        ):  # Inductor may run one kernel for all pieces first, which then are all live
+            variants = [
+                (joint, sort_by_dependencies(joint, groups, in_graph_order=True))
+                for joint, groups in variants
+            ]
+        num_backward = sum(group.is_backward for group in variants[0][1])
+        num_forward = len(variants[0][1]) - num_backward
+        capture_s = time.perf_counter() - capture_started_s
+        reporting.log_kernels(
+            graph_title(self.module, self.compile_id),
+            num_forward,
+            num_backward,
+            capture_s,
+            inductor=self.options.inductor,
+        )
+        cost_model = KernelCostModel(joint, fused=self._has_fused_costs)
+        limits = self.options.limits
+        problem, compiled = plan_or_smallest(
+            lambda budget: self._plan(
+                variants,
+                cost_model,
+                inputs.unbounded,
+                started_s,
+                limits.with_budget(budget),
+                strategy,
+            ),
+            limits.budget,
+            # The backend tries pieces before it takes the smallest peak.
+            self.options.infeasible if self.group is None else INFEASIBLE_ERROR,
+            peak_bytes=lambda planned: planned[1].planned_bytes + limits.reserve_bytes,
+        )
+        return _PlannedGraph(problem, compiled, capture_s)
+
+    def _may_select_pieces(self) -> bool:
+        """True if the plan for "min" may have pieces. In later rounds it has none: their kernels
+        exceeded the peak without."""
+        options = self.options
+        is_first = self.group is not None and self.split is None and self.rounds == 1
+        return is_first and options.limits.budget.is_min and options.split == SPLIT_AUTO
+
+    def _smallest_with_pieces(
+        self, planned: _PlannedGraph, whole: fx.GraphModule, inputs: _JointInputs, started_s: float
+    ) -> _PlannedGraph:
+        """Return the plan of a graph with the smallest peak: the one without pieces, or with its
+        largest operations in pieces, as far as there is time to plan these."""
+        title = graph_title(self.module, self.compile_id)
+        smallest, selection = planned, (self.split, self.splits, self.obstacle)
+        whole_bytes = planned.peak_bytes
+        num_operations = _num_operations(whole)
+        strategy, capture_s = self.options.strategy, planned.capture_s
+        pieces_time = PiecesTime(strategy, time.perf_counter(), capture_s, num_operations)
+        solves_s = 0.0
+        for pieces in COMPILED_PIECES:
+            try:
+                split, self.splits, self.obstacle = split_joint_graph(
+                    whole, inputs.num_fwd_outputs, pieces
+                )
+            except CannotSplit as error:
+                reporting.log_not_split(title, one_line(error))
+                break
+            if not pieces_time.is_enough(_num_operations(split), solves_s):
+                reporting.log_no_time_for_pieces(title, pieces)
+                break
+            self.split = PlannedSplit(pieces, self.unsplit, whole_bytes)
+            with suppress(InfeasibleBudget, SolverTimeout):
+                attempt_started_s = time.perf_counter()
+                in_pieces = self._plan_graph(
+                    split, inputs, started_s, pieces_time.limited_strategy()
+                )
+                solves_s += time.perf_counter() - attempt_started_s - in_pieces.capture_s
+                if in_pieces.peak_bytes < smallest.peak_bytes:
+                    smallest = in_pieces
+                    selection = (self.split, self.splits, self.obstacle)
+        self.split, self.splits, self.obstacle = selection
+        if smallest is not planned and self.split is not None:
+            peak_bytes = smallest.peak_bytes
+            reporting.log_smaller_in_pieces(title, self.split.pieces, peak_bytes, whole_bytes)
+            if self.unbounded is not None:
+                smallest.compiled.limit_bytes = whole_bytes
+        return smallest
 
     def _joint_graph(
         self,
@@ -283,6 +387,7 @@ class Partitioner(CustomPartitionerFn):
         unbounded: Sequence[ScopedSymbol],
         started_s: float,
         limits: Limits,
+        strategy: Strategy | None = None,
     ) -> tuple[CompileProblem, CompiledPlan]:
         """Plan the best variant for the upper bounds of its sizes.
 
@@ -291,8 +396,8 @@ class Partitioner(CustomPartitionerFn):
         """
         is_fused = self.options.inductor and self._has_fused_costs
         solver = GraphSolver(
-            self.options.strategy,
-            self.options.planning_s,
+            strategy or self.options.strategy,
+            None if strategy else self.options.planning_s,
             started_s,
             self.options.progress,
             cost_source=f"of {'kernels' if is_fused else 'operations'}, measured",
@@ -377,15 +482,22 @@ class Partitioner(CustomPartitionerFn):
             unregister_plan(self.compiled)
 
     def planned_split(self) -> PlannedSplit | None:
-        """Return the pieces of the latest plan with the step without them, None if all is whole."""
-        return None if self.split is None else self.split._replace(unsplit=self.unsplit)
+        """Return the pieces that were requested, with the step without them; None if there are
+        none, or the operations of the latest plan are whole."""
+        if self.requested_split is None or self.split is None:
+            return None
+        return self.split._replace(unsplit=self.unsplit)
 
     def uuid(self) -> str:
         """Return the key of this partitioner in torch's caches: everything that decides a plan."""
         others = saved_by_other_graphs(self.group)
         excess_bytes, separate_buffers, *flags = self.feedback
         feedback = (excess_bytes, *sorted(separate_buffers), *flags)
-        pieces = 0 if self.split is None else self.split.pieces
+        pieces = 0 if self.requested_split is None else self.requested_split.pieces
         key = (self.options, self._has_fused_costs, *feedback, others, self.group is None, pieces)
         allocated = allocated_share(self.options.limits.budget.size_bytes)
         return f"remat {VERSION} {key!r} {allocated}"
+
+
+def _num_operations(gm: fx.GraphModule) -> int:
+    return sum(node.op == "call_function" for node in gm.graph.nodes)

@@ -100,6 +100,28 @@ def log_no_loss(title: str) -> None:
     )
 
 
+def log_no_time_for_pieces(title: str, pieces: int) -> None:
+    """Log that "min" does not try a number of pieces."""
+    logger.info(
+        "%s: no time to plan the largest operations in %d pieces; pass split=%d, or a larger "
+        "time_limit, to plan with them",
+        title,
+        pieces,
+        pieces,
+    )
+
+
+def log_smaller_in_pieces(title: str, pieces: int, peak_bytes: int, whole_bytes: int) -> None:
+    """Log that "min" selects a plan in pieces."""
+    logger.info(
+        "%s: the largest operations in %d pieces: peak %s, without pieces %s",
+        title,
+        pieces,
+        format_bytes(peak_bytes),
+        format_bytes(whole_bytes),
+    )
+
+
 def log_not_split(title: str, reason: str) -> None:
     """Log why the operations of a graph stay whole."""
     logger.info("%s: not split: %s", title, reason)

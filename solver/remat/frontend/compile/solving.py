@@ -16,9 +16,14 @@ from remat.plan import Plan
 from remat.progress import ProgressCallback
 from remat.solve import solve
 from remat.strategies import Auto, Strategy
+from remat.strategies.base import with_limits
 
 _MIN_SOLVE_S = 2.0
 """Time for a solve, however long the capture of the kernels took."""
+
+_CAPTURES_PER_COMPILATION = 4
+"""torch.compile takes at least this many times as long for a graph as the capture of its kernels:
+it also generates and compiles code for them."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +62,36 @@ class GraphSolver:
         """Solve a graph within `limit_s` seconds, or the strategy's own limit if that is None."""
         settings = _SettingsOutsideCacheKey(self.progress, limit_s)
         return solve_cached(graph, budget, self.strategy, settings, self.cost_source)
+
+
+@dataclass(frozen=True)
+class PiecesTime:
+    """The time for plans of a graph in pieces, after the plan of the whole graph.
+
+    The whole graph was captured in `capture_s` and has `num_operations`. The captures in pieces
+    together, which begin at `started_s`, may take the time limit and as long as the compilation of
+    the whole graph; each solve may take half of the time limit.
+    """
+
+    strategy: Strategy
+    started_s: float
+    capture_s: float
+    num_operations: int
+
+    def is_enough(self, num_operations: int, solves_s: float) -> bool:
+        """True if a graph with this many operations can be captured in the time that earlier
+        captures leave; earlier solves took `solves_s`."""
+        capture_s = self.capture_s * num_operations / max(1, self.num_operations)
+        elapsed_s = time.perf_counter() - self.started_s - solves_s
+        limit_s = self._limit_s() + _CAPTURES_PER_COMPILATION * self.capture_s
+        return elapsed_s + capture_s <= limit_s
+
+    def limited_strategy(self) -> Strategy:
+        """Return the strategy with the time of one solve."""
+        return with_limits(self.strategy, time_limit=max(_MIN_SOLVE_S, self._limit_s() / 2))
+
+    def _limit_s(self) -> float:
+        return getattr(self.strategy, "time_limit", 0.0)
 
 
 @dataclass(frozen=True)
