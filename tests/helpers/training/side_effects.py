@@ -121,6 +121,43 @@ class RetainedGradient(Chain):
         return self.last.square().mean()
 
 
+class RetainedInside(RetainedGradient):
+    """Retains the gradient of a hidden state that it stores."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        loss = super().forward(x)
+        self.last.retain_grad()
+        return loss
+
+
+class ReversedGradient(Chain):
+    """A hook in the forward scales gradients by an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.strength = 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.hidden(x)
+        if h.requires_grad:
+            h.register_hook(lambda gradient: -self.strength * gradient)
+        return h.square().mean()
+
+
+class ObservedGradient(Chain):
+    """A hook in the forward collects gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms: list[torch.Tensor] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.hidden(x)
+        if h.requires_grad:
+            h.register_hook(lambda gradient: self.norms.append(gradient.norm()))
+        return h.square().mean()
+
+
 # -- Python values --------------------------------------------------------------------------
 
 
@@ -505,6 +542,19 @@ EFFECTS: dict[str, Effect] = {
         lambda m: m.last.grad if hasattr(m, "last") else None,
         loss=lambda out, model, args: (model.last.retain_grad(), out)[1],
         refused=dict.fromkeys(("optimize", "model"), "retain_grad"),
+    ),
+    "retained inside": Effect(
+        RetainedInside,
+        lambda m: m.last.grad if hasattr(m, "last") else None,
+        refused=dict.fromkeys(("optimize", "model"), "retain_grad"),
+    ),
+    "reversed gradient": Effect(
+        ReversedGradient, change=_set("strength", lambda step: 1.0 + step % 2)
+    ),
+    "observed gradient": Effect(
+        ObservedGradient,
+        lambda m: list(m.norms),
+        refused=dict.fromkeys(("optimize", "model"), "in the backward"),
     ),
     "warm-up": Effect(WarmUp, lambda m: m.steps, refused=_REFUSED),
     "counter": Effect(Counting, lambda m: m.calls, refused=_REFUSED),

@@ -23,10 +23,13 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 from remat.errors import TraceError
 from remat.frontend.capture.model.environment import AUTOCAST_DEVICES
 from remat.frontend.capture.model.flat_model import FlatModel
+from remat.frontend.capture.model.python_state import PythonState
+from remat.frontend.capture.model.stores import check_unchanged_by_backward
 from remat.frontend.capture.operator_recorder import OperatorRecorder
 from remat.frontend.capture.reading.joint_graph import GraphInput, JointGraph
 from remat.frontend.capture.reading.trace_builder import check_dense
 from remat.frontend.capture.writes import writes_recorded
+from remat.frontend.common.torch_modes import capture_paused
 
 Tensor = torch.Tensor
 
@@ -96,8 +99,12 @@ class _StepRecording:
                 "the forward of the model calls backward(), whose gradients a plan does not "
                 "accumulate; use torch.autograd.grad in the forward, or call backward() after it"
             )
+            with capture_paused():
+                state = PythonState(self._flat_model.model)
             sources = self._sources(outputs, list(differentiable.values()))
             gradients = self._backward(outputs, list(differentiable.values()))
+            with capture_paused():
+                check_unchanged_by_backward(self._flat_model.model, state.changes())
             self._check_no_gradients(
                 "an autograd function of the model calls backward() in its backward, whose "
                 "gradients a plan does not accumulate. Remedy: use torch.autograd.grad there, with "

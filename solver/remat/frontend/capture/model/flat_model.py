@@ -106,6 +106,13 @@ class FlatModel(nn.Module):
             *stored_arguments((args, kwargs), self.inputs, leaves),
         ]
         tensors = self._describe_outputs(returned, stored, leaves)
+        if any(tensor.retains_grad for tensor in tensors):
+            raise TraceError(
+                "the forward of the model calls retain_grad() of a tensor that it returns or "
+                "stores, whose gradient a plan would not retain. Remedy: compute it by "
+                "torch.autograd.grad, or plan the blocks, which runs the model's own code around "
+                'them: remat.enable(model, budget, scope="blocks")'
+            )
         storages = {_storage_id(t) for t in (*leaves, *self.parameters(), *self.buffers())}
         return tuple(
             _separate_output(tensor if is_differentiated else tensor.detach(), storages)

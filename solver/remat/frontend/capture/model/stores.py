@@ -92,6 +92,17 @@ def check_steady(model: nn.Module, first: Sequence[Change], second: Sequence[Cha
             )
 
 
+def check_unchanged_by_backward(model: nn.Module, changes: Iterable[Change]) -> None:
+    """Raise `TraceError` if the backward has changed values: a plan would not do it."""
+    for change in changes:
+        if not _is_equivalent(change.now, change.before):
+            raise TraceError(
+                f"a hook or autograd function of {type(model).__name__} changes "
+                f"{path_label(change.path)} in the backward (from {_text(change.before)} to "
+                f"{_text(change.now)}), which a planned step would not do. {_REMEDY}"
+            )
+
+
 def _place_of(model: nn.Module, change: Change) -> tuple[str | int, ...] | None:
     """Return the place of a changed attribute, item or container; None if a path from a module of
     the model does not lead there."""
