@@ -32,10 +32,11 @@ class Stateful(nn.Module):
         self.norm, self.dropout = nn.BatchNorm1d(16), nn.Dropout(0.1)
         self.head = nn.Linear(16, 4)
         self.register_buffer("seen", torch.zeros(()))
-        self.calls, self.scale = 0, 1.0
+        self.is_counting, self.calls, self.scale = False, 0, 1.0
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        self.calls += 1
+        if self.is_counting:  # Dynamo compiles each count, up to its limit of recompilations
+            self.calls += 1
         self.seen += x.shape[0]
         for layer in self.layers:
             x = layer(x).sin()
@@ -69,6 +70,7 @@ CASES: dict[str, tuple[Train, Change]] = {
     "three calls before one backward": (three_calls, lambda model, step: None),
     "a call on the output of another": (call_on_output, lambda model, step: None),
     "an unused head": (unused_head, lambda model, step: None),
+    "a counter": (one_call, lambda model, step: setattr(model, "is_counting", True)),
     "eval mode": (one_call, lambda model, step: model.eval()),
     "eval mode in the second step": (one_call, lambda model, step: model.train(step != 1)),
     "a batch norm in eval mode": (one_call, lambda model, step: model.norm.eval()),
