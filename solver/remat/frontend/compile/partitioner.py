@@ -335,7 +335,8 @@ class Partitioner(CustomPartitionerFn):
             except CannotSplit as error:
                 reporting.log_not_split(title, one_line(error))
                 break
-            if not pieces_time.is_enough(_num_operations(split), solves_s):
+            is_quick = not self.options.inductor  # Inductor schedules the kernels of a capture
+            if not (is_quick or pieces_time.is_enough(_num_operations(split), solves_s)):
                 reporting.log_no_time_for_pieces(title, pieces)
                 break
             self.split = PlannedSplit(pieces, self.unsplit, whole_bytes)
