@@ -59,6 +59,7 @@ from remat.frontend.compile.registry import (
 )
 from remat.frontend.compile.replanning import add_feedback, infeasible_after_rounds
 from remat.frontend.compile.step_graphs import StepGraphs, current_step
+from remat.frontend.runtime.calls_in_flight import CallsInFlight
 from remat.limits.budget import Budget
 from remat.limits.infeasible import plan_or_smallest
 from remat.limits.outputs import OUTPUTS_LOSS
@@ -178,7 +179,28 @@ def _compile_graph(
         )
     if compiled is not None:
         prepare_host(compiled.plan, device_of(example_inputs))
+        code = _with_calls_counted(code, compiled.title)
     return with_dropped_outputs(code, dropped)
+
+
+def _with_calls_counted(
+    code: Callable[..., Sequence[Any]], title: str
+) -> Callable[..., Sequence[Any]]:
+    """Return a function that calls the code of a planned graph, and warns once if it is called
+    again before the backward of its last call: the plan is for one."""
+    calls = CallsInFlight()
+    has_warned = False
+
+    def run(*inputs: Any) -> Sequence[Any]:
+        nonlocal has_warned
+        if calls.pending and not has_warned:
+            has_warned = True
+            reporting.warn_of_calls_in_flight(title)
+        outputs = code(*inputs)
+        calls.add(outputs)
+        return outputs
+
+    return run
 
 
 def _with_mode(inductor_options: dict[str, Any], mode: str | None) -> dict[str, Any]:

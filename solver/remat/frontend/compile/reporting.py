@@ -130,3 +130,14 @@ def log_not_split(title: str, reason: str) -> None:
 def log_replan(title: str, reason: str) -> None:
     """Log why a graph is replanned."""
     logger.info("%s: replanning, as %s", title, reason)
+
+
+def warn_of_calls_in_flight(title: str) -> None:
+    """Warn of a graph whose calls before one backward hold more than its plan has."""
+    logger.warning(
+        "%s is called again before the backward of its last call, whose saved tensors stay in "
+        "memory: steps with several calls may exceed the budget by them. Pass a smaller budget, "
+        "call the model once with all inputs concatenated, or use remat.enable, which plans for "
+        "several calls (in_flight=)",
+        title,
+    )
