@@ -11,6 +11,7 @@ from pydantic import ValidationError
 
 from remat.choice.offloaded_forms import OffloadLimits
 from remat.choice.step import solve_step
+from remat.choice.step_clock import StepClock
 from remat.choice.trace_plan import TracePlan
 from remat.costs.roofline import Roofline
 from remat.costs.trace_costs import with_roofline_costs
@@ -45,9 +46,6 @@ _REQUESTS: dict[wire.JobKind, type[Request]] = {
     "fit": wire.FitRequest,
 }
 _PROGRESS_INTERVAL_S = 0.5
-_CHOICE_SHARE, _SOLVE_SHARE, _OFFLOAD_SOLVE_SHARE = 0.2, 0.4, 0.1
-"""Shares of a solve's time limit: to choose pieces or tensors, for each of two solves, and for each
-of up to six solves where tensors may be offloaded."""
 _REMEDY = "/docs describes requests, and remat.Client sends them"
 
 
@@ -93,7 +91,7 @@ def solve_request(
             offload = _offload_limits(request, device)
             if isinstance(graph, Trace) and (pieces or offload is not None):
                 graph, plan = _planned_step(
-                    graph, request, pieces, offload, strategy, progress, time_limit_s, device
+                    graph, request, pieces, offload, strategy, progress, device
                 )
             else:
                 plan = solve(
@@ -131,13 +129,15 @@ def _planned_step(
     offload: OffloadLimits | None,
     strategy: Strategy,
     progress: ProgressCallback,
-    time_limit_s: float,
     device: str,
 ) -> TracePlan:
     """Return the plan of a trace whose operations may be split and tensors offloaded, with the
     trace that it is for."""
-    share = _SOLVE_SHARE if offload is None else _OFFLOAD_SOLVE_SHARE
-    solve_in_full = _solve_in_part_of_the_time(strategy, progress, share)
+    clock = StepClock.of(strategy, bool(pieces) + (offload is not None))
+
+    def solve_in_full(trace: Trace, budget: Budget) -> Plan:
+        return solve(trace, budget, clock.next_strategy(), progress=progress)
+
     return plan_or_smallest(
         lambda budget: solve_step(
             trace,
@@ -146,7 +146,8 @@ def _planned_step(
             offload=offload,
             solve_in_full=solve_in_full,
             measure=lambda split: _with_costs(split, request, device, are_pieces=True),
-            limit_s=_CHOICE_SHARE * time_limit_s,
+            cancel=clock,
+            limit_s=clock.choice_limit_s,
         ),
         Budget.parse(request.budget),
         request.infeasible,
@@ -225,17 +226,6 @@ def _offload_limits(request: wire.SolveRequest, device: str) -> OffloadLimits | 
         assert request.options.costs is not None
         link = Roofline(request.options.costs.partition(":")[2]).link
     return OffloadLimits(link, request.host_budget)
-
-
-def _solve_in_part_of_the_time(
-    strategy: Strategy, progress: ProgressCallback, share: float
-) -> Callable[[Trace, Budget], Plan]:
-    """Return a function that solves a trace in a share of the strategy's time limit: the rest is
-    for the choice, and for other solves."""
-    time_limit = getattr(strategy, "time_limit", None)
-    if time_limit is not None:
-        strategy = with_limits(strategy, time_limit=share * time_limit)
-    return lambda trace, budget: solve(trace, budget, strategy, progress=progress)
 
 
 def _throttled(on_progress: ProgressSink) -> ProgressCallback:
