@@ -23,7 +23,7 @@ from remat.integrations.transformers import RematCallback
 
 STEPS = 3
 ROWS, LAST_ROWS, MICRO_BATCHES = 8, 4, 2
-QUICK = {"changed adapter", "unused head"}
+QUICK = {"unused head"}
 
 CELLS = [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in EFFECTS]
 

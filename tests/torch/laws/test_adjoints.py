@@ -116,8 +116,10 @@ def assert_equal_gradients(model: nn.Module, run: Any, eager: nn.Module) -> None
             assert torch.equal(gradient, expected)
 
 
-@pytest.mark.parametrize("door", ["optimize", "model", "blocks", "auto"])
-@pytest.mark.parametrize("budget", ["min", "100%"])
+@pytest.mark.parametrize(
+    "door", ["optimize", "model", pytest.param("blocks", marks=pytest.mark.slow), "auto"]
+)
+@pytest.mark.parametrize("budget", ["min", pytest.param("100%", marks=pytest.mark.slow)])
 def test_adjoint_methods_have_the_gradients_of_eager_mode(door: str, budget: str) -> None:
     model = network(calls_backward=False)
     eager = copy.deepcopy(model)

@@ -32,7 +32,7 @@ import remat
 from remat.rewrite import BATCH_NORM_WITHOUT_STATS
 
 COSTS = remat.Roofline("cpu")
-STRATEGY = remat.Auto(gap=0.02, time_limit=0.5)
+STRATEGY = remat.Auto(gap=0.02, time_limit=3.0)
 EXAMPLES = int(os.environ.get("REMAT_EXAMPLES", "10"))
 LAWS = settings(
     max_examples=EXAMPLES,

@@ -147,13 +147,14 @@ def differentiable_attributes(module: nn.Module) -> dict[tuple[int, str, int], t
 
 @contextmanager
 def state_restored(model: nn.Module, arguments: Any = ()) -> Iterator[None]:
-    """Restore what a run of the model inside this context changes: parameters, buffers, and all
-    other tensors from before that it writes into; Python values of the model's code, and the
-    containers in `arguments`; RNG states of torch, Python and NumPy."""
+    """Restore what a run of the model inside this context changes: parameters, their gradients,
+    buffers, and all other tensors from before that it writes into; Python values of the model's
+    code, and the containers in `arguments`; RNG states of torch, Python and NumPy."""
     python_state = PythonState(model, arguments)
     random_state, numpy_state = random.getstate(), np.random.get_state()
     tensors = [*model.parameters(), *model.buffers()]
     memory = [(t, t.detach(), _address(t)) for t in tensors if not is_dtensor(t)]
+    gradients = [(p, p.grad) for p in model.parameters()]
     buffers = BufferSnapshot(model, ())  # the others are those of the journal
     journal = WriteJournal(gathered_storages(model))
     try:
@@ -164,6 +165,9 @@ def state_restored(model: nn.Module, arguments: Any = ()) -> Iterator[None]:
             if _address(tensor) != address:  # by `tensor.data = ...`
                 tensor.data = alias
         journal.restore()
+        for parameter, gradient in gradients:
+            if parameter.grad is not gradient:  # an autograd function has called backward()
+                parameter.grad = gradient
         if buffers.has_changed():
             buffers.restore()
         python_state.restore()
