@@ -13,14 +13,16 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from tests.helpers.training.block_models import Block, Net
+from tests.helpers.training.block_models import Block, Net, Output
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import remat
 from remat.blockwise.blocks_plan import BlocksPlan
+from remat.frontend.api.enable import is_enabled
 from remat.frontend.blocks import host_variants
+from remat.frontend.blocks.fsdp2 import unreduced_gradients
 from remat.frontend.memory.allocator_peak import allocated_peak
 from remat.frontend.memory.meter import measure_step
 
@@ -153,6 +155,105 @@ def _assert_overlap(trace: list[tuple[str, int, int]]) -> None:
     for (start, end), following in zip(backwards, (2, 1, 0), strict=False):
         name = f"FSDP::all_gather (blocks.{following})"
         assert any(n == name and start < begun < end for n, begun, _ in trace)
+
+
+STEPS = 10
+MICRO_BATCHES: dict[str, tuple[int, ...]] = {
+    "a new length in the micro-batch that reduces": (256, 256, 192),
+    "five micro-batches": (256, 256, 192, 256, 224),
+    "all parameters in blocks": (256, 256, 192),
+}
+"""The rows of the micro-batches of a step."""
+
+
+class BlocksAlone(nn.Module):
+    """Blocks without parameters outside of them: FSDP2's group of the root is empty."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(32) for _ in range(4))
+
+    def forward(self, ids: torch.Tensor) -> Output:
+        x = nn.functional.one_hot(ids % 32, 32).float()
+        for block in self.blocks:
+            x = block(x)
+        return Output(x.square().mean(), x)
+
+
+def _accumulate(rank: int, case: str, folder: str) -> None:
+    """Train with micro-batches of which the last one reduces gradients."""
+    torch.set_num_threads(1)
+    with _group(rank, f"{folder}/store"):
+        torch.manual_seed(0)
+        blocks = [Block(32) for _ in range(4)]
+        model = BlocksAlone() if case == "all parameters in blocks" else Net(list(blocks))
+        eager = copy.deepcopy(model)
+        _shard(eager, "sharded first")
+        expected, eager_peaks, _ = _accumulated(eager, rank, MICRO_BATCHES[case])
+        options: dict[str, Any] = {"scope": "blocks", "outputs": "dropped"}
+        remat.enable(model, "70%", costs=remat.Roofline("cpu"), **options)
+        _shard(model, "sharded first")
+        actual, peaks, planned = _accumulated(model, rank, MICRO_BATCHES[case])
+        report = {
+            "equal": len(actual) == len(expected) and all(map(torch.equal, actual, expected)),
+            "eager_bytes": eager_peaks,
+            "measured_bytes": peaks,
+            "planned_bytes": planned,
+            "budget_bytes": max(plan.budget_bytes for plan in remat.plans(model)),
+        }
+        Path(f"{folder}/report.{rank}").write_text(json.dumps(report))
+
+
+def _accumulated(
+    model: nn.Module, rank: int, rows: tuple[int, ...]
+) -> tuple[list[torch.Tensor], list[int], list[int]]:
+    """Train, and return the losses and final weights, and the measured and planned peak of each
+    micro-batch: the smallest of the last four steps, as in `_measured`."""
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    samples = torch.Generator().manual_seed(rank)
+    losses: list[torch.Tensor] = []
+    peaks_bytes: list[list[int]] = []
+    planned_bytes: list[int] = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        torch.manual_seed(10 * step + rank)
+        peaks_bytes.append([])
+        planned_bytes.clear()
+        for number, count in enumerate(rows):
+            ids = torch.randint(0, 50, (count,), generator=samples)
+            model.set_requires_gradient_sync(number == len(rows) - 1)  # type: ignore[operator]
+
+            def one(ids: torch.Tensor = ids) -> None:
+                loss = model(ids).loss
+                loss.backward()
+                losses.append(loss.detach())
+
+            constants = [*map(_own, model.parameters()), ids, *unreduced_gradients(model)]
+            peaks_bytes[-1].append(measure_step(one, constants).peak_bytes)
+            if is_enabled(model):
+                planned_bytes.append(remat.plans(model)[-1].peak_bytes)
+        optimizer.step()
+    weights = [_own(tensor) for tensor in model.state_dict().values()]
+    smallest = [min(micro_batch) for micro_batch in zip(*peaks_bytes[-4:], strict=True)]
+    return losses + weights, smallest, planned_bytes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", MICRO_BATCHES)
+def test_micro_batches_of_many_lengths_accumulate_without_reduction(
+    case: str, tmp_path: Path
+) -> None:
+    """Losses and weights after ten steps are those of FSDP2 without remat, and plans are used in
+    all micro-batches."""
+    mp.spawn(_accumulate, args=(case, str(tmp_path)), nprocs=2)
+    for rank in (0, 1):
+        report = json.loads((tmp_path / f"report.{rank}").read_text())
+        assert report["equal"]
+        peaks = zip(report["measured_bytes"], report["planned_bytes"], strict=True)
+        for measured_bytes, planned_bytes in peaks:
+            assert 0.9 * planned_bytes <= measured_bytes <= planned_bytes
+            assert planned_bytes <= report["budget_bytes"]
+        assert max(report["measured_bytes"]) < 0.75 * max(report["eager_bytes"])
 
 
 def test_one_process_can_shard_and_only_blocks_are_planned(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ pytest.importorskip("bitsandbytes")
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-STEPS, ROWS = 6, 4
+STEPS, ROWS = 10, 4
 
 
 @pytest.fixture(scope="module")
@@ -104,6 +104,11 @@ def test_a_qlora_run_is_that_of_the_eager_model(
     model = quantized(saved, bits, checkpoints)
     remat.enable(model, "70%", scope="auto", outputs="dropped")
     assert losses(model, tmp_path / "ours") == expected
+    adapters = {n: p for n, p in model.named_parameters() if "lora" in n}
+    assert len(adapters) == 16
+    for name, parameter in eager.named_parameters():
+        if "lora" in name:
+            assert torch.equal(adapters[name], parameter), name
     assert len(set(expected)) == STEPS
     measured_bytes = peak_of(model)
     assert all(isinstance(plan, BlocksPlan) for plan in remat.plans(model))

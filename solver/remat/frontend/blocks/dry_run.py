@@ -106,7 +106,9 @@ def run_dry(
             growth_bytes,
         )
         if recorder.is_sharded:
-            stack.enter_context(inside_model_forward(model, call.args, call.kwargs))
+            recorder.accumulating_parameters = stack.enter_context(
+                inside_model_forward(model, call.args, call.kwargs)
+            )
         with patched_forwards({s.module: recorder.stub_forward(s) for s in blocks}):
             outputs = [run_post_forward(model, call.args, model.forward(*call.args, **call.kwargs))]
         if not recorder.calls:

@@ -63,12 +63,13 @@ def unreduced_gradients(model: nn.Module) -> list[torch.Tensor]:
 @contextmanager
 def inside_model_forward(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Iterator[None]:
+) -> Iterator[frozenset[int]]:
     """Run a forward and a backward inside the forward of a model that FSDP2 has sharded.
 
     A backward ends FSDP2's forward state, so its pre-forward runs before this context and again
     after it. Gradients are restored: those of the parameters, and those that micro-batches before
     have left unreduced (`set_requires_gradient_sync(False)`), which the backward would reduce.
+    Yields the ids of the gathered parameters that have such gradients.
     """
     places = [(p, "grad") for p in (*sharded_parameters(model), *model.parameters())]
     places += _unreduced_places(model)
@@ -77,8 +78,12 @@ def inside_model_forward(
         setattr(owner, name, None)
     _run_pre_forward(model, args, kwargs)
     try:
-        yield
+        yield frozenset(
+            id(owner) for owner, name, value in gradients if name == "grad" and value is not None
+        )
     finally:
+        for owner, name in _unreduced_places(model):  # also of parameters gathered since
+            setattr(owner, name, None)
         for owner, name, gradient in gradients:
             setattr(owner, name, gradient)
         _run_pre_forward(model, args, kwargs)

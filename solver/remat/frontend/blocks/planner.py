@@ -15,14 +15,19 @@ from remat.blockwise.blocks_plan import BlocksPlan
 from remat.errors import DocumentError, InfeasibleBudget, TraceError
 from remat.frontend.blocks.block_options import short_reason
 from remat.frontend.blocks.block_planning import PlannedBlocks, plan_blocks
-from remat.frontend.blocks.fsdp2 import check_unsharded, is_sharded
+from remat.frontend.blocks.fsdp2 import (
+    check_unsharded,
+    is_dtensor,
+    is_sharded,
+    unreduced_gradients,
+)
 from remat.frontend.blocks.patching import layer_checkpointing_disabled
 from remat.frontend.blocks.runtime import BoundBlocks, PlannedCall
 from remat.frontend.capture.model.attribute_guards import AttributeGuards
 from remat.frontend.planning.plan_cache import PlanEntry
 from remat.frontend.planning.planner import Planner
 from remat.frontend.planning.schedule_reuse import BlockScheduleCache
-from remat.frontend.runtime.guards import CallSignature, ModelCall
+from remat.frontend.runtime.guards import CallSignature, ModelCall, ModelTracker
 from remat.limits.infeasible import INFEASIBLE_ERROR
 from remat.limits.outputs import OUTPUTS_LOSS, differentiated_with
 
@@ -111,6 +116,14 @@ class ScopedPlanner(Planner):
     @cached_property
     def _schedule_cache(self) -> BlockScheduleCache:
         return BlockScheduleCache()
+
+    def _adds_to_gradients(self, tracker: ModelTracker) -> bool:
+        """True also with gradients that FSDP2 holds unreduced: sharded parameters have no `.grad`
+        then."""
+        if super()._adds_to_gradients(tracker):
+            return True
+        is_any_sharded = any(map(is_dtensor, tracker.parameters))
+        return is_any_sharded and bool(unreduced_gradients(tracker.model))
 
     def _plan(self, model: nn.Module, call: ModelCall, key: CallSignature) -> PlanEntry:
         not_whole_reason = remedy = ""

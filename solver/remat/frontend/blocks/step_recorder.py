@@ -70,6 +70,8 @@ class StepRecorder:
     """The largest number of bytes that the dry run may use, constant memory included."""
     largest_growth_bytes: int = 0
     """The most bytes that were needed at once, above those that were live at the last event."""
+    accumulating_parameters: frozenset[int] = frozenset()
+    """The ids of the parameters that have gradients, which are set aside during the dry run."""
     calls: list[DryRunCall] = field(default_factory=list)
     events: list[StepEvent] = field(default_factory=list)
     externally_held_storages: set[StorageWeakRef] = field(default_factory=set)
@@ -181,6 +183,8 @@ class StepRecorder:
             return DryRunCall(block, None, *_storages(tensors), str(error), options)
         tracker = self._trackers.setdefault(id(block.module), ModelTracker(block.module))
         signature = call_signature(tracker, call.structure, call.leaves)
+        if any(id(p) in self.accumulating_parameters for p in block.module.parameters()):
+            signature = signature._replace(accumulates_gradients=True)
         return DryRunCall(block, signature, *_storages(call.leaves), "", options)
 
     def _measured_options(self, invocation: ModuleInvocation) -> tuple[BlockOption, ...]:

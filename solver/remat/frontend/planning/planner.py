@@ -150,7 +150,7 @@ class Planner:
         values that the planned steps have read are others now."""
         self._count_calls(tracker.model)
         signature = call_signature(tracker, call.structure, call.leaves)
-        if self._in_flight > 1:  # the backward of a call adds to the gradients of the next
+        if self._adds_to_gradients(tracker):
             signature = signature._replace(accumulates_gradients=True)
         current = self._current
         if current is None or signature != self._current_signature or not current.guards.hold():
@@ -161,6 +161,11 @@ class Planner:
                 self._add(signature, current)
             self._current, self._current_signature = current, signature
         return current.step
+
+    def _adds_to_gradients(self, tracker: ModelTracker) -> bool:
+        """True if the backward adds to gradients that are not in the parameters' `.grad` yet: those
+        of the calls before, with several in flight."""
+        return self._in_flight > 1
 
     def note_call(self, outputs: Any) -> None:
         """Count a call of the model, which has returned these outputs, as in flight."""
