@@ -128,7 +128,7 @@ def _trace(model: nn.Module, ids: torch.Tensor) -> list[tuple[str, int, int]]:
         (e.name, e.time_range.start, e.time_range.end)
         for e in events
         if e.name.startswith("FSDP::all_gather (")
-        or e.name.endswith("evaluate_function: _StepBackward")
+        or e.name.endswith("evaluate_function: _StepFunctionBackward")
     ]
 
 
@@ -150,7 +150,9 @@ def test_sharded_blocks_train_as_under_fsdp2_within_the_budget(kind: str, tmp_pa
 
 def _assert_overlap(trace: list[tuple[str, int, int]]) -> None:
     """Check that the next block is gathered while a block's backward runs."""
-    backwards = [(start, end) for name, start, end in trace if name.endswith("_StepBackward")]
+    backwards = [
+        (start, end) for name, start, end in trace if name.endswith("_StepFunctionBackward")
+    ]
     assert len(backwards) == 4
     for (start, end), following in zip(backwards, (2, 1, 0), strict=False):
         name = f"FSDP::all_gather (blocks.{following})"
