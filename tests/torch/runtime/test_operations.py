@@ -208,11 +208,11 @@ CASES: dict[str, Callable[[], tuple[nn.Module, tuple[torch.Tensor, ...]]]] = {
 }
 
 
+# Gradients that may differ in the last bits: eager mode computes gates in place in parts of a tensor,
+# and on CPUs with AVX2 the kernels for strided and for contiguous memory round differently.
+ROUNDED = {"gru"}
 # Kernels whose real results are larger than those of fake tensors (oneDNN's LSTM workspace, 56 KB
 # here): only a measurement shows it. Some bytes of scratch remain, which no operation returns.
-ROUNDED = {"gru"}
-"""Cases whose gradients may differ in the last bits: eager mode computes gates in place in parts of a
-tensor, and on CPUs with AVX2 the kernels for strided and contiguous memory round differently."""
 LARGER_THAN_TRACED = {"lstm", "index-writes"}
 SCRATCH_BYTES = 128
 
@@ -246,7 +246,10 @@ def test_a_recomputed_operation_is_exact(name: str) -> None:
         assert step.gradients.keys() == eager.gradients.keys()
         for key, gradient in eager.gradients.items():
             actual = step.gradients[key]
-            assert gradient is None or torch.equal(actual, gradient), key
+            if name in ROUNDED and gradient is not None:
+                torch.testing.assert_close(actual, gradient, rtol=1e-5, atol=1e-7)
+            else:
+                assert gradient is None or torch.equal(actual, gradient), key
         for key, buffer in eager.buffers.items():
             assert torch.equal(step.buffers[key], buffer), key
         for mine, expected in zip(copied_case.args, case.args, strict=True):
