@@ -208,8 +208,8 @@ CASES: dict[str, Callable[[], tuple[nn.Module, tuple[torch.Tensor, ...]]]] = {
 }
 
 
-# Gradients that may differ in the last bits: eager mode computes gates in place in parts of a tensor,
-# and on CPUs with AVX2 the kernels for strided and for contiguous memory round differently.
+# Gradients that may differ in the last bits: eager mode computes gates in place in parts of a
+# tensor, and on CPUs with AVX2 the kernels for strided and contiguous memory round differently.
 ROUNDED = {"gru"}
 # Kernels whose real results are larger than those of fake tensors (oneDNN's LSTM workspace, 56 KB
 # here): only a measurement shows it. Some bytes of scratch remain, which no operation returns.
