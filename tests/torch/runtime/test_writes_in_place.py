@@ -81,7 +81,8 @@ def test_a_step_without_recomputation_takes_at_most_eager_mode_memory(fill: str)
 
 
 @pytest.mark.parametrize(
-    "door", ["optimize", "model", pytest.param("blocks", marks=pytest.mark.slow)]
+    "door",
+    ["optimize", *(pytest.param(door, marks=pytest.mark.slow) for door in ("model", "blocks"))],
 )
 @pytest.mark.parametrize("fill", FILLS)
 def test_recomputation_changes_no_value(fill: str, door: str) -> None:
