@@ -37,7 +37,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> Iterator[list[str]]:
         def __getitem__(self, index: object) -> str:  # type: ignore[override]
             return caplog.messages[index]  # type: ignore[index]
 
-    with caplog.at_level(logging.WARNING, logger="remat"):
+    with caplog.at_level(logging.INFO, logger="remat"):
         yield Messages()
 
 

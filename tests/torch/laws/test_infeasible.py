@@ -182,19 +182,19 @@ def tagged(budget: str, **options: Any) -> Outcome:
 
 DOORS: dict[str, Callable[..., Outcome]] = {
     "solve": solved,
-    "solve_step": solved_in_pieces,
     "optimize": optimized,
     "optimize, example inputs": optimized_for_examples,
     "enable, model": enabled("model"),
     "enable, auto": enabled("auto"),
-    "enable, blocks": enabled("blocks"),
     "Transformers": called_back(transformers_callback),
     "Lightning": called_back(lightning_callback),
-    "compile": compiled,
     "emit": emitted,
     "tags": tagged,
 }
 SLOW: dict[str, Callable[..., Outcome]] = {
+    "compile": compiled,
+    "enable, blocks": enabled("blocks"),
+    "solve_step": solved_in_pieces,
     "enable, two calls in flight": enabled_with_calls_in_flight,
     "compile, Inductor": compiled_by_inductor,
     "partitioner": partitioned,
