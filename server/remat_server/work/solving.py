@@ -10,8 +10,7 @@ from dataclasses import asdict
 from pydantic import ValidationError
 
 from remat.choice.offloaded_forms import OffloadLimits
-from remat.choice.step import solve_step
-from remat.choice.step_clock import StepClock
+from remat.choice.step import solve_step_in_time
 from remat.choice.trace_plan import TracePlan
 from remat.costs.roofline import Roofline
 from remat.costs.trace_costs import with_roofline_costs
@@ -133,21 +132,17 @@ def _planned_step(
 ) -> TracePlan:
     """Return the plan of a trace whose operations may be split and tensors offloaded, with the
     trace that it is for."""
-    clock = StepClock.of(strategy, bool(pieces) + (offload is not None))
-
-    def solve_in_full(trace: Trace, budget: Budget) -> Plan:
-        return solve(trace, budget, clock.next_strategy(), progress=progress)
-
     return plan_or_smallest(
-        lambda budget: solve_step(
+        lambda budget: solve_step_in_time(
             trace,
             budget,
+            strategy,
             pieces=pieces,
             offload=offload,
-            solve_in_full=solve_in_full,
+            solve_in_full=lambda step, budget, clock: solve(
+                step, budget, clock.next_strategy(), progress=progress
+            ),
             measure=lambda split: _with_costs(split, request, device, are_pieces=True),
-            cancel=clock,
-            limit_s=clock.choice_limit_s,
         ),
         Budget.parse(request.budget),
         request.infeasible,

@@ -1,4 +1,5 @@
-"""`solve_step`: the plan of a measured step, with operations split and tensors offloaded or not."""
+"""`solve_step`: the plan of a measured step, with operations split and tensors offloaded or not;
+`solve_step_in_time` does so within one time limit."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from dataclasses import replace
 from remat.choice.offload import solve_with_offload
 from remat.choice.offloaded_forms import OffloadLimits
 from remat.choice.split import CHOICE_LIMIT_S, MAX_PIECE_NODES, solve_with_splits
+from remat.choice.step_clock import StepClock
 from remat.choice.trace_plan import TracePlan
 from remat.documents.trace import Trace
 from remat.errors import InfeasibleBudget, SolverTimeout
@@ -20,6 +22,7 @@ from remat.plan import Plan
 from remat.plan_data import NOT_OFFLOADED_STAT, NOT_SPLIT_STAT
 from remat.progress import Cancel
 from remat.simulate import baseline_of
+from remat.strategies.base import Strategy
 
 _HINT_AT_END = (
     "Gradients and results alone need {}, whatever is split or offloaded, so that neither was "
@@ -120,6 +123,32 @@ def solve_step(
         )
     except InfeasibleBudget as error:
         raise error.with_hint(_HINT_OFFLOADED) from None
+
+
+def solve_step_in_time(
+    trace: Trace,
+    budget: Budget,
+    strategy: Strategy,
+    *,
+    pieces: tuple[int, ...],
+    offload: OffloadLimits | None,
+    solve_in_full: Callable[[Trace, Budget, StepClock], Plan],
+    measure: Callable[[Trace], Trace],
+    cancel: Cancel | None = None,
+) -> TracePlan:
+    """Like `solve_step`, with the choices and all solves within the time limit of the strategy:
+    `solve_in_full` gets a clock, which gives the strategy of each solve."""
+    clock = StepClock.of(strategy, bool(pieces) + (offload is not None), cancel)
+    return solve_step(
+        trace,
+        budget,
+        pieces=pieces,
+        offload=offload,
+        solve_in_full=lambda step, budget: solve_in_full(step, budget, clock),
+        measure=measure,
+        cancel=clock,
+        limit_s=clock.choice_limit_s,
+    )
 
 
 def _exceeds_at_end(trace: Trace, budget: Budget) -> bool:

@@ -33,7 +33,7 @@ def is_write(node: Node) -> bool:
 def written_buffer(node: Node) -> str:
     """Return the name of the tensor that a write reads, and writes into unless it is read later.
 
-    Raises ValueError if the arguments are not those of a write.
+    Raises ValueError if the operation does not have the arguments of a write.
     """
     match node.args:
         case (Ref(name), str(), tuple(shape), tuple(stride), int(), *_):
@@ -48,8 +48,8 @@ def call_of_write(
     """Return the call of the operator as an operation, whose first argument and result are the part
     that it writes, and the metadata of its tensors. Any other operation is returned as it is.
 
-    Its costs are those of the write. The target is that of the functional operator of the same
-    name, so that the formulas of the cost models apply.
+    The write costs what this call costs. Its target names the functional operator (`add` for
+    `add_`), which the formulas of the cost models know.
     """
     if not is_write(node):
         return node, metas

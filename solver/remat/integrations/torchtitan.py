@@ -28,7 +28,8 @@ def memory_policy(
     """Return a graph pass `(gm, *, config) -> gm` that tags forward nodes with MUST_SAVE or
     MUST_RECOMPUTE, so that the peak of the step is at most `budget`.
 
-    `budget` is bytes, or a percentage of the peak of the step that saves everything; `infeasible`
-    is that of `remat.solve`. The attribute `plan` of the pass is the plan of its last graph.
+    `budget` is bytes, or a percentage of the peak of the step that saves everything. With
+    `infeasible="smallest"`, a budget that no tags fit is replaced by the smallest peak. The
+    attribute `plan` of the pass is the plan of its last graph.
     """
     return MemoryPolicy(budget, strategy, costs, infeasible)

@@ -12,7 +12,7 @@ import typer
 
 from remat.allocator.budget_fitting import solve_within_allocator_budget
 from remat.choice.offloaded_forms import OffloadLimits
-from remat.choice.step import solve_step
+from remat.choice.step import solve_step_in_time
 from remat.choice.step_clock import StepClock
 from remat.choice.trace_plan import TracePlan
 from remat.commands.common.exits import describe_signal, print_message, signal_exit_code
@@ -48,8 +48,8 @@ def solve_trace(
     solve early, if any.
 
     With `pieces`, operations of the trace are split into one of these numbers of pieces, to which
-    `measure` adds costs; with `offload`, tensors may be offloaded within these limits. `infeasible`
-    is that of `remat.solve`.
+    `measure` adds costs; with `offload`, tensors may be offloaded within these limits. With
+    `infeasible="smallest"`, the smallest peak replaces an infeasible budget.
     """
 
     def solve_in_full(
@@ -69,17 +69,18 @@ def solve_trace(
         )
 
     def work(line: ProgressLine, cancel: Cancel) -> TracePlan:
-        clock = StepClock.of(strategy, bool(pieces) + (offload is not None), cancel)
         return plan_or_smallest(
-            lambda budget: solve_step(
+            lambda budget: solve_step_in_time(
                 trace,
                 budget,
+                strategy,
                 pieces=pieces,
                 offload=offload,
-                solve_in_full=lambda step, budget: solve_in_full(step, budget, line, cancel, clock),
+                solve_in_full=lambda step, budget, clock: solve_in_full(
+                    step, budget, line, cancel, clock
+                ),
                 measure=measure,
-                cancel=clock,
-                limit_s=clock.choice_limit_s,
+                cancel=cancel,
             ),
             limits.budget_after_reserve,
             infeasible,

@@ -56,7 +56,7 @@ _SCRIPTABLE_ATTRIBUTE = "__prepare_scriptable__"
 
 
 class EnableOptions(TypedDict, total=False):
-    """The options of `enable`: those of `remat.optimize`, and `scope`."""
+    """The options of `enable`: the options of `remat.optimize`, and `scope`."""
 
     strategy: Strategy | None
     costs: str | Roofline | None
@@ -91,8 +91,8 @@ def enable(
     before, outside of the plan. Copies, pickles and `torch.save` keep the model enabled, with its
     plans.
 
-    `**options` are those of `remat.optimize`, and `scope`: it is "model" for a
-    plan of the whole model; "blocks" for plans of its repeated blocks, which share the budget; or
+    `**options` are the options of `remat.optimize`, and `scope`: "model" for a plan of the whole
+    model; "blocks" for plans of its repeated blocks, which share the budget; or
     "auto" (the default): the whole model if it can be captured, else its blocks, with the rest in
     eager mode and a warning with a table. `in_flight` is the number of calls whose forward runs
     before the backward of the first, as for a triplet loss or the discriminator of a GAN; in

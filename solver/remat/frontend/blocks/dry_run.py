@@ -46,8 +46,8 @@ class DryRun:
 
     `externally_held_storages` are those inputs of blocks that code outside of blocks still holds
     when the backward starts. `non_block_bytes` were in use at that time, without constant memory.
-    `constant_bytes` are those of parameters, buffers, batch, and gradients that existed before the
-    step; `library_bytes` are the workspaces of libraries, a part of them.
+    `constant_bytes` is the size of the parameters, buffers, batch, and gradients that existed
+    before the step, with the workspaces of libraries, `library_bytes`.
     """
 
     calls: tuple[DryRunCall, ...]

@@ -29,8 +29,8 @@ class BufferSnapshot:
     """A copy of a module's buffers, to detect and to undo changes.
 
     With `written`, the addresses of the storages that operators say they write into, other buffers
-    are copied only if operators may write into them without saying so, as those of batch norm do:
-    quantized weights are not copied.
+    are copied only if operators may write into them without saying so, as batch norm does into its
+    statistics: quantized weights are not copied.
     """
 
     def __init__(self, module: nn.Module, written: Container[int] | None = None) -> None:

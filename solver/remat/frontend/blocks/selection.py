@@ -53,7 +53,7 @@ def select_blocks(
     captured. Modules without children and those whose calls depend on the data are measured in
     eager mode instead. With `keep_uncapturable`, blocks that cannot be captured are measured in
     eager mode as a whole, too. Raises `DryRunTooLarge` if a dry run needs more than `limit_bytes`;
-    `growth_bytes` is that of `run_dry`.
+    `growth_bytes` are needed after the last block, in addition to what is live there.
     """
     blocks = repeated_blocks(model) or children_with_parameters(Submodule("", model))
     if not blocks:

@@ -62,7 +62,7 @@ def tag(
     `meta["custom"]["phase"] == "backward"`. Operations are measured on the device of the graph,
     or estimated by a `Roofline`.
 
-    `infeasible` is that of `remat.solve`.
+    With `infeasible="smallest"`, a budget that no tags fit is replaced by the smallest peak.
 
     Raises `TraceError` if no node is marked as backward, `InfeasibleBudget` if no tags fit.
     """

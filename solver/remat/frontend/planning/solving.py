@@ -9,7 +9,7 @@ import torch
 
 from remat.allocator.budget_fitting import solve_within_allocator_budget
 from remat.choice.split import MAX_PIECE_NODES
-from remat.choice.step import solve_step
+from remat.choice.step import solve_step_in_time
 from remat.choice.step_clock import StepClock
 from remat.costs.roofline import Roofline
 from remat.costs.trace_costs import OperationCost, with_costs
@@ -70,7 +70,7 @@ def solve_trace(
         return _split_and_solved_by_service(options, trace, budget, segments_bytes)
     programs: dict[tuple[tuple[str, ...], Schedule], Program] = {}
 
-    def solve_in_full(trace: Trace, budget: Budget) -> Plan:
+    def solve_in_full(trace: Trace, budget: Budget, clock: StepClock) -> Plan:
         def solve_once(budget: Budget) -> Plan:
             if options.service is None:
                 strategy = clock.next_strategy()
@@ -86,17 +86,15 @@ def solve_trace(
     limits = host_limits(
         options.offload, options.host_budget, options.link, trace, options.costs, options.cache
     )
-    clock = StepClock.of(options.strategy or Auto(), bool(pieces) + (limits is not None))
     try:
-        trace, plan = solve_step(
+        trace, plan = solve_step_in_time(
             trace,
             budget,
+            options.strategy or Auto(),
             pieces=pieces,
             offload=limits,
             solve_in_full=solve_in_full,
             measure=lambda split: _with_costs_of_pieces(options, split, limit_bytes),
-            cancel=clock,
-            limit_s=clock.choice_limit_s,
         )
     except InfeasibleBudget as error:
         if pieces or split_largest_operations(trace, min(PIECES), MAX_PIECE_NODES) is trace:
