@@ -12,6 +12,7 @@ from remat.allocator.prediction import with_prediction
 from remat.documents.trace import Trace
 from remat.errors import InfeasibleBudget, SolverError, SolverWarning, wrong_type
 from remat.graph import Graph
+from remat.heuristics.peak_bounds import peak_lower_bound_bytes
 from remat.limits.budget import Budget
 from remat.limits.infeasible import INFEASIBLE_ERROR, plan_or_smallest
 from remat.limits.units import format_bytes
@@ -138,9 +139,12 @@ def sweep(
     baseline_bytes = baseline_of(graph).peak_bytes
     parsed = map(Budget.parse, SWEEP_BUDGETS if budgets is None else budgets)
     sizes = {budget.in_bytes(baseline_bytes, graph.library_bytes) for budget in parsed}
+    smallest_bytes = peak_lower_bound_bytes(graph)
     plans: list[Plan] = []
     with raise_progress_errors(progress, cancel) as (progress, cancel):
         for size in sorted(sizes, key=lambda size: size or 0):  # "min" is None, and comes first
+            if size is not None and size < smallest_bytes:
+                continue
             if plans and size is not None and size < plans[0].budget_bytes:
                 continue
             if plans and is_cancelled(cancel):
