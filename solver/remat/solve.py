@@ -5,9 +5,10 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
+from remat.allocator.budget_fitting import requested_budget_bytes, solve_within_allocator_budget
 from remat.allocator.prediction import with_prediction
 from remat.documents.trace import Trace
 from remat.errors import InfeasibleBudget, SolverError, SolverWarning, wrong_type
@@ -56,6 +57,7 @@ def solve(
     progress: ProgressCallback | None = None,
     cancel: Cancel | None = None,
     infeasible: str = INFEASIBLE_ERROR,
+    reserved_bytes: int | None = None,
 ) -> Plan:
     """Return the plan with the cheapest schedule of `graph` whose peak is at most `budget`.
 
@@ -67,6 +69,10 @@ def solve(
     is raised. With `infeasible="smallest"`, a budget that no plan fits is no error: the result is
     the plan for "min", with a `BudgetWarning`.
 
+    For a trace of a CUDA device, torch's allocator also counts at most `budget` allocated bytes,
+    and at most `reserved_bytes` reserved ones if that is passed (see
+    `remat.allocator.budget_fitting`).
+
     If a solver backend fails, the best schedule so far is returned, with a `SolverWarning`, and the
     reason in `plan.stats["solver_error"]`.
 
@@ -76,30 +82,23 @@ def solve(
     """
     strategy = checked_strategy(strategy or Auto())
     check_graph("solve", graph)
-    stats: Stats = {} if isinstance(graph, Graph) else {"cost_source": graph.cost_source}
-    traced, graph = graph, graph if isinstance(graph, Graph) else graph.graph()
-    baseline_bytes = baseline_of(graph).peak_bytes
-
-    def solve_within(budget: Budget) -> Plan:
-        budget_bytes = budget.in_bytes(baseline_bytes, graph.library_bytes)
-        return _solve(graph, budget_bytes, strategy, None, progress, cancel, stats)
-
     try:
         with raise_progress_errors(progress, cancel) as (progress, cancel):
-            plan = plan_or_smallest(
-                solve_within, Budget.parse(budget), infeasible, peak_bytes=lambda p: p.peak_bytes
+            search = _Search(graph, strategy, progress, cancel, reserved_bytes)
+            return plan_or_smallest(
+                search.plan, Budget.parse(budget), infeasible, peak_bytes=lambda p: p.peak_bytes
             )
     except InfeasibleBudget as error:
-        if hint := _hint_about_outputs(traced, baseline_bytes):
+        if hint := _hint_about_outputs(graph):
             raise error.with_hint(hint) from error
         raise
-    return _with_trace_stats(plan, traced)
 
 
-def _hint_about_outputs(graph: Graph | HasGraph, baseline_bytes: int) -> str:
+def _hint_about_outputs(graph: Graph | HasGraph) -> str:
     """Return a sentence about outputs that take memory and need not be returned, or ""."""
     if not isinstance(graph, Trace):
         return ""
+    baseline_bytes = baseline_of(graph.graph()).peak_bytes
     size_bytes = unreturned_bytes(graph)
     if size_bytes >= _MIN_UNRETURNED_FRACTION * baseline_bytes:
         return (
@@ -133,26 +132,25 @@ def sweep(
     """
     check_graph("sweep", graph)
     check_budgets("sweep", budgets)
-    stats: Stats = {} if isinstance(graph, Graph) else {"cost_source": graph.cost_source}
-    traced, graph = graph, graph if isinstance(graph, Graph) else graph.graph()
     strategy = checked_strategy(strategy or Auto())
+    traced, graph = graph, graph if isinstance(graph, Graph) else graph.graph()
     baseline_bytes = baseline_of(graph).peak_bytes
     parsed = map(Budget.parse, SWEEP_BUDGETS if budgets is None else budgets)
     sizes = {budget.in_bytes(baseline_bytes, graph.library_bytes) for budget in parsed}
     smallest_bytes = peak_lower_bound_bytes(graph)
     plans: list[Plan] = []
     with raise_progress_errors(progress, cancel) as (progress, cancel):
+        search = _Search(traced, strategy, progress, cancel)
         for size in sorted(sizes, key=lambda size: size or 0):  # "min" is None, and comes first
             if size is not None and size < smallest_bytes:
                 continue
-            if plans and size is not None and size < plans[0].budget_bytes:
+            if plans and size is not None and size < requested_budget_bytes(plans[0]):
                 continue
             if plans and is_cancelled(cancel):
                 break
             start = plans[-1].schedule if plans else None
             try:
-                plan = _solve(graph, size, strategy, start, progress, cancel, stats)
-                plans.append(_with_trace_stats(plan, traced))
+                plans.append(search.plan(Budget.parse("min" if size is None else size), start))
             except InfeasibleBudget:
                 continue
             if on_plan is not None:
@@ -176,15 +174,43 @@ def check_budgets(function: str, budgets: object) -> None:
         raise wrong_type(function, "several budgets", budgets, f"pass a list: [{budgets!r}]")
 
 
-def _with_trace_stats(plan: Plan, graph: Graph | HasGraph) -> Plan:
-    """Return the plan with the statistics that need a trace: the peak of torch's allocator on a
-    CUDA device, and the CPU's launch time, if that was measured."""
-    if not isinstance(graph, Trace):
-        return plan
-    launch_s = graph.launch_s(plan.schedule.runs)
-    if launch_s is not None:
-        plan = replace(plan, stats={**plan.stats, "launch_s": launch_s})
-    return with_prediction(plan, graph)
+@dataclass(frozen=True)
+class _Search:
+    """The solves of one graph by one strategy."""
+
+    traced: Graph | HasGraph
+    strategy: Strategy
+    progress: ProgressCallback | None
+    cancel: Cancel | None
+    reserved_bytes: int | None = None
+
+    def plan(self, budget: Budget, start: Schedule | None = None) -> Plan:
+        """Return the plan within a budget, within the time limit of the strategy. `start` is a
+        schedule to start from."""
+        traced, strategy, started_at = self.traced, self.strategy, time.monotonic()
+        if not isinstance(traced, Trace):
+            return self._solve(budget, start, strategy)
+
+        def solve_once(budget: Budget) -> Plan:
+            nonlocal strategy
+            plan = self._solve(budget, start, strategy)
+            strategy = _with_remaining_time(self.strategy, started_at)
+            launch_s = traced.launch_s(plan.schedule.runs)
+            if launch_s is not None:
+                plan = replace(plan, stats={**plan.stats, "launch_s": launch_s})
+            return with_prediction(plan, traced)
+
+        return solve_within_allocator_budget(
+            traced, budget, solve_once, reserved_bytes=self.reserved_bytes, cancel=self.cancel
+        )
+
+    def _solve(self, budget: Budget, start: Schedule | None, strategy: Strategy) -> Plan:
+        traced = self.traced
+        is_graph = isinstance(traced, Graph)
+        stats: Stats = {} if is_graph else {"cost_source": traced.cost_source}
+        graph = traced if is_graph else traced.graph()
+        budget_bytes = budget.in_bytes(baseline_of(graph).peak_bytes, graph.library_bytes)
+        return _solve(graph, budget_bytes, strategy, start, self.progress, self.cancel, stats)
 
 
 def warn_of_solver_failure(plan: Plan) -> None:
@@ -219,10 +245,7 @@ def _solve(
         stats |= smallest.step_stats | smallest.failure_stats
         if smallest.bound is not None:
             stats["peak_bound_bytes"] = int(smallest.bound)
-        limit_s = getattr(strategy, "time_limit", None)
-        if isinstance(limit_s, int | float):
-            remaining_s = max(_MIN_TIME_LIMIT_S, limit_s - (time.monotonic() - started_at))
-            strategy = with_limits(strategy, time_limit=remaining_s)
+        strategy = _with_remaining_time(strategy, started_at)
     progress_for_budget = _for_budget(progress, budget_bytes)
     try:
         solution = strategy.run(Task(graph, budget_bytes, start, progress_for_budget, cancel))
@@ -240,6 +263,15 @@ def _solve(
     plan = Plan.of(graph, budget_bytes, solution, stats)
     warn_of_solver_failure(plan)
     return plan
+
+
+def _with_remaining_time(strategy: Strategy, started_at: float) -> Strategy:
+    """Return the strategy with what is left of its time limit, for a solve that follows others."""
+    limit_s = getattr(strategy, "time_limit", None)
+    if not isinstance(limit_s, int | float):
+        return strategy
+    remaining_s = max(_MIN_TIME_LIMIT_S, limit_s - (time.monotonic() - started_at))
+    return with_limits(strategy, time_limit=remaining_s)
 
 
 def _for_budget(progress: ProgressCallback | None, budget_bytes: int) -> ProgressCallback | None:

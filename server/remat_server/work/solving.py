@@ -10,7 +10,8 @@ from dataclasses import asdict
 from pydantic import ValidationError
 
 from remat.choice.offloaded_forms import OffloadLimits
-from remat.choice.step import solve_step_in_time
+from remat.choice.plan_request import PlanRequest
+from remat.choice.step import plan_step
 from remat.choice.trace_plan import TracePlan
 from remat.costs.roofline import Roofline
 from remat.costs.trace_costs import with_roofline_costs
@@ -21,7 +22,7 @@ from remat.errors import InfeasibleBudget, RematError
 from remat.fitting.data_sheet import fit_trace
 from remat.fitting.question import DEFAULT_STRATEGY
 from remat.limits.budget import Budget
-from remat.limits.infeasible import plan_or_smallest
+from remat.limits.limits import Limits
 from remat.limits.offload import is_offload_allowed
 from remat.limits.pieces import pieces_to_try
 from remat.plan import Plan
@@ -86,12 +87,8 @@ def solve_request(
             documents = tuple(PlanDocument.of(plan) for plan in plans)
             answer = wire.SweepResult(plans=documents, costs=costs).model_dump_json()
         else:
-            pieces = pieces_to_try(request.split)
-            offload = _offload_limits(request, device)
-            if isinstance(graph, Trace) and (pieces or offload is not None):
-                graph, plan = _planned_step(
-                    graph, request, pieces, offload, strategy, progress, device
-                )
+            if isinstance(graph, Trace):
+                graph, plan = _planned_step(graph, request, strategy, progress, device)
             else:
                 plan = solve(
                     graph,
@@ -124,29 +121,24 @@ def solve_request(
 def _planned_step(
     trace: Trace,
     request: wire.SolveRequest,
-    pieces: tuple[int, ...],
-    offload: OffloadLimits | None,
     strategy: Strategy,
     progress: ProgressCallback,
     device: str,
 ) -> TracePlan:
     """Return the plan of a trace whose operations may be split and tensors offloaded, with the
     trace that it is for."""
-    return plan_or_smallest(
-        lambda budget: solve_step_in_time(
-            trace,
-            budget,
-            strategy,
-            pieces=pieces,
-            offload=offload,
-            solve_in_full=lambda step, budget, clock: solve(
-                step, budget, clock.next_strategy(), progress=progress
-            ),
-            measure=lambda split: _with_costs(split, request, device, are_pieces=True),
-        ),
-        Budget.parse(request.budget),
+    question = PlanRequest(
+        Limits(Budget.parse(request.budget)),
+        strategy,
+        pieces_to_try(request.split),
+        _offload_limits(request, device),
         request.infeasible,
-        peak_bytes=lambda solved: solved.plan.peak_bytes,
+    )
+    return plan_step(
+        trace,
+        question,
+        measure=lambda split: _with_costs(split, request, device, are_pieces=True),
+        progress=progress,
     )
 
 

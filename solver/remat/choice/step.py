@@ -1,5 +1,6 @@
-"""`solve_step`: the plan of a measured step, with operations split and tensors offloaded or not;
-`solve_step_in_time` does so within one time limit."""
+"""`plan_step`: the plan of a measured step that answers a `PlanRequest`.
+
+`solve_step` chooses what is split and offloaded."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from dataclasses import replace
 
 from remat.choice.offload import solve_with_offload
 from remat.choice.offloaded_forms import OffloadLimits
+from remat.choice.plan_request import PlanRequest
 from remat.choice.split import CHOICE_LIMIT_S, MAX_PIECE_NODES, solve_with_splits
 from remat.choice.step_clock import StepClock
 from remat.choice.trace_plan import TracePlan
@@ -15,14 +17,16 @@ from remat.documents.trace import Trace
 from remat.errors import InfeasibleBudget, SolverTimeout
 from remat.heuristics.peak_bounds import end_bytes, peak_lower_bound_bytes
 from remat.limits.budget import Budget
+from remat.limits.infeasible import plan_or_smallest
+from remat.limits.pieces import PIECES
 from remat.limits.units import format_bytes
 from remat.passes.split.largest_operations import split_largest_operations
 from remat.passes.split.obstacle import split_obstacle
 from remat.plan import Plan
 from remat.plan_data import NOT_OFFLOADED_STAT, NOT_SPLIT_STAT
-from remat.progress import Cancel
+from remat.progress import Cancel, ProgressCallback
 from remat.simulate import baseline_of
-from remat.strategies.base import Strategy
+from remat.solve import solve
 
 _HINT_AT_END = (
     "Gradients and results alone need {}, whatever is split or offloaded, so that neither was "
@@ -32,6 +36,11 @@ _HINT_AT_END = (
 _HINT_OFFLOADED = (
     "These are bytes without offloading; no plan with it was found within the budget either, but "
     '"min" takes the smallest peak with it, which may be below them'
+)
+
+_HINT_WHOLE = (
+    'This is so for whole operations; split="auto" may reach it: it computes those that need most '
+    "in pieces"
 )
 
 _MAX_ROUNDS = 4
@@ -125,30 +134,64 @@ def solve_step(
         raise error.with_hint(_HINT_OFFLOADED) from None
 
 
-def solve_step_in_time(
+SolveStep = Callable[[Trace, Budget, StepClock], Plan]
+"""Solves a step in one form within a budget, and within the time that the clock gives."""
+
+
+def plan_step(
     trace: Trace,
-    budget: Budget,
-    strategy: Strategy,
+    request: PlanRequest,
     *,
-    pieces: tuple[int, ...],
-    offload: OffloadLimits | None,
-    solve_in_full: Callable[[Trace, Budget, StepClock], Plan],
     measure: Callable[[Trace], Trace],
+    solve_in_full: SolveStep | None = None,
+    progress: ProgressCallback | None = None,
     cancel: Cancel | None = None,
 ) -> TracePlan:
-    """Like `solve_step`, with the choices and all solves within the time limit of the strategy:
-    `solve_in_full` gets a clock, which gives the strategy of each solve."""
-    clock = StepClock.of(strategy, bool(pieces) + (offload is not None), cancel)
-    return solve_step(
-        trace,
-        budget,
-        pieces=pieces,
-        offload=offload,
-        solve_in_full=lambda step, budget: solve_in_full(step, budget, clock),
-        measure=measure,
-        cancel=clock,
-        limit_s=clock.choice_limit_s,
-    )
+    """Return the plan of a measured trace that answers a request, with the trace that it is for.
+
+    `measure` adds costs to the operations of a split trace that have none. `solve_in_full` replaces
+    `remat.solve`, for plans that another process solves. Raises the errors of `remat.solve`; the
+    smallest feasible budget that they name includes the request's reserve.
+    """
+    limits, strategy = request.limits, request.strategy
+
+    def solve_here(step: Trace, budget: Budget, clock: StepClock) -> Plan:
+        return solve(
+            step,
+            budget,
+            clock.next_strategy(),
+            progress=progress,
+            cancel=cancel,
+            reserved_bytes=request.segments_bytes,
+        )
+
+    def plan_within(budget: Budget) -> TracePlan:
+        choices = bool(request.pieces) + (request.offload is not None)
+        clock = StepClock.of(strategy, choices, cancel)
+        return solve_step(
+            trace,
+            budget,
+            pieces=request.pieces,
+            offload=request.offload,
+            solve_in_full=lambda step, budget: (solve_in_full or solve_here)(step, budget, clock),
+            measure=measure,
+            cancel=clock,
+            limit_s=clock.choice_limit_s,
+        )
+
+    try:
+        with limits.infeasible_with_reserve():
+            return plan_or_smallest(
+                plan_within,
+                limits.budget_after_reserve,
+                request.infeasible,
+                peak_bytes=lambda chosen: chosen.plan.peak_bytes + limits.reserve_bytes,
+                requested=limits.budget,
+            )
+    except InfeasibleBudget as error:
+        if request.pieces or split_largest_operations(trace, min(PIECES), MAX_PIECE_NODES) is trace:
+            raise
+        raise error.with_hint(_HINT_WHOLE) from None
 
 
 def _exceeds_at_end(trace: Trace, budget: Budget) -> bool:

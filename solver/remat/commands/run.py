@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from remat.choice.plan_request import PlanRequest
 from remat.commands.common import command_options, files
 from remat.commands.common.exits import UsageError
 from remat.commands.common.interruptible_solve import (
     describe_incumbent,
     exit_if_interrupted,
-    solve_trace,
+    plan_interruptibly,
     warnings_as_messages,
 )
 from remat.commands.common.offload_limits import check_offload_options, offload_limits
@@ -105,15 +106,9 @@ def run(
         with show_progress("measuring", 1) as line:
             traced = measure(traced, progress=line.on_measure_progress)
         predicted_eager_bytes = eager_peak_bytes(traced)
-        (traced, plan), signum = solve_trace(
-            traced,
-            limits,
-            selected_strategy,
-            pieces,
-            measure_pieces,
-            offload_limits(offload, host_budget, traced, is_here=True),
-            infeasible,
-        )
+        host_limits = offload_limits(offload, host_budget, traced, is_here=True)
+        request = PlanRequest(limits, selected_strategy, pieces, host_limits, infeasible)
+        (traced, plan), signum = plan_interruptibly(traced, request, measure_pieces)
         rewritten_program = rewrite(traced, plan.schedule)
         if program is not None:
             files.write_output(program, rewritten_program.to_json())

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from remat.choice.plan_request import PlanRequest
 from remat.commands.common import command_options, files
 from remat.commands.common.interruptible_solve import (
     describe_incumbent,
     exit_if_interrupted,
     hint_how_to_save,
-    solve_trace,
+    plan_interruptibly,
 )
 from remat.commands.common.offload_limits import check_offload_options, offload_limits
 from remat.commands.common.piece_costs import with_costs_of_pieces
@@ -49,15 +50,9 @@ def solve(
     )
     files.check_outputs(output, program)
     traced = files.read_measured_trace(trace)
-    (traced, plan), signum = solve_trace(
-        traced,
-        limits,
-        selected_strategy,
-        pieces,
-        with_costs_of_pieces,
-        offload_limits(offload, host_budget, traced, is_here=False),
-        infeasible,
-    )
+    host_limits = offload_limits(offload, host_budget, traced, is_here=False)
+    request = PlanRequest(limits, selected_strategy, pieces, host_limits, infeasible)
+    (traced, plan), signum = plan_interruptibly(traced, request, with_costs_of_pieces)
     if output is not None:
         files.write_output(output, plan.to_json())
     if program is not None:

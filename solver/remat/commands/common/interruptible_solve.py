@@ -10,24 +10,17 @@ from typing import TypeVar
 
 import typer
 
-from remat.allocator.budget_fitting import solve_within_allocator_budget
-from remat.choice.offloaded_forms import OffloadLimits
-from remat.choice.step import solve_step_in_time
-from remat.choice.step_clock import StepClock
+from remat.choice.plan_request import PlanRequest
+from remat.choice.step import plan_step
 from remat.choice.trace_plan import TracePlan
 from remat.commands.common.exits import describe_signal, print_message, signal_exit_code
 from remat.commands.common.interrupt import run_interruptibly
 from remat.commands.common.progress_line import ProgressLine, show_progress
 from remat.documents.trace import Trace
 from remat.errors import BudgetWarning, SolverWarning
-from remat.limits.budget import Budget
-from remat.limits.infeasible import plan_or_smallest
-from remat.limits.limits import Limits
 from remat.plan import Plan
 from remat.plan_data import with_reserve_stat
 from remat.progress import Cancel
-from remat.solve import solve
-from remat.strategies.base import Strategy
 
 _T = TypeVar("_T")
 
@@ -35,62 +28,18 @@ _MESSAGES = (SolverWarning, BudgetWarning)
 """The warnings that are printed as one line."""
 
 
-def solve_trace(
-    trace: Trace,
-    limits: Limits,
-    strategy: Strategy,
-    pieces: tuple[int, ...],
-    measure: Callable[[Trace], Trace],
-    offload: OffloadLimits | None,
-    infeasible: str,
+def plan_interruptibly(
+    trace: Trace, request: PlanRequest, measure: Callable[[Trace], Trace]
 ) -> tuple[TracePlan, int | None]:
-    """Return a plan within the limits and the trace that it is for, and the signal that ended the
-    solve early, if any.
-
-    With `pieces`, operations of the trace are split into one of these numbers of pieces, to which
-    `measure` adds costs; with `offload`, tensors may be offloaded within these limits. With
-    `infeasible="smallest"`, the smallest peak replaces an infeasible budget.
-    """
-
-    def solve_in_full(
-        trace: Trace, budget: Budget, line: ProgressLine, cancel: Cancel, clock: StepClock
-    ) -> Plan:
-        return solve_within_allocator_budget(
-            trace,
-            budget,
-            lambda solver_budget: solve(
-                trace,
-                solver_budget,
-                clock.next_strategy(),
-                progress=line.on_solve_progress,
-                cancel=cancel,
-            ),
-            cancel=cancel,
-        )
+    """Return what `plan_step` returns, and the signal that ended the solve early, if any."""
 
     def work(line: ProgressLine, cancel: Cancel) -> TracePlan:
-        return plan_or_smallest(
-            lambda budget: solve_step_in_time(
-                trace,
-                budget,
-                strategy,
-                pieces=pieces,
-                offload=offload,
-                solve_in_full=lambda step, budget, clock: solve_in_full(
-                    step, budget, line, cancel, clock
-                ),
-                measure=measure,
-                cancel=cancel,
-            ),
-            limits.budget_after_reserve,
-            infeasible,
-            peak_bytes=lambda solved: solved.plan.peak_bytes + limits.reserve_bytes,
-            requested=limits.budget,
+        return plan_step(
+            trace, request, measure=measure, progress=line.on_solve_progress, cancel=cancel
         )
 
-    with limits.infeasible_with_reserve():
-        (traced, plan), signum = run_with_progress("solving", None, work)
-    return TracePlan(traced, with_reserve_stat(plan, limits.reserve_bytes)), signum
+    (traced, plan), signum = run_with_progress("solving", None, work)
+    return TracePlan(traced, with_reserve_stat(plan, request.limits.reserve_bytes)), signum
 
 
 def run_with_progress(

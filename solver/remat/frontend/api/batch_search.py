@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from remat.allocator.budget_fitting import solve_within_allocator_budget
 from remat.batch import BatchAttempt
 from remat.costs.roofline import Roofline
 from remat.documents.trace import Trace
@@ -219,11 +218,8 @@ class BatchSearch:
         search_plan = self._plans.get(batch)
         try:
             traced = self.trace(batch)
-            plan = solve_within_allocator_budget(
-                traced,
-                Budget.parse(self.budget_bytes),
-                lambda budget: solve(traced, budget, self.strategy),
-                reserved_bytes=self.segments_bytes,
+            plan = solve(
+                traced, self.budget_bytes, self.strategy, reserved_bytes=self.segments_bytes
             )
         except (InfeasibleBudget, SolverTimeout):
             if search_plan is None:

@@ -8,26 +8,24 @@ from typing import NamedTuple
 import torch
 
 from remat.allocator.budget_fitting import solve_within_allocator_budget
-from remat.choice.split import MAX_PIECE_NODES
-from remat.choice.step import solve_step_in_time
+from remat.choice.plan_request import PlanRequest
+from remat.choice.step import plan_step
 from remat.choice.step_clock import StepClock
 from remat.costs.roofline import Roofline
 from remat.costs.trace_costs import OperationCost, with_costs
 from remat.documents.program import Program
 from remat.documents.trace import Trace
-from remat.errors import InfeasibleBudget
 from remat.frontend.costs.measure import measure, measure_pieces
 from remat.frontend.costs.measuring_memory import step_limit_bytes
 from remat.frontend.planning.host_limits import host_limits
 from remat.frontend.planning.optimize_options import MEASURED_BY_SERVICE, OptimizeOptions
 from remat.limits.budget import Budget
-from remat.limits.pieces import PIECES, pieces_to_try
-from remat.passes.split.largest_operations import split_largest_operations
+from remat.limits.limits import Limits
+from remat.limits.pieces import pieces_to_try
 from remat.passes.split.recorded_splits import with_recorded_splits
 from remat.plan import Plan
 from remat.schedule import Schedule
 from remat.simulate import baseline_of
-from remat.solve import solve
 from remat.strategies.auto import Auto
 
 
@@ -70,39 +68,31 @@ def solve_trace(
         return _split_and_solved_by_service(options, trace, budget, segments_bytes)
     programs: dict[tuple[tuple[str, ...], Schedule], Program] = {}
 
-    def solve_in_full(trace: Trace, budget: Budget, clock: StepClock) -> Plan:
+    def solve_by_service(step: Trace, budget: Budget, clock: StepClock) -> Plan:
         def solve_once(budget: Budget) -> Plan:
-            if options.service is None:
-                strategy = clock.next_strategy()
-                return solve(trace, budget, strategy, progress=options.progress_callback)
-            plan, program = _solved_by_service(options, trace, budget)
-            programs[_node_names(trace), plan.schedule] = program
+            plan, program = _solved_by_service(options, step, budget)
+            programs[_node_names(step), plan.schedule] = program
             return plan
 
-        return _within_allocator_budget(trace, budget, solve_once, segments_bytes)
+        return _within_allocator_budget(step, budget, solve_once, segments_bytes)
 
-    pieces = pieces_to_try(options.split)
-    limit_bytes = _limit_bytes(trace, budget) if pieces else 0
-    limits = host_limits(
-        options.offload, options.host_budget, options.link, trace, options.costs, options.cache
+    limit_bytes = _limit_bytes(trace, budget)
+    request = PlanRequest(
+        Limits(budget),
+        options.strategy or Auto(),
+        pieces_to_try(options.split),
+        host_limits(
+            options.offload, options.host_budget, options.link, trace, options.costs, options.cache
+        ),
+        segments_bytes=segments_bytes,
     )
-    try:
-        trace, plan = solve_step_in_time(
-            trace,
-            budget,
-            options.strategy or Auto(),
-            pieces=pieces,
-            offload=limits,
-            solve_in_full=solve_in_full,
-            measure=lambda split: _with_costs_of_pieces(options, split, limit_bytes),
-        )
-    except InfeasibleBudget as error:
-        if pieces or split_largest_operations(trace, min(PIECES), MAX_PIECE_NODES) is trace:
-            raise
-        raise error.with_hint(
-            "This is so for whole operations; "
-            'split="auto" may reach it: it computes those that need most in pieces'
-        ) from None
+    trace, plan = plan_step(
+        trace,
+        request,
+        measure=lambda split: _with_costs_of_pieces(options, split, limit_bytes),
+        solve_in_full=None if options.service is None else solve_by_service,
+        progress=options.progress_callback,
+    )
     return PlanningResult(trace, plan, programs.get((_node_names(trace), plan.schedule)))
 
 
