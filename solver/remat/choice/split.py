@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from remat.allocator.prediction import with_prediction
 from remat.choice.trace_plan import TracePlan
 from remat.documents.trace import Trace
 from remat.errors import InfeasibleBudget, SolverTimeout
@@ -108,22 +109,33 @@ def solve_with_splits(
     After `limit_s`, or once `cancel` is set, no more numbers are tried. Raises the errors of
     `solve_in_full`.
     """
+
+    def plan_of(estimate: _Estimate) -> Plan:
+        """Return the full plan of an estimated trace or, if there is no time left to reach as small
+        a peak, the estimate's."""
+        plan = solve_in_full(estimate.trace)
+        if not budget.is_min or estimate.plan is None:
+            return plan
+        if plan.peak_bytes <= estimate.plan.peak_bytes:
+            return plan
+        return with_prediction(estimate.plan, estimate.trace)
+
     search = _Search(budget, measure, cancel, time.monotonic() + limit_s)
     unsplit = search.estimate(trace)
     if unsplit.plan is not None and unsplit.plan.overhead <= 0 and pieces == PIECES:
-        return TracePlan(trace, solve_in_full(trace))
+        return TracePlan(trace, plan_of(unsplit))
     best = search.best_split(trace, unsplit, pieces)
     if best is unsplit:
-        return TracePlan(trace, solve_in_full(trace))
+        return TracePlan(trace, plan_of(unsplit))
     try:
-        split_plan = solve_in_full(best.trace)
+        split_plan = plan_of(best)
     except (InfeasibleBudget, SolverTimeout):
         if unsplit.plan is None or len(pieces) == 1:
             raise
-        return TracePlan(trace, solve_in_full(trace))
+        return TracePlan(trace, plan_of(unsplit))
     unsplit_plan = unsplit.plan
     if len(pieces) > 1 and _may_be_better(unsplit, split_plan, budget):
-        unsplit_plan = solve_in_full(trace)
+        unsplit_plan = plan_of(unsplit)
         if not _is_better(split_plan, unsplit_plan, budget):
             return TracePlan(trace, unsplit_plan)
     return TracePlan(

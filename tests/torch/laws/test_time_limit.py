@@ -41,6 +41,20 @@ def auto(limit_s: float) -> remat.Auto:
     return remat.Auto(gap=GAP, time_limit=limit_s)
 
 
+@pytest.mark.parametrize("strategy", [remat.Auto, remat.Exact])
+@pytest.mark.parametrize("split", ["off", "auto"])
+def test_without_any_time_the_smallest_peak_is_below_that_without_recomputation(
+    strategy: type[remat.Auto], split: str
+) -> None:
+    trace = trace_of("gpt2")
+    plan = remat.solve_step(trace, "min", strategy(time_limit=1e-6), split=split).plan
+    baseline_bytes = plan.baseline_peak_bytes
+    assert plan.peak_bytes < 0.9 * baseline_bytes
+    if split == "auto":
+        whole = remat.solve(trace, "min", strategy(time_limit=1e-6))
+        assert plan.peak_bytes <= whole.peak_bytes
+
+
 OVERRUN_S, LIMIT_S = 1.0, 3.0
 
 FORMS: dict[str, dict[str, Any]] = {

@@ -39,6 +39,10 @@ def evict_by_advice(state: SearchState, clock: Clock) -> None:
         state.small_values_share = 0.0
 
 
+_FIRST_RUNS_PER_OPERATION = 3
+"""The same limit for the smallest peak after the deadline, without a schedule: a few attempts, a
+second in graphs of 10,000 operations."""
+
 _LEAST_GRACE_S = 10.0
 """Without a schedule, eviction may exceed the deadline by this many seconds, or by the time limit
 if that is longer, so that slow machines get a plan. In a long recurrent network an attempt that
@@ -108,6 +112,15 @@ def evict_for_peak(state: SearchState, clock: Clock) -> None:
         target_bytes = state.peak_lower_bound_bytes
         if len(state.graph) >= _LARGE_GRAPH:
             target_bytes = int(target_bytes * (1 + _PEAK_GAP_SHARE * state.options.peak_gap))
+    if not state.incumbents and clock.is_over():
+        first = smallest_peak_schedule(
+            state.graph,
+            target_bytes=target_bytes,
+            max_runs=_FIRST_RUNS_PER_OPERATION * len(state.graph),
+            stop=clock.is_cancelled,
+        )
+        state.add_schedules([first.schedule])
+        return
     start = state.best if state.incumbents else None
     smallest = smallest_peak_schedule(
         state.graph, target_bytes=target_bytes, start=start, stop=clock.is_over
