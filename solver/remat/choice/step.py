@@ -1,5 +1,5 @@
-"""`solve_step`: the plan of a measured step, with operations split and tensors offloaded or not;
-`solve_step_in_time` does so within one time limit."""
+"""`solve_step` plans a measured step, and may split operations and offload tensors.
+`solve_step_in_time` is `solve_step` within one time limit."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from remat.simulate import baseline_of
 from remat.strategies.base import Strategy
 
 _HINT_AT_END = (
-    "Gradients and results alone need {}, whatever is split or offloaded, so that neither was "
-    'tried: "min" tries both, and takes the smallest peak with them, which is at least that'
+    "The gradients and results at the end of the step need {}. Splitting and offloading do not "
+    'reduce that, so neither was tried. Pass "min" for the smallest peak with both'
 )
 
 _HINT_OFFLOADED = (
@@ -136,8 +136,10 @@ def solve_step_in_time(
     measure: Callable[[Trace], Trace],
     cancel: Cancel | None = None,
 ) -> TracePlan:
-    """Like `solve_step`, with the choices and all solves within the time limit of the strategy:
-    `solve_in_full` gets a clock, which gives the strategy of each solve."""
+    """Plan a step as `solve_step` does, with all solves within the time limit of `strategy`.
+
+    `solve_in_full` gets a clock, whose `next_strategy` is the strategy for each solve.
+    """
     clock = StepClock.of(strategy, bool(pieces) + (offload is not None), cancel)
     return solve_step(
         trace,
@@ -160,7 +162,7 @@ def _exceeds_at_end(trace: Trace, budget: Budget) -> bool:
 
 
 def _size_at_end(trace: Trace) -> str:
-    """Return the bytes of the gradients and the other results, as text."""
+    """Return the bytes at the end of the step (results and constant memory) as text."""
     size_bytes = end_bytes(trace.graph())
     return f"{format_bytes(size_bytes)} ({size_bytes:,} bytes)"
 

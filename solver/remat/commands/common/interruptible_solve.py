@@ -44,8 +44,8 @@ def solve_trace(
     offload: OffloadLimits | None,
     infeasible: str,
 ) -> tuple[TracePlan, int | None]:
-    """Return a plan within the limits and the trace that it is for, and the signal that ended the
-    solve early, if any.
+    """Return a plan within the limits with its trace, and the signal that ended the solve early
+    (None without a signal).
 
     With `pieces`, operations of the trace are split into one of these numbers of pieces, to which
     `measure` adds costs; with `offload`, tensors may be offloaded within these limits. With
@@ -108,8 +108,8 @@ def run_with_progress(
 
 @contextmanager
 def warnings_as_messages() -> Iterator[None]:
-    """Print remat's warnings about solvers and budgets inside of this context at its end, each
-    once, as one line on stderr. Other warnings are shown as usual."""
+    """Print each `SolverWarning` and `BudgetWarning` of the context at its end, once, as a line on
+    stderr. Other warnings are shown as usual."""
     recorded: list[warnings.WarningMessage] = []
     try:
         with warnings.catch_warnings(record=True) as recorded:
