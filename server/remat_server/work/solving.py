@@ -130,8 +130,7 @@ def _planned_step(
     progress: ProgressCallback,
     device: str,
 ) -> TracePlan:
-    """Return the plan of a trace whose operations may be split and tensors offloaded, with the
-    trace that it is for."""
+    """Return a plan that may split operations and offload tensors, with its trace."""
     return plan_or_smallest(
         lambda budget: solve_step_in_time(
             trace,

@@ -42,8 +42,8 @@ class PlanningResult(NamedTuple):
 
 
 def with_measured_costs(options: OptimizeOptions, trace: Trace, budget: Budget) -> Trace:
-    """Return the trace with costs from the source that the options name, measured without more
-    memory than the step may take."""
+    """Return the trace with costs from the source in the options. Measuring is limited to the
+    memory of the step (`step_limit_bytes`)."""
     return measure(
         trace,
         device=_cost_source(options, trace),
@@ -100,8 +100,8 @@ def solve_trace(
         if pieces or split_largest_operations(trace, min(PIECES), MAX_PIECE_NODES) is trace:
             raise
         raise error.with_hint(
-            "This is so for whole operations; "
-            'split="auto" may reach it: it computes those that need most in pieces'
+            "That is with whole operations; "
+            'split="auto" may fit the budget: it runs the largest operations in pieces'
         ) from None
     return PlanningResult(trace, plan, programs.get((_node_names(trace), plan.schedule)))
 
