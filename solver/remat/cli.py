@@ -68,10 +68,10 @@ _COMMANDS = {
 
 
 _NO_ARGUMENTS = "NoArgsIsHelpError"
-"""The error of typer for a group of commands without arguments: its text is the help."""
+"""Typer's error for a command group without arguments; its text is the help page."""
 
 _VERY_SIMILAR = 0.75
-"""The similarity of two words from which one counts as a misspelling of the other."""
+"""The minimum similarity (`difflib`) of an unknown command to the one that is suggested."""
 
 _UNKNOWN_COMMAND = re.compile(r"No such command '([^']*)'")
 
@@ -161,8 +161,8 @@ def main() -> None:
 
 
 def _line_with_hint(line: str, load_error: str) -> str:
-    """Return the line of an error; for an unknown command, with a very similar one or, if there is
-    none, with the reason why the commands of another package are missing."""
+    """Return the line of an error. For an unknown command, add a similar command, or the reason why
+    the commands of another package are missing."""
     unknown = _UNKNOWN_COMMAND.search(line)
     if unknown is None:
         return line

@@ -67,8 +67,8 @@ class SolverWarning(UserWarning):
 
 
 class BudgetWarning(UserWarning):
-    """No plan fits the budget, and with `infeasible="smallest"` the plan with the smallest feasible
-    peak was taken instead."""
+    """No plan fits the budget. With `infeasible="smallest"`, the step is planned for the smallest
+    feasible peak."""
 
 
 class HookWarning(UserWarning):

@@ -52,7 +52,7 @@ WAITING_S_STAT = "waiting_s"
 other copies are hidden."""
 
 IN_FLIGHT_STAT = "in_flight"
-"""Key of `PlanData.stats`: the number of calls of the model that run before a backward."""
+"""Key of `PlanData.stats`: the number of calls of the model before a backward."""
 
 NOT_SPLIT_STAT = "not_split"
 """Statistic of a plan: why the operations around the logits are not split, where that was allowed.

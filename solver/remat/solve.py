@@ -66,8 +66,8 @@ def solve(
     a smaller one is not excluded, within `peak_gap` of it), both within its time limit. `strategy`
     is `Auto()` by default. `progress` is called with a `Progress` from time to time; `cancel` (an
     Event) ends the solve early with the best plan so far. An error of `progress` ends it, too, and
-    is raised. With `infeasible="smallest"`, a budget that no plan fits is no error: the result is
-    the plan for "min", with a `BudgetWarning`.
+    is raised. With `infeasible="smallest"`, return the plan for "min" with a `BudgetWarning` if no
+    plan fits the budget.
 
     For a trace of a CUDA device, torch's allocator also counts at most `budget` allocated bytes,
     and at most `reserved_bytes` reserved ones if that is passed (see

@@ -37,7 +37,7 @@ def main() -> int:
     die_with_parent(int(sys.argv[2]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the worker handles Ctrl-C, and ends this process
     warnings.simplefilter("always", SolverWarning)  # reported in the plan and in the log
-    warnings.simplefilter("ignore", BudgetWarning)  # the client issues it
+    warnings.simplefilter("ignore", BudgetWarning)  # the client warns
     warnings.showwarning = _log_warning
     logging.getLogger("remat").addHandler(_JsonLogHandler())
     try:

@@ -44,7 +44,7 @@ class BlocksPlan:
     include parameters, buffers, gradients, batch, the workspaces of libraries (`library_bytes`) and
     everything outside of blocks. Times are of the blocks only. No choice among the blocks' options
     is faster than `bound_s`. `not_whole_reason` says why the model could not be planned as a whole,
-    if that was tried; `replaced` are blocks that could not be planned, and whose submodules were
+    if that was tried. `replaced` are blocks that could not be planned, so that their submodules are
     planned instead: pairs of the path and the reason. Copies of offloaded tensors take `copies_s`,
     for `waiting_s` of which the step waits; at most `host_bytes` are on the host.
     """

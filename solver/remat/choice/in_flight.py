@@ -1,12 +1,12 @@
 """Plans for steps that call a model several times before the backward.
 
 A triplet loss, the discriminator of a GAN, a cell unrolled in time and pipeline parallelism run
-`n` forwards before the first backward. While one call runs, each of the others holds what it saves,
-so the memory of a step is (n - 1) saved + peak, with one schedule for all calls.
+`n` forwards before the first backward. While one call runs, the saved tensors of the other calls
+stay in memory. With one schedule for all calls, a step needs (n - 1) * saved + peak bytes.
 
-The two terms are divided by a limit of what a call may save: calls are solved with the rest of the
-budget, and a workspace at the boundary keeps the saved bytes within the limit. A search over the
-limit, with quick solves, finds the best one, which is solved in full.
+A limit on the saved bytes of a call divides the budget between the two terms. One call is solved
+with the budget that (n - 1) times the limit leaves; a workspace at the boundary enforces the limit.
+Quick solves search for the limit with the least time, and the schedule for it is solved in full.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _SHARES = (1.0, 0.8, 0.6, 0.4, 0.25, 0.1)
 """Limits of the saved bytes that are tried, as shares of the largest one that may be useful."""
 
 _ROUNDS = 2
-"""How often the interval around the best limit is halved."""
+"""The number of times that the interval around the best limit is halved."""
 
 _WORKSPACES = (0.25, 0.5, 0.75, 1.0)
 """Workspaces that are tried for the smallest peak, as shares of one call's smallest peak."""
@@ -46,11 +46,12 @@ Solve = Callable[[Trace, Budget], TracePlan]
 
 
 def solve_in_flight(trace: Trace, budget: Budget, in_flight: int, solve: Solve) -> TracePlan:
-    """Return the fastest plan of a step of which `in_flight` calls run before a backward.
+    """Return the fastest plan for a model that is called `in_flight` times before a backward.
 
-    The memory of all calls together is within the budget; a percentage is of that memory without
-    recomputation. The plan's graph counts what the other calls hold as constant memory. Raises
-    `InfeasibleBudget` with the smallest budget that a plan was found for.
+    The budget is for all calls together; a percentage is relative to their peak without
+    recomputation. The plan's graph counts the saved tensors and inputs of the other calls as
+    constant memory. Raises `InfeasibleBudget` with the smallest peak among the plans that the
+    search found.
     """
     search = _Search(trace, in_flight, solve)
     budget_bytes = budget.in_bytes(search.baseline_bytes, trace.library_bytes)
@@ -64,17 +65,17 @@ def solve_in_flight(trace: Trace, budget: Budget, in_flight: int, solve: Solve) 
     if smallest_bytes <= budget_bytes:  # the search above tries other limits
         return TracePlan(smallest.trace, replace(smallest.plan, budget_bytes=budget_bytes))
     raise InfeasibleBudget(
-        f"with {in_flight} calls of the model before a backward, of which each holds what it "
-        f"saves, no plan within {format_bytes(budget_bytes)} was found; the smallest peak "
-        f"found is {format_bytes(smallest_bytes)} ({smallest_bytes:,} bytes). Pass a budget of "
-        'at least that or "min", make the batch smaller, or call the model once with all '
-        "inputs concatenated",
+        f"no plan within {format_bytes(budget_bytes)} was found for {in_flight} calls of the "
+        "model before a backward: the saved tensors of all calls are in memory at once. The "
+        f"smallest peak found is {format_bytes(smallest_bytes)} ({smallest_bytes:,} bytes). Pass a "
+        'budget of at least that or "min", make the batch smaller, or call the model once with '
+        "all inputs concatenated",
         min_feasible_bytes=smallest_bytes,
     )
 
 
 class _Search:
-    """The search over what each call may save. Sizes are in bytes."""
+    """A search over limits on the bytes that each call saves. Sizes are in bytes."""
 
     def __init__(self, trace: Trace, in_flight: int, solve: Solve) -> None:
         self._trace = trace
@@ -107,8 +108,11 @@ class _Search:
         return next((plan for plan in plans if plan is not None), None)
 
     def smallest(self) -> TracePlan:
-        """Return the plan of the smallest budget that a plan is found for: of the step, and of it
-        with the operations split that the smallest peak of one call needs split."""
+        """Return the plan with the smallest peak that quick solves find.
+
+        Candidates are the step as it is, and the step with the operations split that the smallest
+        peak of one call needs split.
+        """
         split = self._solve(self._trace, Budget.parse("min")).trace
         traces = [self._trace] if split is self._trace else [self._trace, split]
         estimates = [self._smallest_estimate(trace) for trace in traces]
@@ -120,8 +124,8 @@ class _Search:
     def _smallest_estimate(self, trace: Trace) -> TracePlan:
         """Return the plan with the smallest peak of all calls that quick solves find.
 
-        With a workspace at the boundary, the smallest peak of one call weighs the bytes that it
-        saves: from the peak alone, with none, to the saved bytes alone, with a large one.
+        Solves for the smallest peak of one call, with several workspaces at the boundary. Without
+        a workspace, only the peak counts; the larger the workspace, the fewer bytes a call saves.
         """
         single = _estimate(trace, Budget.parse("min"))
         plans = [self._with_others(single, None)]
@@ -132,13 +136,13 @@ class _Search:
         return min(plans, key=lambda plan: plan.plan.peak_bytes)
 
     def _largest_limit(self, budget: int) -> int:
-        """Return the limit beyond which saved bytes alone exceed what is left for a call."""
+        """Return the largest limit for which the saved bytes of all calls fit the budget."""
         available = budget - self._constant - self._tangents - self._others * self._inputs
         return available // self._in_flight
 
     def _ranked_limits(self, trace: Trace, budget: int) -> list[int]:
-        """Return limits of the saved bytes, best first: by the time of quick solves, and then those
-        for which none found a plan."""
+        """Return limits on the saved bytes, sorted by the time of their quick solves. Limits
+        without a plan come last."""
         largest = self._largest_limit(budget)
         if largest <= 0:
             return []
@@ -157,8 +161,11 @@ class _Search:
     def _estimate_times(
         self, trace: Trace, budget: int, limit: int, times: dict[int, float]
     ) -> None:
-        """Add the times of quick solves at a limit, and at the bytes that the plan for it saves: of
-        less memory for the other calls, more is left to each."""
+        """Add the time of a quick solve at a limit to `times`.
+
+        If its plan saves fewer bytes than the limit, repeat with these bytes as the limit: the
+        other calls then need less memory, so each call may use more.
+        """
         while limit not in times:
             plan = self._plan(trace, budget, limit, _estimate)
             if plan is None:
@@ -168,7 +175,7 @@ class _Search:
             limit = min(limit, self._saved(plan))
 
     def _plan(self, trace: Trace, budget: int, limit: int, solve: Solve) -> TracePlan | None:
-        """Return the plan of `solve` whose calls save at most `limit`; None if it finds none."""
+        """Return a plan by `solve` whose calls save at most `limit` bytes; None without a plan."""
         available = budget - self._others * (limit + self._inputs)
         workspace = available - self._constant - limit - self._tangents
         if workspace < 0:
@@ -180,8 +187,8 @@ class _Search:
         return self._with_others(solved, budget)
 
     def _with_others(self, solved: TracePlan, budget: int | None) -> TracePlan:
-        """Return a plan whose graph counts what the other calls hold. The budget is the peak if
-        None is given."""
+        """Return the plan with the memory of the other calls added to its graph. If `budget` is
+        None, the plan's budget is its peak."""
         schedule = solved.plan.schedule
         trace = solved.trace.replace(boundary_bytes=0)
         others_bytes = self._others * (self._saved(solved) + self._inputs)
@@ -197,7 +204,7 @@ class _Search:
 
     @staticmethod
     def _saved(solved: TracePlan) -> int:
-        """Return what a call of a plan holds between its forward and its backward."""
+        """Return the bytes that a call of the plan saves between its forward and its backward."""
         graph, schedule = solved.trace.replace(boundary_bytes=0).graph(), solved.plan.schedule
         return _saved_bytes(
             graph.boundary, schedule, simulate(graph, schedule), graph.constant_bytes
@@ -211,6 +218,6 @@ def _estimate(trace: Trace, budget: Budget) -> TracePlan:
 def _saved_bytes(
     boundary: int | None, schedule: Schedule, timeline: Timeline, constant_bytes: int
 ) -> int:
-    """Return what a call holds between its forward and its backward, without constant memory."""
+    """Return the bytes live between forward and backward, without constant memory."""
     assert boundary is not None
     return timeline.before_bytes[schedule.runs.index(boundary)] - constant_bytes

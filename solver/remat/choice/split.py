@@ -31,7 +31,7 @@ _ESTIMATE = Auto(gap=0.99, peak_gap=0.99, time_limit=5.0)
 """The strategy of estimates: it ends with the first schedule that fits."""
 
 _LEAST_ESTIMATE_S = 0.1
-"""The time limit of an estimate that starts at the end of the choice."""
+"""The minimum time limit of an estimate, also after the deadline of the choice."""
 
 CHOICE_LIMIT_S = 60.0
 """After this time no more numbers of pieces are tried."""

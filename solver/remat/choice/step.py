@@ -1,6 +1,7 @@
 """`plan_step`: the plan of a measured step that answers a `PlanRequest`.
 
-`solve_step` chooses what is split and offloaded."""
+`solve_step` chooses what is split and offloaded.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +30,8 @@ from remat.simulate import baseline_of
 from remat.solve import solve
 
 _HINT_AT_END = (
-    "Gradients and results alone need {}, whatever is split or offloaded, so that neither was "
-    'tried: "min" tries both, and takes the smallest peak with them, which is at least that'
+    "The gradients and results at the end of the step need {}. Splitting and offloading do not "
+    'reduce that, so neither was tried. Pass "min" for the smallest peak with both'
 )
 
 _HINT_OFFLOADED = (
@@ -39,8 +40,8 @@ _HINT_OFFLOADED = (
 )
 
 _HINT_WHOLE = (
-    'This is so for whole operations; split="auto" may reach it: it computes those that need most '
-    "in pieces"
+    'That is with whole operations; split="auto" may fit the budget: it runs the largest '
+    "operations in pieces"
 )
 
 _MAX_ROUNDS = 4
@@ -203,7 +204,7 @@ def _exceeds_at_end(trace: Trace, budget: Budget) -> bool:
 
 
 def _size_at_end(trace: Trace) -> str:
-    """Return the bytes of the gradients and the other results, as text."""
+    """Return the bytes at the end of the step (results and constant memory) as text."""
     size_bytes = end_bytes(trace.graph())
     return f"{format_bytes(size_bytes)} ({size_bytes:,} bytes)"
 

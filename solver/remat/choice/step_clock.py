@@ -1,8 +1,8 @@
-"""`StepClock`: one time limit for a step, whose choices solve it in several forms.
+"""`StepClock`: one time limit for all solves of a step.
 
-A step with operations in pieces or tensors on the host is estimated, and solved in full, several
-times. All of that ends at the time limit of the strategy. Each solve may take a share of the time
-that remains, so that there is time for another one; most end earlier, at their gap.
+Choosing pieces or tensors to offload takes several quick solves and several full ones. All of them
+end at the time limit of the strategy. Each full solve may take a share of the remaining time, so
+that some is left for the next one; most solves reach their gap earlier.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from remat.progress import Cancel, is_cancelled
 from remat.strategies.base import Strategy, with_limits
 
 _CHOICE_SHARE = 0.5
-"""The share of the time limit in which pieces and tensors are chosen."""
+"""The share of the time limit for choosing pieces and tensors to offload."""
 
 _SOLVE_SHARES = (1.0, 0.6, 0.4)
-"""The share of the remaining time that one solve may take, by the number of choices."""
+"""The share of the remaining time for one full solve, indexed by the number of choices."""
 
 _LEAST_SOLVE_S = 0.1
-"""The time limit of a solve that starts at the end."""
+"""The minimum time limit of a solve, also after the deadline."""
 
 
 @dataclass(frozen=True)
 class StepClock:
-    """The time limit of a step. As a `Cancel`, it is set once the limit is reached, or once
-    `cancel` is. `now` reads the seconds of the clock."""
+    """The time limit of a step. It is a `Cancel`, which is set after `deadline` or when `cancel` is
+    set. `choices` is the number of choices (pieces, tensors to offload). `now` returns the time."""
 
     strategy: Strategy
     deadline: float
@@ -44,8 +44,8 @@ class StepClock:
         cancel: Cancel | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> StepClock:
-        """Return a clock that starts now, for a step with this number of choices: of pieces, and of
-        tensors to offload. Choices are limited for strategies without a time limit, too."""
+        """Return a clock that starts now. A strategy without a time limit gets one of twice
+        `CHOICE_LIMIT_S`, which limits the choices."""
         limit_s = getattr(strategy, "time_limit", None)
         if not isinstance(limit_s, int | float):
             limit_s = CHOICE_LIMIT_S / _CHOICE_SHARE
@@ -58,17 +58,17 @@ class StepClock:
 
     @property
     def choice_limit_s(self) -> float:
-        """The seconds that each choice may take from now on."""
+        """The time limit of each choice in seconds, if it starts now."""
         share = _CHOICE_SHARE / max(1, self.choices)
         return min(CHOICE_LIMIT_S, share * self.remaining_s)
 
     def next_strategy(self, *, is_last: bool = False) -> Strategy:
-        """Return the strategy for a solve that starts now; the last one may take all of the time
-        that remains."""
+        """Return the strategy for a full solve that starts now. With `is_last`, it may take all of
+        the remaining time."""
         share = 1.0 if is_last else _SOLVE_SHARES[self.choices]
         limit_s = max(_LEAST_SOLVE_S, share * self.remaining_s)
         return with_limits(self.strategy, time_limit=limit_s)
 
     def is_set(self) -> bool:
-        """True if no choice is to go on."""
+        """True if the step is cancelled or its time limit is reached."""
         return is_cancelled(self.cancel) or self.now() >= self.deadline

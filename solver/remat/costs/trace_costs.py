@@ -63,7 +63,7 @@ def roofline_of(trace: Trace) -> Roofline | None:
 
 
 def roofline_source(roofline: Roofline) -> str:
-    """Return the source of costs by a data sheet, in words."""
+    """Return the name of a roofline as the source of costs, such as "roofline h100"."""
     return f"roofline {roofline.name}"
 
 

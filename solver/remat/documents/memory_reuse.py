@@ -81,9 +81,9 @@ def reusable_arguments(
     reads it later overwrites nothing there. `arriving` are storages that are copied back from
     the host: the copy is a temporary of the backward, too.
 
-    A write (`remat.documents.writes`) may write into its buffer under the same conditions, in the
-    forward if an operation of the forward produced the buffer. With `writes_only`, no other
-    operation overwrites anything.
+    A write (`remat.documents.writes`) may overwrite its buffer under the same conditions; in the
+    forward, an operation of the forward must have produced the buffer. With `writes_only`, only
+    writes overwrite an argument.
     """
     temporaries = set(arriving)
     of_forward: set[int] = set()

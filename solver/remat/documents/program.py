@@ -44,9 +44,8 @@ class Statement(Record):
     rng_state: str = Field(default="", max_length=200)
     device: str = Field(default="", max_length=40)
     overwrites: str = Field(default="", max_length=200)
-    """The name of the first argument if its memory receives the result (it is passed as `out=`, or
-    `remat.write` writes into it); no later statement reads it. "" if the result has memory of its
-    own."""
+    """The name of the first argument if the result is written into its memory (by `out=`, or by
+    `remat.write`); no later statement reads this argument. "" if the result has its own memory."""
     module: DottedPath = ""
     recomputation: bool = False
     """True if the same operation ran before in this step."""
@@ -96,7 +95,7 @@ class Program(Document):
         yield "predicted_peak", format_bytes(self.predicted_peak_bytes)
 
     def output_label(self, number: int) -> str:
-        """Return an output as text for messages: "the output 'loss'"."""
+        """Return text for messages that names an output, such as "the output 'loss'"."""
         for store in self.stores:
             if self.outputs[number].is_stored and number in store.value.leaves():
                 place = ".".join(str(step) for step in store.place if step != "")
@@ -191,9 +190,9 @@ def _check_statements(phase: str, statements: tuple[Statement, ...], inputs: set
         if statement.overwrites:
             if not _may_overwrite(statement, inputs):
                 raise ValueError(
-                    f"{phase} statement {number} cannot write over {statement.overwrites}: only an "
-                    "elementwise operation or a write may, over its first argument, if that is a "
-                    "variable of the same phase"
+                    f"{phase} statement {number} must not overwrite {statement.overwrites}: only "
+                    "an elementwise operation or remat.write may overwrite an argument, namely its "
+                    "first one, if a statement of the same phase produced it"
                 )
             overwritten.add(statement.overwrites)
         if statement.rng_action == "save":

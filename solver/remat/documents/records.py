@@ -113,9 +113,9 @@ class Node(Record):
 
 
 class Output(Record):
-    """A tensor that the model returns. `tangent` is the name of its gradient's placeholder, or ""
-    if the step does not differentiate it. `is_stored` is True if the model does not return it: it
-    is part of a `Store` only."""
+    """An output tensor of the step. `tangent` is the name of its gradient's placeholder, or "" if
+    the step does not differentiate it. `is_stored` is True if the model does not return this tensor
+    but only stores it (`Store`)."""
 
     name: Identifier
     differentiable: bool
@@ -124,13 +124,13 @@ class Output(Record):
 
 
 class Store(Record):
-    """A value that each call of the model leaves outside of what it returns: in an attribute of a
-    module, or in a list or dict among its arguments.
+    """A value that each call of the model stores in an attribute of a module, or in a list or dict
+    among its arguments.
 
-    `place` is the path of a module, and names of attributes and keys below it; for an argument, the
-    keys below the pair of positional and keyword arguments. The leaves of `value` are outputs, or
-    the step's inputs (kind "input"). With `is_content`, the list or dict at the place gets the
-    content of `value`, and remains the same object.
+    `place` is where. For an attribute, it is the path of a module, then names of attributes and
+    keys of containers; for an argument, it is the keys below the pair (args, kwargs). The leaves of
+    `value` are outputs, or inputs of the step (kind "input"). With `is_content`, the container at
+    `place` stays the same object and gets the content of `value`.
     """
 
     kind: Literal["attribute", "argument"]
@@ -143,14 +143,17 @@ class Store(Record):
         if self.kind == "attribute" and len(self.place) < 2:
             raise ValueError("a stored value needs a module and the name of an attribute")
         if any(isinstance(s, str) and s.startswith("__") for s in self.place):
-            raise ValueError("a stored value is in no attribute with two leading underscores")
+            raise ValueError("a stored value must not be in a name with two leading underscores")
         return self
 
 
 class Gradient(Record):
-    """The gradient of a placeholder. `name` is the tensor that contains it. `sources` are indices
-    of the outputs that depend on the placeholder: if no gradient comes from any of them, the
-    placeholder gets none. Empty if unknown, as in documents of earlier versions."""
+    """The gradient of a placeholder, in the tensor `name`.
+
+    `sources` are indices of the outputs that depend on the placeholder. If none of these outputs
+    gets a gradient, the placeholder gets none. () means unknown, as in documents of earlier
+    versions.
+    """
 
     placeholder: Identifier
     name: Identifier

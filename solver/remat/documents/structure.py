@@ -27,9 +27,9 @@ _CHILDREN_SCHEMA: dict[str, Any] = {
 
 
 class Structure(Record):
-    """A node of the tree: a tensor with the number `leaf`, an input tensor of the step with this
-    number ("input"), the constant `value`, an output that the step does not compute ("dropped";
-    `value` is its path), or a container.
+    """A node of the tree, by its `kind`: tensor number `leaf` ("leaf"), input tensor number `leaf`
+    of the step ("input"), the constant `value` ("value"), an output that the step does not compute
+    ("dropped"; `value` is its path), or a container.
 
     Containers have `children`; dicts and objects also have a key for each child. `type` is the
     "module:QualName" of an object's class.
@@ -75,8 +75,8 @@ class Structure(Record):
         return [leaf for child in self.children for leaf in child.leaves()]
 
     def without_leaves(self, dropped: Collection[int]) -> Structure:
-        """Return the tree with some tensors replaced by nodes of the kind "dropped"; the numbers of
-        the others are reduced by those of the dropped tensors before them."""
+        """Return the tree with some tensors replaced by nodes of the kind "dropped". The other
+        tensors are renumbered without gaps."""
 
         def renumbered(leaf: int) -> Structure:
             if leaf in dropped:
@@ -97,9 +97,8 @@ class Structure(Record):
     def changed_values(
         self, before: Structure, path: tuple[str | int, ...] = ()
     ) -> Iterator[tuple[tuple[str | int, ...], Argument, Argument]]:
-        """Yield the path, the value before and the value now of each constant that differs from
-        that of another tree; where the trees differ in more than constants, the path and twice
-        None."""
+        """Yield (path, value before, value now) for each constant that differs from the tree
+        `before`; (path, None, None) where the trees differ in more than constants."""
         same_node = (self.kind, self.type, self.keys, len(self.children)) == (
             before.kind, before.type, before.keys, len(before.children),
         )  # fmt: skip
@@ -132,10 +131,11 @@ class Structure(Record):
 
 
 def check_output_leaves(result: Structure, stored: Iterable[Structure], output_count: int) -> None:
-    """Raise ValueError unless the leaves of what a model returns and stores are all its outputs."""
+    """Raise ValueError unless each output is a leaf of the result or of a stored value, and each
+    leaf is an output."""
     leaves = {leaf for structure in (result, *stored) for leaf in structure.leaves()}
     if sorted(leaves) != list(range(output_count)):
-        raise ValueError("the leaves of the result and of stored values are not the outputs")
+        raise ValueError("the leaves of the result and of the stored values are not the outputs")
 
 
 def _leaf_path(node: Structure, leaf: int, prefix: str) -> str | None:

@@ -25,7 +25,7 @@ WRITE_ROWS_TARGET = "remat.write_rows.default"
 """Writes some rows into a buffer, in place, and returns it. Without a buffer, allocates one."""
 
 WRITE_TARGET = "remat.write.default"
-"""Calls an operator that writes into a part of a tensor, and returns the whole tensor; see
+"""Calls an operator that writes into a view of a tensor, and returns the whole tensor. See
 `remat.documents.writes`."""
 
 OFFLOAD_TARGET = "remat.offload.default"

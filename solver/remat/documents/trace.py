@@ -49,9 +49,9 @@ class Trace(Document):
     """A captured training step as data. `nodes` are in execution order. Names are unique, except
     that the result of `remat.arrive` has the name of the tensor that it brings back.
 
-    `inputs` is the structure of the model's arguments, `result` that of what it returns, `stores`
-    are the values that it leaves elsewhere; the leaves of `result` and `stores` are indices of
-    `outputs`.
+    `inputs` is the structure of the model's arguments, `result` the structure of its return value.
+    `stores` are values that the model stores in attributes or arguments. The leaves of `result` and
+    `stores` are indices of `outputs`.
     """
 
     FORMAT: ClassVar[str] = "remat.trace"
@@ -83,10 +83,10 @@ class Trace(Document):
     library_bytes: Size = 0
     """Bytes that libraries allocate on the device for the whole step (cuBLAS workspaces)."""
     external_bytes: Size = 0
-    """Bytes that other calls of the model hold during the whole step: those whose forward has run
-    and whose backward has not."""
+    """Bytes that are allocated outside of the graph for the whole step: by other calls in flight,
+    and by the tensors that non-leaf parameters are computed from (`torch.func.functional_call`)."""
     boundary_bytes: Size = 0
-    """Bytes that must be free when the forward has ended."""
+    """Workspace of the boundary: bytes of the budget that are free when the forward ends."""
     splits: tuple[SplitRecord, ...] = ()
     """The groups of operations that were split into pieces, in the order in which they were."""
     unsplit: BaselineRecord | None = None

@@ -1,12 +1,12 @@
-"""Writes: operations of a trace that call an operator which writes into a tensor.
+"""Writes: operations `remat.write`, which call an operator that mutates a view of a buffer.
 
-A model's code fills a buffer in parts: `buffer[:, :n] = x`, `torch.mm(a, b, out=part)`. Each such
-call is one operation `remat.write`. It reads the buffer before the call, and its result is the
-buffer after it, in a storage of its own. If a schedule frees the former with the operation, the
-call writes into that memory, as in eager mode; if not, into a copy.
+A model fills a buffer in parts: `buffer[:, :n] = x`, `torch.mm(a, b, out=part)`. Each such call is
+one operation `remat.write`. It reads the old buffer, and returns the new one as another storage. If
+the schedule frees the old buffer with the operation, the operator writes into its memory, as in
+eager mode. If not, it writes into a copy.
 
-The arguments are the buffer, the operator's target, the part that it writes (shape, strides and
-offset in elements), and the operator's other arguments. The operator's result is not used.
+The arguments are the buffer, the operator's target, the view that it writes into (shape, strides
+and offset in elements), and the operator's other arguments. The operator's result is not used.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _IntList = tuple[int, ...]
 
 
 def is_write(node: Node) -> bool:
-    """True if an operation calls an operator that writes into a tensor."""
+    """True if the operation is a `remat.write`."""
     return node.target == WRITE_TARGET
 
 
 def written_buffer(node: Node) -> str:
-    """Return the name of the tensor that a write reads, and writes into unless it is read later.
+    """Return the name of a write's buffer.
 
     Raises ValueError if the operation does not have the arguments of a write.
     """
@@ -45,11 +45,12 @@ def written_buffer(node: Node) -> str:
 def call_of_write(
     node: Node, metas: Mapping[str, TensorMeta]
 ) -> tuple[Node, Mapping[str, TensorMeta]]:
-    """Return the call of the operator as an operation, whose first argument and result are the part
-    that it writes, and the metadata of its tensors. Any other operation is returned as it is.
+    """Return a write as the operation that it calls, with the metadata of the tensors.
 
-    The write costs what this call costs. Its target names the functional operator (`add` for
-    `add_`), which the formulas of the cost models know.
+    Cost models use it: a write costs as much as the operator's call for the view. The target is the
+    functional variant (`add` for `add_`), the result is the view, and the view is also the first
+    argument of an operator that mutates its first argument. Other operations are returned
+    unchanged.
     """
     if not is_write(node):
         return node, metas
@@ -78,7 +79,7 @@ def call_of_write(
 
 
 def check_write(trace: Trace, node: Node) -> None:
-    """Raise ValueError unless the operation has a buffer and one result of the same layout."""
+    """Raise ValueError unless a write has one result with the layout of its buffer."""
     name = written_buffer(node)
     before = trace.tensors[name]
     match node.results:
@@ -86,7 +87,7 @@ def check_write(trace: Trace, node: Node) -> None:
             sizes_bytes = trace.storage_bytes
             if sizes_bytes[after.storage] == sizes_bytes[trace.storage_of[name]]:
                 return
-    raise ValueError(f"operation {node.name} returns another tensor than the one it writes into")
+    raise ValueError(f"operation {node.name} must return one tensor with the layout of {name}")
 
 
 def _integers(items: Argument) -> _IntList:

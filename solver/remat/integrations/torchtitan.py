@@ -29,7 +29,7 @@ def memory_policy(
     MUST_RECOMPUTE, so that the peak of the step is at most `budget`.
 
     `budget` is bytes, or a percentage of the peak of the step that saves everything. With
-    `infeasible="smallest"`, a budget that no tags fit is replaced by the smallest peak. The
+    `infeasible="smallest"`, the tags have the smallest peak if no tags fit the budget. The
     attribute `plan` of the pass is the plan of its last graph.
     """
     return MemoryPolicy(budget, strategy, costs, infeasible)

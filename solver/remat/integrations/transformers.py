@@ -42,8 +42,8 @@ class RematCallback(TrainerCallback):
     `remat.disable` when it ends. `**options` are those of `remat.enable`.
 
     If the budget is in bytes or "auto", the optimizer's state is reserved from it. A model that is
-    already enabled is left as it is. With a trainer of TRL, which computes its loss from other
-    outputs than the model's `loss`, `differentiate` is "all" by default.
+    already enabled is left as it is. TRL's trainers compute their loss from other outputs than
+    the model's `loss`: with them, `differentiate` is "all" by default.
     """
 
     def __init__(self, budget: int | str, **options: Unpack[EnableOptions]) -> None:
@@ -74,7 +74,7 @@ class RematCallback(TrainerCallback):
 
 
 def _is_of_trl(args: object) -> bool:
-    """True if the arguments of a training are those of a trainer of TRL."""
+    """True if the class of the training arguments is TRL's, or derives from one."""
     return any(cls.__module__.partition(".")[0] == "trl" for cls in type(args).__mro__)
 
 

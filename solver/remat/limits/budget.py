@@ -120,7 +120,7 @@ def is_auto(requested: object) -> bool:
 
 
 def _check_no_fraction(size_bytes: float | Fraction) -> None:
-    """Raise `BudgetError` for less than a byte, which was meant as a fraction of the peak."""
+    """Raise `BudgetError` for less than a byte, probably meant as a fraction of the peak."""
     if 0 < size_bytes < 1:
         raise BudgetError(
             f"the budget is {float(size_bytes):g} bytes; for a fraction of the peak without "

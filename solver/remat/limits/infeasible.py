@@ -1,4 +1,4 @@
-"""The option `infeasible`: an error where no plan fits the budget, or the smallest peak instead."""
+"""The option `infeasible`: an error if no plan fits the budget, or the smallest feasible peak."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from remat.limits.budget import Budget
 from remat.limits.units import format_bytes
 
 INFEASIBLE_ERROR = "error"
-"""`InfeasibleBudget` is raised."""
+"""Raise `InfeasibleBudget`."""
 
 INFEASIBLE_SMALLEST = "smallest"
-"""The plan for "min", the smallest feasible peak, is the result, with a `BudgetWarning` that names
-the budget and that peak."""
+"""Return the plan for "min" (the smallest feasible peak), with a `BudgetWarning` that names the
+budget and the peak."""
 
 INFEASIBLE = (INFEASIBLE_ERROR, INFEASIBLE_SMALLEST)
 
@@ -29,8 +29,8 @@ def is_smallest_accepted(infeasible: object) -> bool:
         return infeasible == INFEASIBLE_SMALLEST
     near = similar_names_hint(infeasible, INFEASIBLE) if isinstance(infeasible, str) else ""
     raise ValueError(
-        f"infeasible is {infeasible!r}{near}; it is {INFEASIBLE_ERROR!r} to raise an error where "
-        f"no plan fits the budget, or {INFEASIBLE_SMALLEST!r} to take the smallest feasible peak"
+        f"infeasible is {infeasible!r}{near}; pass {INFEASIBLE_ERROR!r} to raise an error if no "
+        f"plan fits the budget, or {INFEASIBLE_SMALLEST!r} to plan for the smallest feasible peak"
     )
 
 
@@ -42,12 +42,12 @@ def plan_or_smallest(
     peak_bytes: Callable[[T], int],
     requested: Budget | None = None,
 ) -> T:
-    """Return `plan(budget)`; with `infeasible="smallest"`, the result for "min" where that budget
-    is infeasible, with one warning.
+    """Return `plan(budget)`. With `infeasible="smallest"`, return `plan` for "min" and warn if
+    `budget` is infeasible.
 
-    `peak_bytes` returns the peak of a result, with all that the user counts as a part of the
-    budget. `requested` is the budget to name in the warning, if it is not `budget`. Raises the
-    errors of `plan`, and ValueError for an unknown value of `infeasible`.
+    `peak_bytes` returns the peak of a result, including memory that the user reserved.
+    `requested` is the budget to name in the warning if it differs from `budget`. Raises the errors
+    of `plan`, and ValueError for an unknown value of `infeasible`.
     """
     if not is_smallest_accepted(infeasible) or budget.is_min:
         return plan(budget)

@@ -35,7 +35,7 @@ class Limits:
     excess_bytes: int = 0
 
     def with_budget(self, budget: Budget) -> Limits:
-        """Return the limits for another budget; "min" has no bytes to reserve any of."""
+        """Return the limits for another budget. With "min", nothing is reserved."""
         return replace(
             self, budget=budget, reserve_bytes=0 if budget.is_min else self.reserve_bytes
         )

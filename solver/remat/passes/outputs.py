@@ -96,7 +96,7 @@ def _with_renumbered_sources(gradient: Gradient, dropped: Collection[int]) -> Gr
 
 
 def _is_returned(trace: Trace, output: Output) -> bool:
-    """True if `outputs="loss"` computes this output: gradients come from it, it has one element, or
-    the model stores it."""
+    """True if `outputs="loss"` keeps this output: it has a tangent, has one element, or is
+    stored."""
     has_one_element = prod(trace.tensors[output.name].shape) == 1
     return bool(output.tangent) or output.is_stored or has_one_element

@@ -56,7 +56,7 @@ def eager_graph(trace: Trace, unpacked: Collection[int] = ()) -> Graph:
     operation once. `unpacked` are the saved tensors that hooks of the step unpack, as those of
     `torch.utils.checkpoint` do."""
     graph = trace.graph()
-    # Autograd writes over no argument, except when it adds gradients in place (below), and where
+    # Eager mode overwrites arguments only where autograd adds gradients in place (below), and where
     # the model's code writes into a tensor.
     operations = tuple(
         operation if node is not None and is_write(node) else replace(operation, overwrites=())

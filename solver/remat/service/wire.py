@@ -258,7 +258,7 @@ class SolveRequest(_Request):
     """The bandwidth between device and host; by default that of the data sheet or the device that
     the costs come from."""
     infeasible: InfeasibleData = INFEASIBLE_ERROR
-    """Where no plan fits the budget: "error" to fail, "smallest" for the smallest feasible peak."""
+    """If no plan fits the budget: "error" to fail, "smallest" for the smallest feasible peak."""
 
     @model_validator(mode="after")
     def _check_copies_have_costs(self) -> Self:

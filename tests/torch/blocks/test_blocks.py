@@ -369,7 +369,7 @@ def test_batches_in_flight_are_part_of_the_plan(in_flight: int) -> None:
 def test_calls_in_flight_are_a_number() -> None:
     model, _ = net()
     for number in (0, 1.5, True):
-        with pytest.raises(ValueError, match="; it is a number of calls, 1 or more"):
+        with pytest.raises(ValueError, match="; pass the number of calls, 1 or more"):
             enabled(model, "60%", in_flight=number)
 
 

@@ -196,7 +196,7 @@ def test_a_global_variable_that_gives_no_attributes_is_left_alone() -> None:
 
 def test_a_tensor_in_a_global_variable_is_not_read_by_the_next_call() -> None:
     model, x = MasksByGlobal(), torch.randn(4, 4)
-    with pytest.raises(remat.TraceError, match=r"leaves a tensor in .*\.mask, where a plan would"):
+    with pytest.raises(remat.TraceError, match=r"stores a tensor in .*\.mask, where a planned"):
         remat.trace(model, x)
     assert mask is None
     model(x).sum().backward()
@@ -204,7 +204,7 @@ def test_a_tensor_in_a_global_variable_is_not_read_by_the_next_call() -> None:
 
 
 def test_a_tensor_of_the_capture_does_not_stay_in_a_global_variable() -> None:
-    with pytest.raises(remat.TraceError, match=r"leaves a tensor in .*\.LAST, where a plan would"):
+    with pytest.raises(remat.TraceError, match=r"stores a tensor in .*\.LAST, where a planned"):
         remat.trace(StoresInGlobal(), torch.randn(4, 4))
     assert not LAST
 

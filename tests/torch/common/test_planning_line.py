@@ -62,7 +62,7 @@ SLOW_COMPILE = pytest.param("compile", marks=pytest.mark.slow)
 @pytest.mark.parametrize("door", [*(door for door in DOORS if door != "compile"), SLOW_COMPILE])
 def test_planning_shows_a_line_and_erases_it(door: str) -> None:
     text = shown(door)
-    assert f"{ERASE}remat plans the step, 0 s" in text
+    assert f"{ERASE}remat: planning the step, 0 s" in text
     assert text.endswith(ERASE)
 
 

@@ -268,7 +268,7 @@ def test_a_terminal_shows_progress_at_once_on_request(
             shown += os.read(screen, 1024)
     os.close(screen)
     if progress:
-        assert b"remat plans the step, " in shown
+        assert b"remat: planning the step, " in shown
         assert shown.endswith(b"\r\x1b[2Kend"), "the line is gone"
     else:
         assert shown == b"end"
@@ -325,7 +325,7 @@ def test_an_infeasible_budget_names_graph_breaks_and_outputs() -> None:
     words = str(cause_of_type(caught.value, InfeasibleBudget))
     line = Broken.forward.__code__.co_firstlineno + 2
     assert f"at test_reporting.py:{line}, `torch._dynamo.graph_break()`: its parts are" in words
-    assert 'With outputs="loss" the graph returns its loss only: 100 KiB of other' in words
+    assert 'With outputs="loss" the graph returns only its loss: 100 KiB of other' in words
     assert len(re.findall(r"[\d,]+ bytes", words)) == 1
     relative = {"inductor": False, "split": "off", "outputs": "loss", "time_limit": 3.0}
     with pytest.raises(Exception, match=r"bytes \(.\d+%.\), or .min") as caught:
@@ -400,7 +400,7 @@ def test_unsupported_graphs_are_an_error_or_fall_back_to_torch(inductor: bool) -
     assert "remat cannot plan Sequential [0/0]: ZeroDivisionError: no strategy" in str(error)
     torch._dynamo.reset()
     before = remat.compiled_plans()
-    with pytest.warns(UserWarning, match="no strategy at all; torch's own partitioner takes it"):
+    with pytest.warns(UserWarning, match="no strategy at all; torch's own partitioner partitions"):
         actual = gradients(remat.compile(model, "50%", fallback=True, **options))
     assert remat.compiled_plans() == before
     torch._dynamo.reset()

@@ -251,7 +251,7 @@ Infeasible = Annotated[
     typer.Option(
         "--infeasible",
         metavar="|".join(INFEASIBLE),
-        help="Where no plan fits the budget: fail, or take the smallest peak, with a warning.",
+        help="If no plan fits the budget: fail, or plan for the smallest peak, with a warning.",
     ),
 ]
 

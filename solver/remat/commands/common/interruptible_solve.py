@@ -57,8 +57,8 @@ def run_with_progress(
 
 @contextmanager
 def warnings_as_messages() -> Iterator[None]:
-    """Print remat's warnings about solvers and budgets inside of this context at its end, each
-    once, as one line on stderr. Other warnings are shown as usual."""
+    """Print each `SolverWarning` and `BudgetWarning` of the context at its end, once, as a line on
+    stderr. Other warnings are shown as usual."""
     recorded: list[warnings.WarningMessage] = []
     try:
         with warnings.catch_warnings(record=True) as recorded:

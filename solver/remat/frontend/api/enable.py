@@ -52,7 +52,7 @@ logger = logging.getLogger("remat")
 Model = TypeVar("Model", bound=nn.Module)
 
 _SCRIPTABLE_ATTRIBUTE = "__prepare_scriptable__"
-"""The name of the method that torch.jit.script calls to get the module to compile."""
+"""The method that torch.jit.script calls for the module to compile."""
 
 
 class EnableOptions(TypedDict, total=False):
@@ -94,10 +94,10 @@ def enable(
     `**options` are the options of `remat.optimize`, and `scope`: "model" for a plan of the whole
     model; "blocks" for plans of its repeated blocks, which share the budget; or
     "auto" (the default): the whole model if it can be captured, else its blocks, with the rest in
-    eager mode and a warning with a table. `in_flight` is the number of calls whose forward runs
-    before the backward of the first, as for a triplet loss or the discriminator of a GAN; in
-    pipeline parallelism with 1F1B it is the number of stages from this one on. A step that has
-    more calls is noticed, and the next one is planned for them. `split` applies to plans of the
+    eager mode and a warning with a table. `in_flight` is the number of calls of the
+    model before the backward, as for a triplet loss or the discriminator of a GAN. In pipeline
+    parallelism with 1F1B it is the number of stages from this one on. If a step has more calls, a
+    warning says so, and the next step is planned for them. `split` applies to plans of the
     whole model: operations of blocks stay whole.
 
     Raises `TraceError` if the model is enabled, optimised or compiled already, `InfeasibleBudget`
@@ -181,8 +181,8 @@ class PlannedForward:
         return self.original_forward
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the original forward, such as `__code__`, for code that reads
-        functions: torch.export, torch.jit, inspect."""
+        """Return an attribute of the original forward, such as `__code__`, for torch.export,
+        torch.jit and `inspect`."""
         if name in _FUNCTION_ATTRIBUTES:
             return getattr(self.original_forward, name)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
@@ -195,8 +195,7 @@ class PlannedForward:
         return MethodType(type(self.model).forward, self.model)
 
     def scriptable_model(self) -> nn.Module:
-        """Return a module with the model's tensors and submodules that is not enabled, for
-        torch.jit.script."""
+        """Return a shallow copy of the model that is not enabled, for torch.jit.script."""
         scriptable = copy.copy(self.model)
         for name in ("forward", FORWARD_ATTRIBUTE, _SCRIPTABLE_ATTRIBUTE):
             scriptable.__dict__.pop(name, None)
@@ -248,8 +247,8 @@ def _warn_of_gradient_checkpointing(model: nn.Module) -> None:
     """Log a warning if the gradient checkpointing of transformers is on: remat ignores it."""
     if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
         logger.warning(
-            "gradient checkpointing is on in this %s and does nothing, as remat's plan decides "
-            "what is recomputed: turn it off",
+            "gradient checkpointing is on in this %s and has no effect, because remat's plan "
+            "decides what is recomputed. Turn it off",
             type(model).__name__,
         )
 

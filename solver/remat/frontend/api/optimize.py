@@ -83,17 +83,19 @@ def optimize(
     pinned memory for a GPU, in a file in `REMAT_OFFLOAD_DIR` for a CPU. At most `host_budget`
     ("16GiB") of them are there at once, by default a half of what is free. `link` has the bandwidth
     of the copies, which is measured by default. Other keyword arguments are those of `remat.solve`
-    and `remat.measure`. On a terminal, a planning of more than two seconds shows a line (at once
-    with `progress=True`), unless `progress` is a function, which receives a `remat.Progress` from
-    time to time, or False, or the environment variable `REMAT_PROGRESS` is 0.
+    and `remat.measure`.
 
-    `in_flight` is the number of calls whose forward runs before the backward of the first, as for a
-    triplet loss or the discriminator of a GAN: what each of them saves is part of the peak. A step
-    that has more calls is noticed, and the next one is planned for them.
+    A terminal shows a progress line if planning takes more than two seconds; with `progress=True`,
+    it shows the line at once. A function as `progress` receives a `remat.Progress` several times
+    instead. `progress=False` or the environment variable `REMAT_PROGRESS=0` turns the line off.
 
-    Where no plan fits the budget, `InfeasibleBudget` is raised; with `infeasible="smallest"`, the
-    step is planned for the smallest feasible peak, as for "min", with a `BudgetWarning` that names
-    the budget and that peak.
+    `in_flight` is the number of calls of the model before the backward, as for a triplet loss or
+    the discriminator of a GAN. The saved tensors of all calls count in the peak. If a step has more
+    calls, a warning says so, and the next step is planned for them.
+
+    If no plan fits the budget, the first step raises `InfeasibleBudget`. With
+    `infeasible="smallest"`, it is planned for the smallest feasible peak, as for "min", and a
+    `BudgetWarning` names the budget and that peak.
 
     `loss` is the criterion of a training loop that computes the loss outside of the model, such as
     `torch.nn.CrossEntropyLoss()`. The result then computes `loss(model(*inputs), target)`: its
@@ -210,7 +212,7 @@ def optimize_options(
 
 
 def check_planning_options(strategy: object, costs: object, progress: object) -> None:
-    """Raise at once for an invalid `strategy`, `costs` or `progress`, not in the first step."""
+    """Raise for an invalid `strategy`, `costs` or `progress`, before the first step."""
     if strategy is not None:
         checked_strategy(strategy)
     if costs != MEASURED_BY_SERVICE:
@@ -221,6 +223,6 @@ def check_planning_options(strategy: object, costs: object, progress: object) ->
 
 
 def check_in_flight(in_flight: object) -> None:
-    """Raise ValueError unless this is a number of calls."""
+    """Raise ValueError unless `in_flight` is a positive integer."""
     if isinstance(in_flight, bool) or not isinstance(in_flight, int) or in_flight < 1:
-        raise ValueError(f"in_flight is {in_flight!r}; it is a number of calls, 1 or more")
+        raise ValueError(f"in_flight is {in_flight!r}; pass the number of calls, 1 or more")

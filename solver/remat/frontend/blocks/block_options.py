@@ -121,8 +121,8 @@ class BlockSolver:
     cost_source: str = "run once"
     is_all_reused: bool = True
     measuring_limit_bytes: int = 0
-    """The bytes that measuring may take in addition to the step's constant memory; a block may take
-    what it takes when it is checkpointed, even if that is more."""
+    """Bytes that measuring may use in addition to the step's constant memory. If a block needs more
+    when it is checkpointed, measuring may use as much as the block."""
     _captured: dict[tuple[int, CallSignature, frozenset[str]], CapturedStep | str] = field(
         default_factory=dict
     )
@@ -133,7 +133,7 @@ class BlockSolver:
 
     def __post_init__(self) -> None:
         if isinstance(costs := self.optimize_options.costs, Roofline):
-            self.cost_source = roofline_source(costs)  # of blocks that run to be timed, too
+            self.cost_source = roofline_source(costs)  # also for blocks that are not captured
 
     def trace_or_failure(self, call: DryRunCall) -> Trace | str:
         """Return the trace of the block in this call, or the reason why it cannot be captured."""
@@ -141,8 +141,8 @@ class BlockSolver:
         return captured if isinstance(captured, str) else captured.trace
 
     def guards_of(self, call: DryRunCall) -> AttributeGuards:
-        """Return the Python values of the block that its plans are for; none if the block cannot be
-        captured: then its own code runs."""
+        """Return the guards of the block's plans; no guards if the block cannot be captured, and
+        its own code runs."""
         captured = self._captured_or_failure(call)
         return AttributeGuards() if isinstance(captured, str) else captured.guards
 

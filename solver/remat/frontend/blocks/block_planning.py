@@ -84,14 +84,14 @@ def plan_blocks(
     )
     with checkpointing_disabled():
         whole = _alternative(model, call, options, solver, keep_uncapturable=True)
-        # The child modules of a block together never save less than the block: they may save more.
+        # The child modules of a block together save at least as much as the block.
         baseline_bytes = whole.step.peak_bytes([0] * len(whole.candidates))
         limits = step_limits(options, model)
         budget_bytes = limits.available_bytes(baseline_bytes, whole.library_bytes)
         alternatives = [whole]
         if whole.has_uncapturable:
-            # A dry run with child modules retains what the code between them saves. Where that is
-            # more than the step may use, no plan of the child modules fits, either.
+            # A dry run with child modules retains what the code between them saves. If that exceeds
+            # the limit, no plan of the child modules fits.
             limit_bytes = max(budget_bytes or 0, whole.checkpointed_bytes)
             # A block may call none of its child modules.
             with suppress(TraceError, DryRunTooLarge):
@@ -137,8 +137,8 @@ def _fastest_plan(
     solver: BlockSolver,
     not_whole_reason: str,
 ) -> PlannedBlocks:
-    """Return the plan of the fastest alternative within the budget, or with the smallest peak if
-    that is None. Raises `InfeasibleBudget`."""
+    """Return the fastest plan of the alternatives within the budget; if `budget_bytes` is None, the
+    fastest among those with nearly the smallest peak. Raises `InfeasibleBudget`."""
     plans: list[PlannedBlocks] = []
     errors: list[InfeasibleBudget] = []
     try:
@@ -169,11 +169,11 @@ def _fastest_plan(
 class _Alternative:
     """A selection of blocks for the step, with the candidates of each block call.
 
-    `planned_options` has the plans of each call, none if it runs in eager mode. `capture_failures`
-    says why blocks and child modules could not be captured, `replaced` which blocks are planned by
-    their child modules. `library_bytes` are the workspaces of
-    libraries, a part of the step's peaks. `offloaded` is the step with variants that offload
-    tensors, None if there are none.
+    `planned_options` has the plans of each call, () for a call that runs in eager mode.
+    `capture_failures` says why blocks and child modules could not be captured. `replaced` has the
+    blocks that are planned by their child modules, with the reasons. `library_bytes` are the
+    workspaces of libraries, a part of the step's peaks. `offloaded` is the step with variants that
+    offload tensors, None without such variants.
     """
 
     step: BlockStep
@@ -196,12 +196,12 @@ class _Alternative:
 
     @property
     def has_uncapturable(self) -> bool:
-        """True if a block runs in eager mode."""
+        """True if a block call has no planned option."""
         return any(PLANNED not in candidate.option_names for candidate in self.candidates)
 
     @property
     def checkpointed_bytes(self) -> int:
-        """The peak if every call saves as little as possible."""
+        """The peak if every call uses its option with the fewest saved bytes."""
         return self.step.peak_bytes(
             [
                 min(range(len(options)), key=lambda n: options[n].saved_bytes)

@@ -26,8 +26,8 @@ class Submodule:
 
 def repeated_blocks(model: nn.Module) -> list[Submodule]:
     """Return the model's repeated blocks: the outermost submodules with parameters that share a
-    container (such as `nn.ModuleList`) with others of the same class. Single layers of torch are no
-    blocks: the container around them is planned as a whole."""
+    container (such as `nn.ModuleList`) with others of the same class. A single layer of
+    torch.nn is not a block: the container around it is planned as a whole."""
     return list(_without_duplicates(_repeated_below("", model)))
 
 

@@ -46,8 +46,8 @@ class DryRun:
 
     `externally_held_storages` are those inputs of blocks that code outside of blocks still holds
     when the backward starts. `non_block_bytes` were in use at that time, without constant memory.
-    `constant_bytes` is the size of the parameters, buffers, batch, and gradients that existed
-    before the step, with the workspaces of libraries, `library_bytes`.
+    `constant_bytes` is the size of the parameters, buffers, batch, gradients that existed before
+    the step, and the workspaces of libraries (`library_bytes`).
     """
 
     calls: tuple[DryRunCall, ...]
@@ -59,8 +59,8 @@ class DryRun:
 
 
 def head_growth_bytes(events: Sequence[StepEvent]) -> int:
-    """Return the bytes that the code between the last forward and the first backward of a block,
-    such as a head and a loss, needs in addition to those that are live before it."""
+    """Return the bytes that the code between the last block's forward and the first backward of a
+    block, such as a head and a loss, needs in addition to the bytes that are live before it."""
     last = max((n for n, event in enumerate(events) if event.kind == "forward"), default=None)
     if last is None:
         return 0
@@ -86,9 +86,9 @@ def run_dry(
     Each call of the `measured_submodules` also runs standalone, with a graph, in
     `measure_options`.
 
-    Raises `TraceError` if the model's forward calls no block, and `DryRunTooLarge` if code outside
-    of blocks needs more than `limit_bytes`. `growth_bytes` are known to be needed after the last
-    block, in addition to what is live there.
+    `growth_bytes` is the expected growth of memory until the next event, such as that of the head
+    in an earlier dry run. Raises `TraceError` if the model's forward calls no block, and
+    `DryRunTooLarge` if the dry run may need more than `limit_bytes`.
     """
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     library_bytes = allocated_workspace_bytes(device)

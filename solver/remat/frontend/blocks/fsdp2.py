@@ -49,13 +49,13 @@ def sharded_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 
 def gathered_storages(model: nn.Module) -> set[int]:
-    """Return the addresses of the storages that FSDP2 gathers parameters into, and frees."""
+    """Return the addresses of the storages that FSDP2 all-gathers parameters into."""
     parameters = [p for group in _groups(model) for p in group.fsdp_params]
     return {tensor.untyped_storage()._cdata for p in parameters for tensor in p.all_gather_outputs}
 
 
 def unreduced_gradients(model: nn.Module) -> list[torch.Tensor]:
-    """Return the gradients that FSDP2 has accumulated and not reduced yet."""
+    """Return the gradients that FSDP2 has accumulated without reduction."""
     tensors = [getattr(*place) for place in _unreduced_places(model)]
     return [tensor for tensor in tensors if tensor is not None]
 
@@ -67,9 +67,9 @@ def inside_model_forward(
     """Run a forward and a backward inside the forward of a model that FSDP2 has sharded.
 
     A backward ends FSDP2's forward state, so its pre-forward runs before this context and again
-    after it. Gradients are restored: those of the parameters, and those that micro-batches before
-    have left unreduced (`set_requires_gradient_sync(False)`), which the backward would reduce.
-    Yields the ids of the gathered parameters that have such gradients.
+    after it. Gradients are removed before and restored after this context, also the unreduced
+    gradients of earlier micro-batches (`set_requires_gradient_sync(False)`), which the backward
+    would reduce. Yields the ids of the parameters, sharded or gathered, that had a `.grad` before.
     """
     places = [(p, "grad") for p in (*sharded_parameters(model), *model.parameters())]
     places += _unreduced_places(model)
@@ -129,8 +129,8 @@ def _groups(model: nn.Module) -> list[Any]:
 
 
 def _unreduced_places(model: nn.Module) -> list[tuple[Any, str]]:
-    """Return the objects and attributes in which FSDP2 accumulates gradients without reduction: of
-    a gathered parameter, of a parameter in another dtype, of a group of HSDP."""
+    """Return the attributes in which FSDP2 accumulates unreduced gradients, as pairs of an owner
+    and a name: of HSDP's parameter groups, of parameters in another dtype, of gathered ones."""
     places: list[tuple[Any, str]] = []
     for group in _groups(model):
         places.append((group, "_partial_reduce_output"))

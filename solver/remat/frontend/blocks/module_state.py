@@ -28,9 +28,9 @@ from remat.frontend.common.pytree import tensors_in
 class BufferSnapshot:
     """A copy of a module's buffers, to detect and to undo changes.
 
-    With `written`, the addresses of the storages that operators say they write into, other buffers
-    are copied only if operators may write into them without saying so, as batch norm does into its
-    statistics: quantized weights are not copied.
+    `written` are addresses of storages. If given, it limits the copy to buffers in these storages
+    and to buffers that may be running statistics, since the schema of batch norm does not declare
+    its writes. So quantized weights are not copied.
     """
 
     def __init__(self, module: nn.Module, written: Container[int] | None = None) -> None:
@@ -68,10 +68,10 @@ def run_checkpointed(
 ) -> Any:
     """Call the module's forward under `torch.utils.checkpoint`, which saves only its inputs.
 
-    The recomputation leaves buffers unchanged, so that batch norm counts a batch once; and Python
-    values, unless `changes_values` is False: then the forward changes none. The module's own
-    checkpointing is off, in the recomputation too: layers of Transformers decide whether to
-    checkpoint each time they run.
+    The recomputation restores buffers, so that batch norm counts a batch once. It also restores
+    Python values; pass `changes_values=False` if the forward changes none. The module's own
+    checkpointing is off, in the recomputation too: layers of Transformers decide at each call
+    whether to checkpoint.
     """
 
     versions = [(t, t._version) for t in tensors_in((args, kwargs)) if not t.is_inference()]
@@ -119,7 +119,7 @@ class _RecomputeContext(AbstractContextManager[None]):
 
 
 def _may_be_statistics(buffer: torch.Tensor) -> bool:
-    """True for a buffer that batch norm may keep its statistics in."""
+    """True if a buffer may be running statistics of batch norm."""
     return is_dtensor(buffer) or (buffer.dtype.is_floating_point and buffer.element_size() > 1)
 
 
@@ -147,15 +147,18 @@ def differentiable_attributes(module: nn.Module) -> dict[tuple[int, str, int], t
 
 @contextmanager
 def state_restored(model: nn.Module, arguments: Any = ()) -> Iterator[None]:
-    """Restore what a run of the model inside this context changes: parameters, their gradients,
-    buffers, and all other tensors from before that it writes into; Python values of the model's
-    code, and the containers in `arguments`; RNG states of torch, Python and NumPy."""
+    """Restore the state that a run of the model inside this context changes.
+
+    State is: parameters, their gradients, buffers, and other tensors that existed before the
+    context; Python values of the model, and containers in `arguments`; RNG states of torch, Python
+    and NumPy.
+    """
     python_state = PythonState(model, arguments)
     random_state, numpy_state = random.getstate(), np.random.get_state()
     tensors = [*model.parameters(), *model.buffers()]
     memory = [(t, t.detach(), _address(t)) for t in tensors if not is_dtensor(t)]
     gradients = [(p, p.grad) for p in model.parameters()]
-    buffers = BufferSnapshot(model, ())  # the others are those of the journal
+    buffers = BufferSnapshot(model, ())  # the journal copies the other buffers
     journal = WriteJournal(gathered_storages(model))
     try:
         with model_state_preserved(model), journal:

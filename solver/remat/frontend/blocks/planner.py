@@ -73,7 +73,7 @@ def _errors_explained(not_whole_reason: str, remedy: str) -> Iterator[None]:
 
 @contextmanager
 def _gradients_allocated(model: nn.Module) -> Iterator[None]:
-    """Within the context, parameters without a gradient have one of zeros."""
+    """Within the context, give parameters without a gradient one of zeros."""
     without = [p for p in model.parameters() if p.requires_grad and p.grad is None]
     for parameter in without:
         parameter.grad = torch.zeros_like(parameter)
@@ -118,8 +118,8 @@ class ScopedPlanner(Planner):
         return BlockScheduleCache()
 
     def _adds_to_gradients(self, tracker: ModelTracker) -> bool:
-        """True also with gradients that FSDP2 holds unreduced: sharded parameters have no `.grad`
-        then."""
+        """True also with unreduced gradients of FSDP2: the sharded parameters then have no
+        `.grad`."""
         if super()._adds_to_gradients(tracker):
             return True
         is_any_sharded = any(map(is_dtensor, tracker.parameters))

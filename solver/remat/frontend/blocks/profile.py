@@ -73,8 +73,8 @@ class ModuleInvocation:
 def measure_eager_options(
     gauge: Gauge, call: ModuleInvocation, roofline: Roofline | None = None
 ) -> tuple[BlockOption, ...]:
-    """Measure a block call as it is and, if the block can be recomputed, checkpointed. Seconds are
-    those of the machine, or by a data sheet.
+    """Measure a block call as it is and, if the block can be recomputed, checkpointed. With a
+    `roofline`, times are estimated by it.
 
     A checkpointed block need not free everything: what an autograd function stores on its context
     without `save_for_backward` stays. RNG states and buffers are restored afterwards.
@@ -101,8 +101,8 @@ def measure_eager_options(
 
 
 def recompute_obstacle(call: ModuleInvocation) -> tuple[str, frozenset[int]]:
-    """Return why the block must not be recomputed, or "", and the addresses of the storages that it
-    writes into. RNG states and buffers are restored."""
+    """Return the reason why the block must not be recomputed ("" if it may be), and the addresses
+    of the storages that it writes into. RNG states and buffers are restored."""
     module = call.submodule.module
     buffers = BufferSnapshot(module, ())
     standalone = call.with_leaf_inputs()
@@ -120,7 +120,7 @@ def recompute_obstacle(call: ModuleInvocation) -> tuple[str, frozenset[int]]:
     if journal.written_storages - restored:
         journal.restore()
         buffers.restore()
-        return "it writes into a tensor that is no buffer", journal.written_storages
+        return "it writes into a tensor that is not a buffer", journal.written_storages
     second = _outputs_without_grad(standalone)  # sees the state that the first run has changed
     journal.restore()
     buffers.restore()
@@ -179,8 +179,8 @@ def measure_invocation(
 
 @contextmanager
 def _gradients_preserved(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Restore the gradients of parameters at the end of the context: a block's own autograd
-    functions may call backward(), which accumulates into them."""
+    """Restore the gradients of parameters at the end of the context: the block's autograd functions
+    may call backward(), which accumulates into `.grad`."""
     gradients = [parameter.grad for parameter in parameters]
     for parameter in parameters:
         parameter.grad = None

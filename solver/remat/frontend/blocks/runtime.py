@@ -32,9 +32,10 @@ class PlannedCall:
     is" or "checkpointed").
 
     `path` is the block's module path, and `signature` the inputs that the program is for.
-    `may_recompute` is False if a second run of the block would compute something else,
-    `changes_values` if no run changes Python values. `copies` are those that the program's saved
-    tensors need, `guards` the Python values of the block that the program is for.
+    `may_recompute` is False if a second run of the block would compute something else.
+    `changes_values` is True if the block changes Python values. `copies` are the copies of the
+    program's saved tensors to the host and back. `guards` are the Python values of the block that
+    the program is for.
     """
 
     path: str
@@ -193,7 +194,7 @@ class _BoundBlock:
             self._programs.clear()
         signature = call_signature(self._tracker, call.structure, call.leaves)
         assert planned.signature is not None
-        if planned.signature.accumulates_gradients:  # its program does so if there are any
+        if planned.signature.accumulates_gradients:  # without gradients, such a program also runs
             signature = signature._replace(accumulates_gradients=True)
         is_as_planned = signature == planned.signature and self._guards[planned.guards].hold()
         return call if is_as_planned else None

@@ -28,9 +28,9 @@ _DATA_DEPENDENT = "its calls depend on the data"
 
 @dataclass(frozen=True)
 class Selection:
-    """A dry run with the selected blocks. `failures` says why modules cannot be captured, by the id
-    of the module; `replaced` has the paths of those whose submodules were selected instead, with
-    the reasons."""
+    """The dry run with the selected blocks. `failures` says why modules cannot be captured, by the
+    `id` of the module. `replaced` are pairs of a block's path and the reason why its submodules
+    were selected instead."""
 
     dry_run: DryRun
     failures: Mapping[int, str]
@@ -52,8 +52,8 @@ def select_blocks(
     A block that cannot be captured is replaced by its child modules, until the rest can be
     captured. Modules without children and those whose calls depend on the data are measured in
     eager mode instead. With `keep_uncapturable`, blocks that cannot be captured are measured in
-    eager mode as a whole, too. Raises `DryRunTooLarge` if a dry run needs more than `limit_bytes`;
-    `growth_bytes` are needed after the last block, in addition to what is live there.
+    eager mode as a whole, too. `limit_bytes` and `growth_bytes` are for `run_dry`, which raises
+    `DryRunTooLarge`.
     """
     blocks = repeated_blocks(model) or children_with_parameters(Submodule("", model))
     if not blocks:

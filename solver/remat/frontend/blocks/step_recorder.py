@@ -31,7 +31,7 @@ _MUTATES_ARGUMENT = "it modifies a list or a dict among its arguments"
 
 
 class DryRunTooLarge(Exception):
-    """A dry run needs more memory than it may use."""
+    """The dry run may exceed its memory limit."""
 
 
 @dataclass(frozen=True)
@@ -69,9 +69,10 @@ class StepRecorder:
     limit_bytes: int | None = None
     """The largest number of bytes that the dry run may use, constant memory included."""
     largest_growth_bytes: int = 0
-    """The most bytes that were needed at once, above those that were live at the last event."""
+    """The largest growth of memory so far, from the bytes live at one event to the peak before the
+    next."""
     accumulating_parameters: frozenset[int] = frozenset()
-    """The ids of the parameters that have gradients, which are set aside during the dry run."""
+    """The ids of the parameters whose gradients the dry run has removed and will restore."""
     calls: list[DryRunCall] = field(default_factory=list)
     events: list[StepEvent] = field(default_factory=list)
     externally_held_storages: set[StorageWeakRef] = field(default_factory=set)
@@ -158,8 +159,8 @@ class StepRecorder:
         return forward
 
     def _check_limit(self) -> None:
-        """Raise `DryRunTooLarge` if the code up to the next event may need more than the limit,
-        growing as it has grown before."""
+        """Raise `DryRunTooLarge` if memory exceeds the limit before the next event, assuming the
+        largest growth so far."""
         live_bytes = self.constant_bytes + self.gauge.live()
         self._last_live_bytes = live_bytes
         next_bytes = live_bytes + self.largest_growth_bytes

@@ -1,8 +1,8 @@
-"""`WriteJournal`: undoes the writes of a run into tensors that existed before it.
+"""`WriteJournal`: records and undoes in-place writes into tensors that existed before a run.
 
 A forward may write into buffers (batch norm), frozen parameters (momentum encoders), its inputs, or
-any other tensor. The journal copies the memory of such a tensor just before the first write, so a
-run that writes nothing costs no memory.
+other tensors. The journal copies the storage of such a tensor just before the first write, so a run
+without writes costs no memory.
 """
 
 from __future__ import annotations
@@ -17,16 +17,17 @@ from torch.utils._pytree import tree_leaves
 
 
 class _Copy(NamedTuple):
-    """A tensor that shows a whole storage as bytes, and a copy of it; on the host for a GPU, whose
-    memory the run itself may need."""
+    """A view of a whole storage as bytes, and a copy of the bytes: on the host if the storage is on
+    a GPU, whose memory the run may need."""
 
     memory: torch.Tensor
     copy: torch.Tensor
 
 
 class WriteJournal(TorchDispatchMode):
-    """A mode that notes which tensors from before it operators write into. `ignored` are addresses
-    of storages to leave alone (`UntypedStorage._cdata`)."""
+    """A mode that copies each storage that existed before, when an operator first writes into it.
+    `ignored` are addresses of storages (`UntypedStorage._cdata`) that are neither copied nor
+    restored."""
 
     def __init__(self, ignored: Iterable[int] = ()) -> None:
         super().__init__()
@@ -40,8 +41,8 @@ class WriteJournal(TorchDispatchMode):
         return frozenset(self._copies)
 
     def restore(self) -> None:
-        """Restore the elements and version counters of all tensors: a graph that saved one remains
-        valid. May be called after the mode was left, once."""
+        """Restore the elements and version counters of all written tensors, so that an autograd
+        graph that saved one of them stays valid. Call it once, after the mode has ended."""
         for memory, copy in self._copies.values():
             memory.copy_(copy)
         for tensor, version in reversed(self._versions):
@@ -56,7 +57,7 @@ class WriteJournal(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         if any(hasattr(cls, "__tensor_flatten__") for cls in types):
-            return NotImplemented  # a DTensor, say: its operators on local tensors come here
+            return NotImplemented  # a DTensor's operators on local tensors come here
         for tensor in _written_arguments(func, args, kwargs):
             self._note(tensor)
         result = func(*args, **kwargs)
@@ -72,7 +73,7 @@ class WriteJournal(TorchDispatchMode):
         return result
 
     def _note(self, tensor: torch.Tensor) -> None:
-        """Copy the memory of a tensor from before the run, unless that was done."""
+        """Copy the storage of a tensor, unless it is new or was copied before."""
         storage = tensor.untyped_storage()
         if storage._cdata in self._new_storages:
             return

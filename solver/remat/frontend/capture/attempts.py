@@ -106,12 +106,14 @@ def _is_raised_by_framework(error: BaseException) -> bool:
 
 
 def _record(flat_model: FlatModel, leaves: Sequence[torch.Tensor]) -> JointGraph:
-    """Record one call of the model. If it changes what the modules store, record a second call
-    instead: later calls behave like it. If the recording fails, restore what they store.
+    """Record one call of the model. If the call changes Python values of the model, return the
+    recording of a second call, because later calls run like the second. If a recording fails,
+    restore these values.
 
-    Raises `TraceError` if each call changes it in another way, if the first call writes into a
-    tensor that later calls do not write into, and another error if the second call reads a tensor
-    of the first."""
+    Raises `TraceError` if the second call changes values in another way than the first, if it reads
+    a tensor that an earlier call stored in an attribute, or if only the first call writes into some
+    tensor. Raises `ForeignTensorError` if the second call uses another tensor of the first.
+    """
     model = flat_model.model
     before = flat_model.start_call()
     try:
@@ -129,8 +131,8 @@ def _record(flat_model: FlatModel, leaves: Sequence[torch.Tensor]) -> JointGraph
             )
         if initialised := sorted(_written(first) - _written(joint)):
             raise TraceError(
-                f"only the first call of {type(model).__name__} writes into {initialised[0]}, so a "
-                "plan would never do so. Remedy: call the model once before"
+                f"only the first call of {type(model).__name__} writes into {initialised[0]}, and "
+                "a plan runs like later calls. Remedy: call the model once before it is planned"
             )
     except BaseException:
         before.restore()
@@ -175,8 +177,8 @@ def _error_message(model: nn.Module, error: Exception) -> str:
     elif _is_data_dependent(error) and (sparse := _sparse_embeddings(model)):
         cause = f"the gradient of {sparse[0] or type(model).__name__} is sparse (sparse=True)"
         remedy = (
-            "a plan has dense tensors: make it dense (module.sparse = False), or plan the modules "
-            'around it: remat.enable(model, budget, scope="blocks")'
+            "a plan has dense tensors only. Make the gradient dense (module.sparse = False), or "
+            'plan the modules around the embedding: remat.enable(model, budget, scope="blocks")'
         )
     elif _is_data_dependent(error):
         remedy = (

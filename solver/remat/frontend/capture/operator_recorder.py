@@ -33,7 +33,7 @@ class ForeignTensorError(Exception):
 
 
 class _TensorNode(NamedTuple):
-    """The node of a tensor, and how often the tensor's storage had been written by then."""
+    """The node of a tensor, and the number of writes into its storage before the node."""
 
     node: fx.Node
     tensor: Tensor
@@ -42,8 +42,8 @@ class _TensorNode(NamedTuple):
 
 @dataclass
 class _Buffer:
-    """A storage that operators write into: the node of the whole tensor since the last write, and
-    the fake tensor of that node, in a storage of its own."""
+    """A storage that operators write into: the node of the last write, which returns the whole
+    tensor, and the node's fake result, which has its own storage."""
 
     node: fx.Node
     value: Tensor
@@ -55,8 +55,8 @@ class OperatorRecorder(TorchDispatchMode):
     `module` is the path of the module whose forward called it, or whose backward it belongs to.
 
     The graph is functional. An operator that writes into a part of a tensor becomes a call of
-    `remat.write`, which returns the whole tensor after the write; see `write_recorded`. Nodes that
-    read the tensor later read views of that.
+    `remat.write`, which returns the whole tensor after the write; see `write_recorded`. Later
+    operators read views of this result.
     """
 
     supports_higher_order_operators = True
@@ -103,7 +103,7 @@ class OperatorRecorder(TorchDispatchMode):
 
     def may_write(self, tensor: Tensor) -> bool:
         """True if a write into this tensor can be recorded: an operation of the step allocated its
-        storage for one real dense tensor of the same dtype."""
+        storage, for one tensor without overlap or gaps, of the same dtype, and not complex."""
         allocation = self._allocations.get(_address(tensor))
         if allocation is None or allocation.node.op != "call_function":
             return False
@@ -156,7 +156,7 @@ class OperatorRecorder(TorchDispatchMode):
         self._nodes[id(whole)] = _TensorNode(node, whole, buffer.write_count)
 
     def _view_of(self, buffer: _Buffer, tensor: Tensor) -> fx.Node:
-        """Return a new node for a view of a buffer, recorded before the last write into it."""
+        """Return a new node for a view of a buffer that was written into after the view's node."""
         base = buffer.node
         if tensor.dtype != buffer.value.dtype:
             elements = buffer.value.numel()
@@ -241,8 +241,8 @@ class OperatorRecorder(TorchDispatchMode):
                 self._set_value(getter, item)
 
     def _in_written_storage(self, value: Any) -> Any:
-        """Return a fake result as it is after the last write into its storage: in the storage of
-        that write's result."""
+        """Return a fake result as a view of the last write's result, if its storage was written
+        into; else unchanged."""
         if isinstance(value, (list, tuple)):
             return type(value)(map(self._in_written_storage, value))
         buffer = self._buffers.get(_address(value)) if isinstance(value, Tensor) else None

@@ -1,7 +1,7 @@
 """Recording of a training step on fake tensors, as the joint graph of its forward and backward.
 
 Torch's functionalization (the one in C++, of `torch.func.functionalize`) turns operations that
-write in place into ones that return new tensors, except those that `writes` records as they are.
+write in place into ones that return new tensors. Exceptions are the writes that `writes` records.
 Below it, a dispatch mode records each operator that autograd and the model's code call.
 `aot_export_joint_with_descriptors` of torch records the same operators in the same order, in two to
 three times the time (docs/decisions/0005); the tests compare the two, for models without such
@@ -96,8 +96,8 @@ class _StepRecording:
                 outputs = self._flat_model(*arguments)
             writes = self._writes()
             self._check_no_gradients(
-                "the forward of the model calls backward(), whose gradients a plan does not "
-                "accumulate; use torch.autograd.grad in the forward, or call backward() after it"
+                "the forward of the model calls backward(), and a plan does not accumulate these "
+                "gradients; use torch.autograd.grad in the forward, or call backward() after it"
             )
             with capture_paused():
                 state = PythonState(self._flat_model.model)
@@ -106,8 +106,8 @@ class _StepRecording:
             with capture_paused():
                 check_unchanged_by_backward(self._flat_model.model, state.changes())
             self._check_no_gradients(
-                "an autograd function of the model calls backward() in its backward, whose "
-                "gradients a plan does not accumulate. Remedy: use torch.autograd.grad there, with "
+                "an autograd function of the model calls backward() in its backward, and a plan "
+                "does not accumulate these gradients. Remedy: use torch.autograd.grad there, with "
                 "the parameters as inputs of the function, and return their gradients; or plan the "
                 'blocks around it: remat.enable(model, budget, scope="blocks")'
             )
@@ -144,8 +144,8 @@ class _StepRecording:
     def _sources(
         self, outputs: Sequence[Tensor], differentiable: Sequence[Tensor]
     ) -> list[frozenset[int]]:
-        """Return for each of these inputs the indices of the differentiated outputs whose backward
-        reaches it."""
+        """Return, for each of the `differentiable` inputs, the indices of the differentiated
+        outputs whose autograd graph contains it."""
         is_differentiated = self._flat_model.output_info.differentiated
         with torch.enable_grad():
             leaves = [torch.autograd.graph.get_gradient_edge(t).node for t in differentiable]

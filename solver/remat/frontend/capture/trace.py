@@ -95,7 +95,7 @@ def trace(
 
 
 class CapturedStep(NamedTuple):
-    """A captured step, and the Python values of the model that it is for."""
+    """A captured step, and the guards for the Python values that it depends on."""
 
     trace: Trace
     guards: AttributeGuards
@@ -110,7 +110,7 @@ def capture(
     device: str | torch.device | None = None,
     outputs: str = OUTPUTS_HELD,
 ) -> CapturedStep:
-    """Capture a step as `trace` does, with the Python values that the model's code has read."""
+    """Capture a step as `trace` does, with guards for the Python values that the code read."""
     are_dropped(outputs)  # raises for an unknown value
     model = unwrap_compiled(model)
     args, kwargs = normalise_inputs(model, example_inputs, example_kwargs)

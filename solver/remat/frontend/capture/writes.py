@@ -1,10 +1,11 @@
-"""Writes into tensors that a step allocates itself, recorded as they are.
+"""Recording of in-place writes into tensors that the step allocates.
 
-Torch's functionalization turns a write into a part of a buffer into a copy of the whole buffer. So
-a capture records these writes below it, as calls of `remat.write`. The other writes stay with
-functionalization: those into the step's inputs, and those of several tensors at once. So do
-elementwise operators on a whole tensor whose gradient is recorded, such as `relu_`: their results
-are tensors like any others, which can be split and recomputed.
+Torch's functionalization replaces a write into a part of a buffer by a copy of the whole buffer. So
+a capture records such a write below functionalization, as a call of `remat.write`.
+
+Functionalization still replaces writes into inputs of the step, writes into several tensors at
+once, and differentiable elementwise operators on a whole tensor, such as `relu_`. The latter then
+are ordinary operations, which can be split and recomputed.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ _KEY = DispatchKey.Functionalize
 
 @contextmanager
 def writes_recorded(recorder: OperatorRecorder) -> Iterator[None]:
-    """Within the context, functionalization leaves to `recorder` the writes into tensors that the
-    step allocates."""
+    """Within the context, record writes into tensors that the step allocates by `recorder`, not by
+    functionalization."""
     writes = _FunctionalizedWrites(recorder)
     kernels = {
         (operator, _KEY): partial(writes.run, operator) for operator in _mutating_operators()
@@ -41,14 +42,14 @@ def writes_recorded(recorder: OperatorRecorder) -> Iterator[None]:
 
 
 class _FunctionalizedWrites:
-    """Calls of mutating operators on tensors that are wrapped for functionalization. It leaves to
-    `recorder` the writes into tensors that the step allocates."""
+    """Kernels of mutating operators for functional tensors: a write is recorded by `recorder`, or
+    functionalized by torch's own kernel."""
 
     def __init__(self, recorder: OperatorRecorder) -> None:
         self._recorder = recorder
         self._scattered: dict[int, Tensor] = {}
-        """Tensors of which functionalization has written a part, by the wrapper's storage. Their
-        wrappers no longer refer to views of one tensor."""
+        """Tensors with a functionalized write, by the address of the wrapper's storage. Their
+        values are no longer views of one recorded tensor."""
 
     def run(self, operator: OpOverload, *args: Any, **kwargs: Any) -> Any:
         """Call an operator."""
@@ -86,8 +87,8 @@ class _FunctionalizedWrites:
             operator(*inner_args, **inner_kwargs)
         if layout != (fake.shape, fake.stride()):
             raise TraceError(
-                f"{operator} gives the tensor passed as `out` another shape; pass one of the "
-                f"result's shape, {tuple(fake.shape)}"
+                f"{operator} resizes the tensor passed as `out`; pass one of the result's shape, "
+                f"{tuple(fake.shape)}"
             )
         return target if operator._schema.returns else None
 
@@ -110,7 +111,7 @@ def _mutating_operators() -> tuple[OpOverload, ...]:
 
 @cache
 def _is_elementwise(operator: OpOverload) -> bool:
-    """True for an operator in place whose functional variant is elementwise."""
+    """True for an in-place operator whose functional variant is pointwise."""
     name = operator.overloadpacket.__name__.removesuffix("_")
     packet = getattr(torch.ops.aten, name, None)
     functional = getattr(packet, operator._overloadname, None)
@@ -132,7 +133,7 @@ def _written_tensors(
 
 
 def _unwrapped(wrapper: Tensor) -> Tensor:
-    """Return the fake tensor of a wrapper's present value."""
+    """Return the fake tensor that a functional tensor wraps, after pending updates."""
     torch._sync(wrapper)
     return torch._from_functional_tensor(wrapper)
 

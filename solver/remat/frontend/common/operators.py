@@ -59,8 +59,8 @@ def resolve(target: str, namespaces: Collection[str] = NAMESPACES) -> Operator:
 
 
 def find_operator(target: str, namespaces: Collection[str]) -> OpOverload:
-    """Return torch's operator of this name, whatever it does. Raises `DocumentError` where the name
-    is malformed, unknown, or of another namespace."""
+    """Return torch's operator of this name, also if it is not functional. Raises `DocumentError` if
+    the name is malformed, unknown, or in a namespace that is not allowed."""
     try:
         namespace, name, overload = check_target(target).split(".")
     except ValueError as error:

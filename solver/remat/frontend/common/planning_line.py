@@ -1,7 +1,7 @@
-"""A line on the terminal while a step is planned, which takes seconds to minutes in its first call.
+"""A progress line on the terminal while a step is planned.
 
-It appears after two seconds (at once with `progress=True`), only if stderr is a terminal, and is
-erased in the end. `progress=False` or the environment variable `REMAT_PROGRESS=0` turns it off.
+The line appears after two seconds (at once with `progress=True`) if stderr is a terminal, and is
+erased at the end. `progress=False` or the environment variable `REMAT_PROGRESS=0` turns it off.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from remat.progress import Progress, ProgressCallback
 from remat.report.solve_progress import format_progress
 
 ENVIRONMENT_VARIABLE = "REMAT_PROGRESS"
-"""The environment variable that turns the line off, if it is "0"."""
+"""The environment variable whose value "0" turns the line off."""
 
 _DELAY_S = 2.0
-"""The time after which planning is worth a line."""
+"""The time after which the line appears."""
 
 _INTERVAL_S = 0.5
 _ERASE_LINE = "\r\x1b[2K"
@@ -29,8 +29,8 @@ _MAX_COLUMNS = 79
 
 @contextmanager
 def planning_line(progress: ProgressCallback | bool | None) -> Iterator[ProgressCallback | None]:
-    """Yield the progress callback of `remat.solve` for a planning inside of this context: that of
-    the user, or the one that shows the line; None if there is to be none."""
+    """Yield the progress callback for solves inside of this context: the user's, or one that shows
+    the line; None if neither is wanted."""
     if callable(progress):
         yield progress
     elif progress is False or os.environ.get(ENVIRONMENT_VARIABLE) == "0" or not _is_terminal():
@@ -49,7 +49,7 @@ def _is_terminal() -> bool:
 
 
 class _Line:
-    """The line, written by a thread of its own: captures and measurements report nothing."""
+    """The line, written by a separate thread, because captures and measurements do not report."""
 
     def __init__(self, delay_s: float) -> None:
         self._delay_s = delay_s
@@ -72,7 +72,7 @@ class _Line:
         if self._is_closed.wait(self._delay_s):
             return
         while True:
-            text = f"remat plans the step, {time.monotonic() - self._start_s:.0f} s{self._text}"
+            text = f"remat: planning the step, {time.monotonic() - self._start_s:.0f} s{self._text}"
             _write(f"{_ERASE_LINE}{text[:_MAX_COLUMNS]}")
             if self._is_closed.wait(_INTERVAL_S):
                 break
@@ -80,7 +80,7 @@ class _Line:
 
 
 def _write(text: str) -> None:
-    """Write to stderr; a terminal that was closed meanwhile is no reason to stop planning."""
+    """Write to stderr. Ignore the error of a closed terminal, so that planning continues."""
     try:
         sys.stderr.write(text)
         sys.stderr.flush()

@@ -62,8 +62,8 @@ def isolated_modes(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def checkpoints_suspended() -> Iterator[None]:
-    """Within the context, the user's own checkpoint around a call does not see its operations: the
-    hooks for saved tensors, and the modes of selective checkpointing, are taken off."""
+    """Within the context, suspend the user's checkpoint around a call: its saved-tensor hooks and
+    the dispatch modes of selective checkpointing."""
     autograd: Any = torch._C._autograd  # type: ignore[attr-defined]
     hooks: list[Any] = []
     while (pair := autograd._top_saved_tensors_default_hooks(True)) is not None:

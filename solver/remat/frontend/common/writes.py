@@ -1,5 +1,5 @@
-"""The operation `remat.write`: calls an operator that writes into a part of a tensor, in the
-tensor's own memory or in that of a copy. See `remat.documents.writes`."""
+"""The operation `remat.write`: calls an operator that writes into a view of a tensor or of its
+copy. See `remat.documents.writes`."""
 
 from __future__ import annotations
 
@@ -24,9 +24,8 @@ class Writer(NamedTuple):
 
 
 def writer_of(operator: OpOverload) -> Writer | None:
-    """Return how an operator writes into one of its arguments. None if it writes into none or
-    several, changes shapes or strides, samples random numbers, or takes a list of tensors to write
-    into."""
+    """Return the `Writer` of an operator that writes into one tensor. None if it writes into none
+    or several or a list, changes shapes or strides, or samples random numbers."""
     arguments = operator._schema.arguments
     written = [a for a in arguments if a.alias_info is not None and a.alias_info.is_write]
     other_tags = {torch.Tag.inplace_view, torch.Tag.nondeterministic_seeded}
@@ -38,9 +37,9 @@ def writer_of(operator: OpOverload) -> Writer | None:
 
 
 def resolve_writer(target: str, namespaces: Collection[str] = NAMESPACES) -> Writer:
-    """Return the operator that a target names, which writes into one tensor.
+    """Return the `Writer` of the operator that a target names.
 
-    Raises `DocumentError` where there is none, or where it does anything else.
+    Raises `DocumentError` if no such operator exists, or `writer_of` does not accept it.
     """
     operator = find_operator(target, namespaces)
     writer = writer_of(operator)
@@ -51,7 +50,7 @@ def resolve_writer(target: str, namespaces: Collection[str] = NAMESPACES) -> Wri
 
 @cache
 def _cached_writer(target: str) -> Writer:
-    """Return the operator of a target that was checked before."""
+    """Return the `Writer` of a target whose namespace was checked before."""
     return resolve_writer(target, (target.partition(".")[0],))
 
 
@@ -64,8 +63,8 @@ def write(
     *args: Any,
     **kwargs: Any,
 ) -> torch.Tensor:
-    """Call the operator `target` with the part of `buffer` that has this shape, stride and offset
-    as the tensor that it writes into. Return the buffer."""
+    """Call the operator `target` so that it writes into the view of `buffer` with this shape,
+    stride and offset. Return the buffer."""
     operator, out_name = _cached_writer(target)
     part = buffer.as_strided(shape, stride, offset)
     if out_name:
@@ -77,7 +76,7 @@ def write(
 
 
 def write_into_copy(buffer: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """Do the same to a copy of the buffer, and return the copy."""
+    """Call `write` for a copy of the buffer, and return the copy."""
     return write(buffer.clone(), *args, **kwargs)
 
 

@@ -108,7 +108,7 @@ def compile(
     without that fits, "off", or the number of pieces; `offload`, "auto" to copy tensors to the host
     where that pays, with `host_budget` and `link` as in `remat.optimize`; `inductor=False`, to run
     the planned graphs without Inductor; `fallback`; `progress`; `infeasible`, "smallest" to
-    take the smallest peak, with a warning, where no plan fits the budget; and any option of
+    plan for the smallest peak, with a warning, if no plan fits the budget; and any option of
     Inductor. Errors in options are raised at once, all others at the first call of the model.
 
     A model of Transformers without a loss type, such as GPT-2, gets the one that it uses then,
@@ -140,8 +140,8 @@ def _compile_graph(
         budget = compile_options.limits.budget.requested
         warnings.warn(
             f"the budget {budget!r} plans nothing for {current_object_name() or 'this graph'}: "
-            "without gradients there is no backward to save tensors for; compile its training step "
-            "with gradients enabled",
+            "gradients are disabled, so no tensors are saved for a backward. Compile the training "
+            "step with gradients enabled",
             stacklevel=2,
         )
     check_no_cuda_graphs(compile_options, config_patches)
@@ -186,8 +186,8 @@ def _compile_graph(
 def _with_calls_counted(
     code: Callable[..., Sequence[Any]], title: str
 ) -> Callable[..., Sequence[Any]]:
-    """Return a function that calls the code of a planned graph, and warns once if it is called
-    again before the backward of its last call: the plan is for one."""
+    """Return a function that calls the code of a planned graph, and warns once about a call before
+    the backward of the last one, because the plan is for one call at a time."""
     calls = CallsInFlight()
     has_warned = False
 

@@ -25,8 +25,8 @@ TIME_LIMIT_S = 8.0
 """Default time of planning one graph: the user waits for the first step."""
 
 COMPILED_PIECES = (4, 16)
-"""The numbers of pieces that `split="auto"` tries, for "min" and where no plan without pieces fits
-the budget: two, as each has to be captured."""
+"""The numbers of pieces that `split="auto"` tries, for "min" and if no plan without pieces fits the
+budget. Only two, because each needs a capture."""
 
 RESERVED_INDUCTOR_OPTIONS = frozenset(
     {
@@ -99,9 +99,9 @@ class CompileOptions:
     is left after the capture; None if the strategy has a time limit of its own. `outputs` of the
     forward are "held" by the caller during the backward, "dropped" before it, or only the "loss" is
     returned. `split` is "auto", "off", or the number of pieces of the largest operations. `offload`
-    are the options of tensors on the host. `infeasible` is "error", or "smallest" to take the
-    smallest peak where no plan fits the budget. `progress` is a function that receives the progress
-    of a solve, or a switch of the line on a terminal.
+    are the options of tensors on the host. `infeasible` is "error", or "smallest" to plan
+    for the smallest peak if no plan fits the budget. `progress` is a function that receives the
+    progress of a solve, or True or False for the line on a terminal.
     """
 
     limits: Limits
@@ -163,8 +163,8 @@ def read_options(
     progress: Any = remaining.pop("progress", None)
     if progress is not None and not isinstance(progress, bool) and not callable(progress):
         raise ValueError(
-            f"progress is {progress!r}; it is a function of a remat.Progress, True for a line on a "
-            "terminal at once, or False for none"
+            f"progress is {progress!r}; pass a function that takes a remat.Progress, True for a "
+            "line on the terminal at once, or False for no line"
         )
     compile_options = CompileOptions(
         limits,

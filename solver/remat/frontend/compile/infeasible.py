@@ -75,8 +75,8 @@ def explain_infeasible(graph: Graph, title: str, hint: str = "") -> Iterator[Non
 
 @contextmanager
 def add_hints(*hints: str) -> Iterator[None]:
-    """Raise an `InfeasibleBudget` of this context in place of torch's exceptions around it, with
-    the hints, those that are not empty, as sentences at its end."""
+    """Raise an `InfeasibleBudget` of this context in place of torch's exception that wraps it. The
+    non-empty hints are sentences at its end."""
     try:
         yield
     except Exception as error:

@@ -68,8 +68,8 @@ def loss_only_hint(gm: fx.GraphModule, outputs: str) -> str:
         return ""
     others_bytes = sum(storage_bytes(_tensor(value)) for value in others)
     return (
-        f'With outputs="loss" the graph returns its loss only: {format_bytes(others_bytes)} of '
-        "other outputs, and as much for their gradients, then need not exist as a whole"
+        f'With outputs="loss" the graph returns only its loss: {format_bytes(others_bytes)} of '
+        "other outputs, and as much for their gradients, need not be in memory as a whole"
     )
 
 

@@ -15,7 +15,7 @@ from torch._guards import CompileContext
 _RESUME_FUNCTION = re.compile(r"torch_dynamo_resume_in_(?P<function>.+)_at_(?P<line>\d+)$")
 
 _LOCAL = "<locals>"
-"""A part of the qualified name of a function that another function defines."""
+"""Part of the qualified name of a function that is defined in another function."""
 
 
 def current_object_name() -> str:
@@ -67,8 +67,9 @@ def _object_name(code: CodeType, values: Mapping[str, Any]) -> str:
 def _first_module(
     code: CodeType, values: Mapping[str, Any], *, is_resumed: bool
 ) -> nn.Module | None:
-    """Return the module that is the first argument, or the first of `*args`; None if that is no
-    module. Resumed code has other arguments: there it is `self`, or the first of `args`."""
+    """Return the module that is the first argument, or the first item of `*args`; None if that is
+    not a module. In resumed code, which has other arguments, it is `self` or the first item of
+    `args`."""
     for name in ("self", "args") if is_resumed else code.co_varnames[:1]:
         value = values.get(name)
         first = value[0] if isinstance(value, tuple) and value else value
@@ -78,9 +79,12 @@ def _first_module(
 
 
 def _wrapped(code: CodeType, values: Mapping[str, Any]) -> object:
-    """Return the only callable among the free variables of a wrapper: a module also for one of its
-    methods. None if this is no wrapper, or it has several. A function with arguments of its own may
-    call another one without being its wrapper."""
+    """Return the function or module that a wrapper calls; a module in place of its method.
+
+    It is the only callable among the free variables. None if the code is not a wrapper (it lacks
+    `*args` or `**kwargs`), or has several callables. If the code has further arguments, only a
+    module counts: such a function may call another function without being its wrapper.
+    """
     if not _takes_all_arguments(code):
         return None
     free_values = map(values.get, code.co_freevars)
@@ -97,13 +101,13 @@ def _wrapped(code: CodeType, values: Mapping[str, Any]) -> object:
 
 
 def _takes_all_arguments(code: CodeType) -> bool:
-    """True if the code has `*args` and `**kwargs`, as that of a wrapper."""
+    """True if the code has `*args` and `**kwargs`, as a wrapper has."""
     flags = _original(code).co_flags
     return bool(flags & inspect.CO_VARARGS and flags & inspect.CO_VARKEYWORDS)
 
 
 def _original(code: CodeType) -> CodeType:
-    """Return the code that resumed code is a part of; other code itself."""
+    """Return the original code of resumed code; other code unchanged."""
     from torch._dynamo.resume_execution import ContinueExecutionCache
 
     resumed = ContinueExecutionCache.generated_code_metadata.get(code)
@@ -111,8 +115,8 @@ def _original(code: CodeType) -> CodeType:
 
 
 def _callable_name(function: object) -> str:
-    """Return the name of the function inside all decorators that `functools.wraps` records, or the
-    class of another callable object."""
+    """Return the name of a function without its decorators (`inspect.unwrap`), or the class name of
+    another callable object."""
     if not isinstance(function, (FunctionType, MethodType)):
         return type(function).__name__
     return inspect.unwrap(function).__qualname__.removesuffix(".forward")

@@ -70,8 +70,7 @@ from remat.version import VERSION
 
 
 class _JointInputs(NamedTuple):
-    """The arguments of a partitioner next to a joint graph, and the symbols of its sizes that had
-    no bound."""
+    """The other arguments of the partitioner, and the unbounded size symbols of the joint graph."""
 
     values: Sequence[object]
     num_fwd_outputs: int
@@ -80,7 +79,7 @@ class _JointInputs(NamedTuple):
 
 
 class _PlannedGraph(NamedTuple):
-    """The plan of a graph, and the time in which its kernels were captured."""
+    """The plan of a graph, and the time that the capture of its kernels took."""
 
     problem: CompileProblem
     compiled: CompiledPlan
@@ -88,7 +87,7 @@ class _PlannedGraph(NamedTuple):
 
     @property
     def peak_bytes(self) -> int:
-        """The planned peak; that of Inductor's own kernels where the graph keeps them."""
+        """The peak of the plan, or of Inductor's own kernels if the graph keeps them."""
         compiled = self.compiled
         return compiled.baseline_bytes if compiled.is_plain else compiled.plan.peak_bytes
 
@@ -132,7 +131,7 @@ class Partitioner(CustomPartitionerFn):
         self.split = split
         """The pieces of the largest operations; None if they stay whole."""
         self.requested_split = split
-        """The pieces that the caller asks for; for "min" the plan may have others."""
+        """The pieces that the backend requests. For "min", the plan may have other pieces."""
         self.splits: tuple[Split, ...] = ()
         self.obstacle = ""
         """Why the logits are not split, if that is known."""
@@ -203,7 +202,9 @@ class Partitioner(CustomPartitionerFn):
                     "then takes this graph, outside of the budget"
                 ) from error
             warnings.warn(
-                f"{reason}; torch's own partitioner takes it: please report it", stacklevel=2
+                f"{reason}; torch's own partitioner partitions this graph, outside of the budget. "
+                "Please report it",
+                stacklevel=2,
             )
             return min_cut_partition(original, joint_inputs, num_fwd_outputs, static)
 
@@ -268,14 +269,13 @@ class Partitioner(CustomPartitionerFn):
         started_s: float,
         strategy: Strategy | None = None,
     ) -> _PlannedGraph:
-        """Plan a joint graph, whole or in pieces. `strategy` replaces that of the options."""
+        """Plan a joint graph, whole or in pieces. `strategy` overrides `options.strategy`."""
         capture_started_s = time.perf_counter()
         joint = self._joint_graph(gm, inputs.values, inputs.num_fwd_outputs, inputs.static)
         # The third plan of a graph keeps the kernels that Inductor generates without a plan.
         variants = find_variants(joint, baseline_only=self.rounds > 2)
-        if (
-            self.split is not None
-        ):  # Inductor may run one kernel for all pieces first, which then are all live
+        if self.split is not None:
+            # Inductor may run one kernel for all pieces first; then all pieces are live at once.
             variants = [
                 (joint, sort_by_dependencies(joint, groups, in_graph_order=True))
                 for joint, groups in variants
@@ -309,8 +309,8 @@ class Partitioner(CustomPartitionerFn):
         return _PlannedGraph(problem, compiled, capture_s)
 
     def _may_select_pieces(self) -> bool:
-        """True if the plan for "min" may have pieces. In later rounds it has none: their kernels
-        exceeded the peak without."""
+        """True if the plan for "min" may have pieces. Not in later rounds: the kernels of the plan
+        in pieces exceeded the peak of the plan without."""
         options = self.options
         is_first = self.group is not None and self.split is None and self.rounds == 1
         return is_first and options.limits.budget.is_min and options.split == SPLIT_AUTO
@@ -318,8 +318,8 @@ class Partitioner(CustomPartitionerFn):
     def _smallest_with_pieces(
         self, planned: _PlannedGraph, whole: fx.GraphModule, inputs: _JointInputs, started_s: float
     ) -> _PlannedGraph:
-        """Return the plan of a graph with the smallest peak: the one without pieces, or with its
-        largest operations in pieces, as far as there is time to plan these."""
+        """Return the plan with the smallest peak: `planned`, or one with the largest operations in
+        pieces. Numbers of pieces are tried while `PiecesTime` lasts."""
         title = graph_title(self.module, self.compile_id)
         smallest, selection = planned, (self.split, self.splits, self.obstacle)
         whole_bytes = planned.peak_bytes
@@ -483,8 +483,8 @@ class Partitioner(CustomPartitionerFn):
             unregister_plan(self.compiled)
 
     def planned_split(self) -> PlannedSplit | None:
-        """Return the pieces that were requested, with the step without them; None if there are
-        none, or the operations of the latest plan are whole."""
+        """Return the requested pieces with the unsplit step; None if no pieces were requested, or
+        the latest plan has none."""
         if self.requested_split is None or self.split is None:
             return None
         return self.split._replace(unsplit=self.unsplit)

@@ -84,7 +84,7 @@ class CompiledPlan:
 
     @property
     def planned_bytes(self) -> int:
-        """The peak, verified if possible, with the memory outside of the graph that counts."""
+        """The peak (verified, if it was verified) plus external memory."""
         peak_bytes = self.plan.peak_bytes if self.verified_bytes is None else self.verified_bytes
         return peak_bytes + self.external_bytes
 

@@ -101,7 +101,7 @@ def log_no_loss(title: str) -> None:
 
 
 def log_no_time_for_pieces(title: str, pieces: int) -> None:
-    """Log that "min" does not try a number of pieces."""
+    """Log that "min" skips a number of pieces for lack of time."""
     logger.info(
         "%s: no time to plan the largest operations in %d pieces; pass split=%d, or a larger "
         "time_limit, to plan with them",
@@ -133,11 +133,11 @@ def log_replan(title: str, reason: str) -> None:
 
 
 def warn_of_calls_in_flight(title: str) -> None:
-    """Warn of a graph whose calls before one backward hold more than its plan has."""
+    """Warn that a graph is called several times before one backward."""
     logger.warning(
-        "%s is called again before the backward of its last call, whose saved tensors stay in "
-        "memory: steps with several calls may exceed the budget by them. Pass a smaller budget, "
-        "call the model once with all inputs concatenated, or use remat.enable, which plans for "
-        "several calls (in_flight=)",
+        "%s is called again before the backward of its last call. The saved tensors of all calls "
+        "are in memory, and the plan is for one call, so the step may exceed the budget. Pass a "
+        "smaller budget, call the model once with all inputs concatenated, or use remat.enable, "
+        "which plans for several calls (in_flight=)",
         title,
     )

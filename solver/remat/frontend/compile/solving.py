@@ -22,8 +22,8 @@ _MIN_SOLVE_S = 2.0
 """Time for a solve, however long the capture of the kernels took."""
 
 _CAPTURES_PER_COMPILATION = 4
-"""torch.compile takes at least this many times as long for a graph as the capture of its kernels:
-it also generates and compiles code for them."""
+"""A lower bound of the time of torch.compile for a graph, in times of the capture of its kernels.
+torch.compile also generates and compiles their code."""
 
 
 @dataclass(frozen=True)
@@ -66,11 +66,11 @@ class GraphSolver:
 
 @dataclass(frozen=True)
 class PiecesTime:
-    """The time for plans of a graph in pieces, after the plan of the whole graph.
+    """The time limit for plans of a graph in pieces, after the plan of the whole graph.
 
-    The whole graph was captured in `capture_s` and has `num_operations`. The captures in pieces
-    together, which begin at `started_s`, may take the time limit and as long as the compilation of
-    the whole graph; each solve may take half of the time limit.
+    The capture of the whole graph took `capture_s`, and it has `num_operations`. The captures in
+    pieces begin at `started_s`. Together they may take the time limit of the strategy plus the
+    expected time of compiling the whole graph. Each solve may take half of the time limit.
     """
 
     strategy: Strategy
@@ -79,15 +79,15 @@ class PiecesTime:
     num_operations: int
 
     def is_enough(self, num_operations: int, solves_s: float) -> bool:
-        """True if a graph with this many operations can be captured in the time that earlier
-        captures leave; earlier solves took `solves_s`."""
+        """True if the remaining time is enough to capture a graph with this many operations.
+        `solves_s` is the time of earlier solves, which does not count."""
         capture_s = self.capture_s * num_operations / max(1, self.num_operations)
         elapsed_s = time.perf_counter() - self.started_s - solves_s
         limit_s = self._limit_s() + _CAPTURES_PER_COMPILATION * self.capture_s
         return elapsed_s + capture_s <= limit_s
 
     def limited_strategy(self) -> Strategy:
-        """Return the strategy with the time of one solve."""
+        """Return the strategy with the time limit of one solve."""
         return with_limits(self.strategy, time_limit=max(_MIN_SOLVE_S, self._limit_s() / 2))
 
     def _limit_s(self) -> float:

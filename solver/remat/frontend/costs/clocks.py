@@ -1,7 +1,8 @@
-"""Clocks: the seconds of operations that really run, measured or by a data sheet.
+"""Clocks for operations that run: measured time, or time estimated by a roofline.
 
-A block that cannot be captured runs once to be timed. The costs of the plans around it may come
-from a roofline of a device; then its seconds do, too, since seconds of two clocks do not add up.
+A block that cannot be captured is run and timed. If the costs of the planned blocks come from the
+roofline of another device, its time must come from there, too: times of two devices must not be
+added.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from remat.frontend.common.pytree import tensors_in
 
 
 class Clock(Protocol):
-    """Reads the seconds that operations on some devices have taken since a fixed time."""
+    """Gives the seconds of all operations since a fixed time."""
 
     def seconds(self) -> float:
         """Return the seconds so far."""
@@ -32,7 +33,7 @@ class Clock(Protocol):
 
 
 class _MeasuringClock:
-    """The machine's clock, after the GPUs have finished their work."""
+    """The machine's clock, read after the GPUs are synchronized."""
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
         self._devices = [device for device in devices if device.type == "cuda"]
@@ -44,7 +45,7 @@ class _MeasuringClock:
 
 
 class _RooflineClock(TorchDispatchMode):
-    """A mode that adds up the seconds of each operator by a data sheet."""
+    """A mode that adds up the seconds of each operator, estimated by a roofline."""
 
     def __init__(self, roofline: Roofline) -> None:
         super().__init__()
@@ -69,7 +70,7 @@ class _RooflineClock(TorchDispatchMode):
 
 @contextmanager
 def clock(roofline: Roofline | None, devices: Iterable[torch.device]) -> Iterator[Clock]:
-    """Yield a clock for the operations inside of this context: by a data sheet, or measured."""
+    """Yield a clock for the operations inside of this context: estimated if `roofline` is given."""
     if roofline is None:
         yield _MeasuringClock(devices)
         return
@@ -84,8 +85,11 @@ def _operator_seconds(
     result: Any,
     roofline: Roofline,
 ) -> float:
-    """Return the seconds of one call of an operator by a data sheet; zero for a view. Of an
-    operator with arguments that are no data, it is the time to read and write the tensors."""
+    """Return the seconds of one call of an operator, estimated by a roofline; zero for a view.
+
+    If the call cannot be written as a `Node`, or a formula fails for it, return the time to read
+    and write its tensors.
+    """
     metas: dict[str, TensorMeta] = {}
     names: dict[int, str] = {}
 

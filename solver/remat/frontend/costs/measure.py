@@ -42,8 +42,8 @@ def measure(
     trace's device. `cache` is a path or a `CostCache`, by default the user's; False neither reads
     nor writes costs. `progress` is called with (completed, total, name); True shows a bar on
     stderr. Views cost nothing. An operation that fails is estimated, with a warning of the logger
-    "remat" for each distinct reason; one whose tensors take more than `limit_bytes` is estimated,
-    too, so that measuring never takes more memory.
+    "remat" for each distinct reason; one whose tensors need more than `limit_bytes` is estimated,
+    too, so that measuring does not exceed this limit.
 
     Raises `RematError` if this machine does not have the device, and TypeError for another object,
     such as a model.
@@ -102,8 +102,9 @@ def _measure(
 
 
 def check_cost_source(costs: object) -> None:
-    """Raise the error of `measure` for an option `costs` that names nothing to measure on, before
-    there is a trace: TypeError for another object, `RematError` for an unknown or absent device."""
+    """Raise the error that `measure` would raise for an invalid option `costs`, before a trace
+    exists: TypeError for an object of another type, `RematError` for an unknown or absent
+    device."""
     if costs is None or isinstance(costs, Roofline):
         return
     if not isinstance(costs, str | torch.device):
@@ -145,7 +146,7 @@ def _checked_device(device: torch.device, trace: Trace) -> torch.device:
 
 
 def _check_can_measure(device: torch.device) -> None:
-    """Raise `RematError` if nothing can be measured on a device."""
+    """Raise `RematError` unless the device is a CPU or an available GPU."""
     if device.type == "cuda" and not torch.cuda.is_available():
         raise RematError(
             "cannot measure on cuda: torch sees no CUDA device here; measure where one is, or "

@@ -1,7 +1,7 @@
-"""Memory that measuring may take: planning needs no more memory than the step that it plans.
+"""Memory limits for measuring, so that planning needs no more memory than the planned step.
 
-A measurement runs one operation on copies of its operands, while the model's parameters and the
-batch are in memory, and nothing else of the step.
+A measurement runs one operation on copies of its operands. Of the step, only the model's parameters
+and the batch are in memory meanwhile.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from remat.strategies.baselines.schedule_builder import checkpoint_segments
 def step_limit_bytes(trace: Trace, budget_bytes: int | None) -> int:
     """Return the bytes that measuring a step may take in addition to its constant memory.
 
-    The total is at most the budget or what the step takes with each repeated block checkpointed,
-    whichever is larger. For the budget "min", which is None here, the first is what the largest
-    operation takes.
+    The total is at most the budget, or the peak with each repeated block checkpointed, whichever is
+    larger. For the budget "min" (`budget_bytes` is None), a lower bound of the peak replaces the
+    budget.
     """
     graph = trace.graph_of_sizes
     peaks_bytes = [peak_lower_bound_bytes(graph) if budget_bytes is None else budget_bytes]
@@ -33,8 +33,8 @@ def step_limit_bytes(trace: Trace, budget_bytes: int | None) -> int:
 
 
 def block_limit_bytes(trace: Trace) -> int:
-    """Return the bytes that measuring a block may take in addition to its parameters: those that it
-    takes without recomputation, as when it is checkpointed as a whole."""
+    """Return the bytes that measuring a block may take in addition to its parameters: its peak
+    without recomputation, which is also its peak when it is checkpointed as a whole."""
     graph = trace.graph_of_sizes
     inputs = {p.storage for p in trace.placeholders if p.kind == "input"}
     inputs_bytes = sum(map(trace.allocated_bytes, inputs))

@@ -39,7 +39,7 @@ and other processes."""
 
 
 class AboveMemoryLimit(Exception):
-    """The tensors of an operation take more memory than its measurement may use."""
+    """The tensors of an operation need more memory than the limit of its measurement."""
 
 
 def operand_set_count(
@@ -50,8 +50,8 @@ def operand_set_count(
     limit_bytes: int | None = None,
 ) -> int:
     """Return the number of operand sets to cycle through, so that no call finds its operands in the
-    L2 cache: sets of twice the cache's size, within the memory and `limit_bytes`, at most
-    `MAX_OPERAND_SETS`.
+    L2 cache. The sets together have twice the cache's size, within the available memory,
+    `limit_bytes` and `MAX_OPERAND_SETS`.
 
     A call needs `required_bytes` of memory, with its results and the forwards that it depends on.
     """
@@ -79,7 +79,7 @@ def only_moves_bytes(node: Node) -> bool:
 
 
 def _part(node: Node, metas: Mapping[str, TensorMeta]) -> Iterable[tuple[str, TensorMeta]]:
-    """Return the name and the metadata of the part that a write writes."""
+    """Return the name and metadata of the view that a `remat.write` writes into."""
     call, _ = call_of_write(node, metas)
     return [(result.name, result.tensor) for result in call.results]
 
@@ -143,7 +143,7 @@ class OperationBenchmark:
         return lambda: operator(*args, **kwargs)
 
     def _write_call(self, node: Node) -> tuple[Operator, Node]:
-        """Return the operator that a write calls, and the call with the part as an argument."""
+        """Return the operator of a `remat.write`, and its call with the view as an argument."""
         writer = resolve_writer(str(node.args[1]))
         call, _ = call_of_write(node, self._metas)
         if writer.out_name:
@@ -160,8 +160,8 @@ class OperationBenchmark:
         run_in_backward(call, self._device)
 
     def copy_s_per_byte(self) -> float:
-        """Return the seconds that a `copy_` takes per byte read or written: of a large tensor, or
-        of one as large as the memory limit allows."""
+        """Return the seconds of a `copy_` per byte read or written, measured with a tensor of
+        `_COPY_BYTES`, or of half of the memory limit if that is smaller."""
         size_bytes = _COPY_BYTES
         if self._limit_bytes is not None:
             size_bytes = min(size_bytes, max(_MIN_COPY_BYTES, self._limit_bytes // 2))

@@ -1,7 +1,6 @@
 """`measure_operations`: the costs of a list of operations, each distinct one measured once.
 
-Operations that fail, or for which the limits leave no time or memory, are estimated from the
-others.
+Operations that fail, or exceed the limits of time or memory, are estimated from the others.
 """
 
 from __future__ import annotations
@@ -52,8 +51,8 @@ def measure_operations(
     """Return the cost of each operation by its name, without views.
 
     `metas` has the shapes and layouts of all tensors, which the trace has on devices of the type
-    `trace_device_type`. After `limit_s` seconds no more operations are measured, and none whose
-    tensors take more than `limit_bytes`.
+    `trace_device_type`. After `limit_s` seconds no more operations are measured. An operation whose
+    tensors need more than `limit_bytes` is not measured.
     """
     deadline = time.monotonic() + limit_s
     shared_key = environment_key(device)
@@ -148,8 +147,8 @@ def _autotune(benchmark: OperationBenchmark, node: Node, key_text: str) -> None:
     except Exception as error:  # the cost is known, so planning continues
         reason = _failure_reason(error)
         log.warning(
-            "cuDNN cannot tune %s before the step (%s): the first step may exceed its budget: "
-            "leave it some room",
+            "cuDNN cannot tune %s before the step (%s), so the first step may exceed its budget. "
+            "Leave some memory free for it",
             node.target,
             reason,
         )
@@ -178,7 +177,7 @@ def _warn_of_failures(
         names = ", ".join(sorted(set(targets))[:5])
         log.warning(
             "cannot measure %d operations (%s): %s; estimated %s. Pass costs=remat.Roofline(...) "
-            "to estimate all",
+            "to estimate all operations",
             len(targets),
             names,
             reason,

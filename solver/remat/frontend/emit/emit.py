@@ -72,8 +72,8 @@ def emit(
     settings of Megatron-core, which are the same for all of its layers. The model runs a few times
     with the example inputs, which are real data. With `compare`, the report also has the overhead
     of remat's own plan for the same blocks and peak; `strategy`, `costs` and `cache` are for that
-    plan. With `infeasible="smallest"`, a budget that no policies fit gives the smallest peak, with
-    a `BudgetWarning`. The functions that apply policies are in `remat.integrations`.
+    plan. With `infeasible="smallest"`, the policies have the smallest peak if no policies fit the
+    budget, with a `BudgetWarning`. The functions that apply policies are in `remat.integrations`.
 
     Raises `TraceError` if the model has no repeated blocks, or is enabled, optimised, compiled or
     sharded already, `InfeasibleBudget`, `BudgetError`, and `RematError` if the library is not

@@ -62,7 +62,7 @@ def tag(
     `meta["custom"]["phase"] == "backward"`. Operations are measured on the device of the graph,
     or estimated by a `Roofline`.
 
-    With `infeasible="smallest"`, a budget that no tags fit is replaced by the smallest peak.
+    With `infeasible="smallest"`, the tags have the smallest peak if no tags fit the budget.
 
     Raises `TraceError` if no node is marked as backward, `InfeasibleBudget` if no tags fit.
     """

@@ -92,7 +92,7 @@ def _checked_host_bytes(host_bytes: int | None, device: torch.device) -> int | N
         if host_bytes < MIN_BYTES:
             warnings.warn(
                 f"nothing is offloaded: {format_bytes(free_bytes)} {_host_name(device)} are free; "
-                "free some, or pass host_budget",
+                "free some host memory, or pass host_budget",
                 stacklevel=2,
             )
         return host_bytes

@@ -31,7 +31,7 @@ Service = Callable[[Trace, int | str], tuple[Plan, Program]]
 @dataclass(frozen=True)
 class OptimizeOptions:
     """The options of `remat.optimize` and `remat.enable`; see there. A `budget` of None is "auto":
-    what the device has free. A `progress` that is no function is for `planning_line`."""
+    what the device has free. A `progress` that is not a function is for `planning_line`."""
 
     budget: Budget | None
     strategy: Strategy | None = None

@@ -19,8 +19,8 @@ from remat.plan import Plan
 
 
 class EntryKey(NamedTuple):
-    """The key of an entry: the signature of its calls, the number of calls in flight, and a number
-    that tells apart entries for different Python values of the model."""
+    """The key of an entry: the signature of its calls, the number of calls in flight, and a unique
+    number. Entries for different Python values of the model differ only in this number."""
 
     signature: CallSignature
     in_flight: int

@@ -72,8 +72,8 @@ _COLLECTION = {
 
 
 def _derived_parameter_bytes(model: nn.Module) -> int:
-    """Return the bytes of parameters that are results of operations, as in `functional_call`: the
-    tensors that they come from have as many, and exist in addition to them."""
+    """Return the bytes of non-leaf parameters, as in `functional_call`. The tensors that they are
+    computed from are assumed to have the same size, and are in memory, too."""
     return unique_bytes(p for p in model.parameters() if p.grad_fn is not None)
 
 
@@ -146,8 +146,8 @@ class Planner:
         self._current_signature = None
 
     def step_for(self, tracker: ModelTracker, call: ModelCall) -> PlannedStep:
-        """Return the planned step for a call; plan it if the call's signature is new, or Python
-        values that the planned steps have read are others now."""
+        """Return the planned step for a call. Plan it if no planned step has the call's signature
+        and guards that hold."""
         self._count_calls(tracker.model)
         signature = call_signature(tracker, call.structure, call.leaves)
         if self._adds_to_gradients(tracker):
@@ -163,17 +163,17 @@ class Planner:
         return current.step
 
     def _adds_to_gradients(self, tracker: ModelTracker) -> bool:
-        """True if the backward adds to gradients that are not in the parameters' `.grad` yet: those
-        of the calls before, with several in flight."""
+        """True if the plan must accumulate although no parameter has a `.grad` yet: with several
+        calls in flight, each backward adds to the gradients of the others."""
         return self._in_flight > 1
 
     def note_call(self, outputs: Any) -> None:
-        """Count a call of the model, which has returned these outputs, as in flight."""
+        """Count a call of the model with these outputs as in flight."""
         self._calls.add(outputs)
 
     def _count_calls(self, model: nn.Module) -> None:
-        """Plan for as many calls in flight as a step has had; warn in the first step that has more
-        than its plan is for."""
+        """Plan for as many calls in flight as an earlier step had. Warn once if a step has more
+        calls in flight than its plan."""
         calls, name = self._calls, type(model).__name__
         if calls.ended_in_a_row and calls.most > self._in_flight:
             self._in_flight, self._current = calls.most, None
@@ -181,16 +181,16 @@ class Planner:
         elif calls.pending >= self._in_flight and not self._has_warned:
             self._has_warned = True
             logger.warning(
-                "%s is called again before the backward of its last call, whose saved tensors stay "
-                "in memory: this step may exceed its budget by them. The next one is planned for "
-                "as many calls as this step has; pass in_flight= to plan for them from the start",
+                "%s is called again before the backward of its last call. The saved tensors of all "
+                "calls are in memory, so this step may exceed its budget. The next step is planned "
+                "for as many calls as this one has; pass in_flight= to plan the first one for them",
                 name,
             )
 
     @contextmanager
     def _progress_shown(self) -> Iterator[None]:
-        """Show the progress of a planning inside of this context on a terminal, if the user does
-        not receive it."""
+        """Show the progress of planning inside of this context on a terminal, unless the user's
+        callback receives it."""
         options = self.options
         with planning_line(options.progress) as callback:
             self.options = replace(options, progress=callback)
@@ -200,8 +200,8 @@ class Planner:
                 self.options = options
 
     def _entry_for(self, signature: CallSignature) -> PlanEntry | None:
-        """Return the entry for a signature and the model's present values, and move it to the end;
-        None if there is none."""
+        """Return the entry with this signature whose guards hold, and move it to the end; None
+        without such an entry."""
         for key in reversed(self._entries):
             is_for_call = (key.signature, key.in_flight) == (signature, self._in_flight)
             if is_for_call and self._entries[key].guards.hold():
@@ -286,7 +286,7 @@ class Planner:
     def _solve(
         self, traced: Trace, budget: Budget, plan_limits: PlanLimits, accumulates_gradients: bool
     ) -> PlanningResult:
-        """Solve a trace within `budget`, or for the smallest peak if the options accept that."""
+        """Solve a trace within `budget`; if infeasible, do what `options.infeasible` says."""
         limits = plan_limits.limits
         return plan_or_smallest(
             lambda budget: self._solve_within(traced, budget, plan_limits, accumulates_gradients),
@@ -319,7 +319,7 @@ class Planner:
     def _solve_in_flight(
         self, traced: Trace, budget: Budget, segments_bytes: int | None
     ) -> PlanningResult:
-        """Solve a trace of which several calls run before a backward."""
+        """Solve a trace for several calls in flight."""
 
         def solve(limited: Trace, part: Budget) -> TracePlan:
             solved = solve_trace(self.options, limited, part, segments_bytes)

@@ -1,7 +1,7 @@
-"""Reports of new plans: what differs from the calls that were planned before.
+"""Reports of new plans: the difference from the calls that were planned before.
 
-A number that changes in each step costs a capture in each step, and the plans look alike. So the
-third capture for another value of the same argument or attribute is a warning, once.
+A Python number that changes in each step costs a capture in each step. So the third capture for a
+new value of the same argument or attribute logs a warning, once.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from remat.plan import Plan
 logger = logging.getLogger("remat")
 
 _MAX_VALUES = 3
-"""The number of plans for different values of one argument or attribute that is worth a warning."""
+"""The number of captures for new values of one argument or attribute at which to warn."""
 
 
 class ReplanReport:
@@ -35,7 +35,7 @@ class ReplanReport:
         *,
         is_reused: bool,
     ) -> None:
-        """Log a new plan. `entries` are those of the plan cache before it, the latest last."""
+        """Log a new plan. `entries` are the earlier entries of the plan cache, the latest last."""
         phases = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in timings_s.items())
         is_accumulating = signature.accumulates_gradients
         purpose = " for gradient accumulation" if is_accumulating else ""
@@ -68,8 +68,8 @@ class ReplanReport:
     def _changed_value(
         self, signature: CallSignature, entries: OrderedDict[EntryKey, PlanEntry]
     ) -> str:
-        """Return which Python value is another one than for the latest plan of such calls, as text:
-        "tau is 0.9 instead of 1.0"; "" if it is none, or several."""
+        """Return the Python value that differs from the latest plan of such calls, as text: "tau
+        is 0.9 instead of 1.0"; "" if no value differs, or several arguments do."""
         for key in reversed(entries):
             if key.signature == signature:
                 return entries[key].guards.difference()
@@ -83,7 +83,6 @@ class ReplanReport:
 
 
 def _argument(path: tuple[str | int, ...]) -> str:
-    """Return an argument as text. The path begins in the pair of positional and keyword
-    arguments."""
+    """Return the text for an argument with this path in the pair (args, kwargs)."""
     text = f"args[{path[1]}]" if path[0] == 0 else str(path[1])
     return text + "".join(f"[{step!r}]" for step in path[2:])

@@ -40,8 +40,8 @@ class PlanningResult(NamedTuple):
 
 
 def with_measured_costs(options: OptimizeOptions, trace: Trace, budget: Budget) -> Trace:
-    """Return the trace with costs from the source that the options name, measured without more
-    memory than the step may take."""
+    """Return the trace with costs from the source in the options. Measuring is limited to the
+    memory of the step (`step_limit_bytes`)."""
     return measure(
         trace,
         device=_cost_source(options, trace),

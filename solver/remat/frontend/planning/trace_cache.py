@@ -52,8 +52,8 @@ class _CallKind(NamedTuple):
 
 @dataclass
 class _CachedTraces:
-    """The first step of a kind of call, and the symbolic capture for its other sizes. `attempts`
-    are the sets of dimensions for which a symbolic capture was tried."""
+    """The first captured step of a kind of call, and the symbolic capture for its other sizes.
+    `attempts` are the sets of dimensions for which a symbolic capture was tried."""
 
     kind: _CallKind
     shapes: Shapes
@@ -74,7 +74,7 @@ class TraceCache:
         self.capture_count = 0
         self._options = options
         self._cached: list[_CachedTraces] = []
-        """The latest used is the last."""
+        """In order of use, the latest last."""
 
     def step(self, model: nn.Module, call: ModelCall, key: CallSignature) -> CapturedStep:
         """Return the captured training step of a call. Raises `TraceError`."""
@@ -99,8 +99,8 @@ class TraceCache:
         return CapturedStep(trace, cached.symbolic.guards)
 
     def _find(self, kind: _CallKind) -> _CachedTraces | None:
-        """Return the traces of a kind of call for the model's present values, and move them to the
-        end; None if there are none."""
+        """Return the traces of a kind of call whose guards hold, and move them to the end; None
+        without such traces."""
         for number, cached in enumerate(reversed(self._cached), start=1):
             if cached.kind == kind and cached.guards.hold():
                 self._cached.append(self._cached.pop(-number))

@@ -1,12 +1,12 @@
-"""The backward of a step of which some outputs got no gradient: the loss does not use them.
+"""Backward graphs without the tangents of outputs that the loss does not use.
 
-Autograd runs no backward for such an output, and parameters that only it depends on get no
-gradient: their `.grad` stays None, and optimizers skip them. With zeros in place of the gradient
-they would get zeros; and where a derivative is infinite, zero times infinity is not a number.
+In eager mode, autograd runs no backward for such an output. Parameters that only this output
+depends on keep `.grad` None, and optimizers skip them. If zeros replaced the absent tangent, these
+parameters would get zeros as gradients, and infinite derivatives would give NaN.
 
-So the graph is rewritten. A value that is computed of absent gradients alone is absent, too, since
-a backward is linear in them; in a sum, the other summand remains; any other operation that also
-reads a gradient that is there gets zeros.
+So the backward graph is rewritten. A backward is linear in its tangents: a value that depends on
+absent tangents only is absent, too. A sum with an absent summand becomes the other summand. Any
+other operation with absent and present arguments reads zeros for the absent ones.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ def graph_without_tangents(
     needed_outputs: Sequence[bool],
     inputs: Sequence[Any],
 ) -> fx.Graph:
-    """Return a backward graph with the same inputs, of which the `absent` tangents are not read.
+    """Return a backward graph with the same inputs that does not read the `absent` tangents.
 
     `tangents` has the metadata of all tangents, and `inputs` the values of the graph's inputs in
-    one call, None for the absent ones. Of the outputs, those that are not `needed_outputs` are
-    None; the others are zeros where they depend on absent tangents only.
+    one call, None for the absent ones. Outputs that are not in `needed_outputs` are None. Needed
+    outputs that depend on absent tangents only are zeros.
 
     Raises `NotImplementedError` if the layouts of the graph's values cannot be determined, as for
     tensors that come back from the host.
@@ -64,8 +64,8 @@ def zeros_like_meta(meta: TensorMeta) -> torch.Tensor:
 
 
 class _Writer:
-    """Writes the new graph. `_new` maps each value of the old one that is there to its node; absent
-    values are in `_absent`."""
+    """Writes the new graph. `_new` maps present nodes of the old graph to new nodes; absent nodes
+    of the old graph are in `_absent`."""
 
     def __init__(
         self,
@@ -121,13 +121,13 @@ class _Writer:
         self._new[node] = self._graph.node_copy(node, self._value)
 
     def _value(self, node: fx.Node) -> fx.Node:
-        """Return the new node of a value: zeros if it is absent."""
+        """Return the new node for a node of the old graph: zeros if it is absent."""
         if node not in self._absent:
             return self._new[node]
         return self._graph.call_function(_zeros, (self._layouts[node],))
 
     def _write_addition(self, node: fx.Node) -> None:
-        """Write a sum of which one summand is absent: the other one, in the layout of the sum."""
+        """Write the present summand of a sum in the layout of the sum."""
         (summand,) = [n for n in node.all_input_nodes if n not in self._absent]
         has_layout = self._layouts[summand] == self._layouts[node]
         if has_layout and self._is_dead_after(summand, node):
@@ -137,8 +137,8 @@ class _Writer:
             self._new[node] = self._graph.call_function(_copied, arguments)
 
     def _write_addition_in_place(self, node: fx.Node) -> None:
-        """Write the addition of a tied weight's gradient to another one. An absent total becomes a
-        copy of the summand, in the layout that the total would have."""
+        """Write the in-place addition of a tied weight's gradient to the total. Skip an absent
+        summand; replace an absent total by a copy of the summand in the layout of the total."""
         total, summand = node.all_input_nodes
         if summand in self._absent:
             return
@@ -147,7 +147,7 @@ class _Writer:
         self._absent.discard(total)
 
     def _is_dead_after(self, value: fx.Node, reader: fx.Node) -> bool:
-        """True if nothing reads the memory of a value after `reader`, which may overwrite it."""
+        """True if nothing reads the memory of `value` after `reader`, so that it may be reused."""
         if value.op == "placeholder" or _is_view(value):
             return False
         users = [user for user in value.users if user is not reader]
@@ -162,15 +162,15 @@ class _Writer:
 
 
 def _remove_unread(graph: fx.Graph) -> None:
-    """Remove the nodes whose values nothing reads, but for additions in place."""
+    """Remove nodes without users, except in-place additions."""
     for node in reversed(graph.nodes):
         if node.op == "call_function" and not node.users and node.target is not add_in_place:
             graph.erase_node(node)
 
 
 def _is_view(node: fx.Node) -> bool:
-    """True for a view of another value, an element of a tuple, and an operation that returns an
-    argument."""
+    """True if the node may return the memory of an argument: a view, a tuple access, an operation
+    that returns an argument, or a function that is not an operator of torch."""
     if not isinstance(node.target, OpOverload):
         return True
     return any(r.alias_info is not None for r in node.target._schema.returns)

@@ -142,8 +142,9 @@ class _StepFunction(torch.autograd.Function):
 def _launch_backward(
     lowered: LoweredProgram, boxed: list[Any], first_tangent: int, absent: frozenset[str]
 ) -> list[torch.Tensor | None]:
-    """Run the backward and return the gradients; None for those that only absent tangents reach.
-    `boxed` are its inputs, the tangents from `first_tangent` on; it is emptied."""
+    """Run the backward and return the gradients; None for a gradient that depends on absent
+    tangents only. `boxed` has the inputs, with the tangents from index `first_tangent` on. The
+    backward empties `boxed`."""
     if not absent:
         return lowered.launch_backward(boxed)
     if (launch := lowered.backward_without(absent, boxed)) is not None:
@@ -180,25 +181,25 @@ def _check_observed(
     outputs: Sequence[weakref.ref[torch.Tensor]],
     grads: Sequence[torch.Tensor | None],
 ) -> None:
-    """Raise `GuardError` for an output without a gradient of its own whose gradient is observed: in
-    eager mode it may get one from the other outputs, if they are computed from it."""
+    """Raise `GuardError` for an output without a tangent that has `retain_grad()` or a hook. In
+    eager mode, it may get a gradient from other outputs that are computed from it."""
     for number, (ref, grad) in enumerate(zip(outputs, grads, strict=True)):
         output = ref() if grad is None else None
         if output is not None and (output.retains_grad or output._backward_hooks):
             observer = "retain_grad()" if output.retains_grad else "register_hook()"
             raise GuardError(
                 f"{observer} was called for {lowered.program.output_label(number)}, and its "
-                "gradient is not computed: a planned step has gradients of the outputs that the "
-                "loss is computed from, and no others. Compute the loss from this output, or run "
-                "this step with the original model"
+                "gradient is not computed: a planned step only has gradients of the outputs that "
+                "the loss is computed from. Compute the loss from this output, or run this step "
+                "with the original model"
             )
 
 
 def _tangents(
     lowered: LoweredProgram, grads: list[torch.Tensor | None]
 ) -> dict[str, torch.Tensor | None]:
-    """Return the gradients of the outputs by the names of the tangents, in the layout that the
-    backward graph expects; None for an output that the loss does not use.
+    """Return the tangents by name, in the layout that the backward graph expects; None for the
+    tangent of an output that the loss does not use.
 
     Empties `grads`. Raises `GuardError` for the gradient of an output that is not differentiated.
     """
@@ -224,8 +225,8 @@ def _tangents(
 
 
 def _with_planned_layout(grad: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
-    """Return the gradient with the planned strides, in a storage of exactly its size: a copy where
-    the layout differs. Autograd ensures its shape and dtype."""
+    """Return the gradient with the planned strides, in a storage of its size: a copy if the layout
+    differs. Autograd ensures its shape and dtype."""
     dtype = getattr(torch, meta.dtype)
     same_layout = is_same_layout(meta.shape, grad.stride(), meta.stride)
     if same_layout and grad.untyped_storage().nbytes() == grad.numel() * grad.element_size():

@@ -1,8 +1,8 @@
-"""`CallsInFlight`: counts the calls of a model whose backward has not run yet.
+"""`CallsInFlight`: counts the calls of a model whose backward has not started.
 
-A step may call a model several times before one backward: then each call holds what it saves while
-the next one runs. A call is in flight until the backward reaches its outputs, or their graph is
-freed.
+A step may call a model several times before one backward. Then the saved tensors of each call are
+in memory while the next call runs. A call is in flight until the backward reaches its outputs, or
+their autograd graph is freed.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from remat.frontend.common.pytree import tensors_in
 
 
 class CallsInFlight:
-    """The calls of one model in flight: `pending` is their number now, `most` the largest number
-    that one backward has ended. (Graphs that a caller keeps without a backward do not count.)"""
+    """Counts of one model's calls in flight. `pending` is their number now. `most` is the largest
+    number of calls whose backward ran without another call between: a graph that is never
+    differentiated counts in `pending` only."""
 
     def __init__(self) -> None:
         self.pending = 0
@@ -25,8 +26,8 @@ class CallsInFlight:
         """The number of calls whose backward has started since the last call."""
 
     def add(self, outputs: Any) -> None:
-        """Count the call that has returned these outputs. A call within hooks for saved tensors
-        holds nothing: `torch.utils.checkpoint` recomputes it, `save_on_cpu` moves it."""
+        """Count a call with these outputs. A call inside of saved-tensor hooks does not count:
+        `torch.utils.checkpoint` recomputes its saved tensors, `save_on_cpu` moves them."""
         if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:  # type: ignore[attr-defined]
             return
         nodes = {t.grad_fn for t in tensors_in(outputs) if t.grad_fn is not None}
@@ -37,7 +38,7 @@ class CallsInFlight:
 
 
 class _Call:
-    """A call in flight. The nodes of its outputs have the only references to it."""
+    """A call in flight. Only hooks of its outputs' autograd nodes refer to it."""
 
     def __init__(self, calls: CallsInFlight) -> None:
         self._calls = calls

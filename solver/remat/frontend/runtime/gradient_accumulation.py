@@ -22,8 +22,8 @@ register(ADD_INTO_TARGET, add_in_place)
 
 
 def accumulate_grad(parameter: torch.Tensor | None, gradient: torch.Tensor) -> torch.Tensor | None:
-    """Add `gradient` into `parameter.grad` and return None; without a `.grad`, the gradient becomes
-    it, so that the next call of the same step adds to it.
+    """Add `gradient` into `parameter.grad` and return None. If `.grad` is None, set it to the
+    gradient, so that the next call of the same step adds to it.
 
     Returns the gradient instead where autograd must process it: `parameter` is None, has a `.grad`
     of another dtype, or has hooks.

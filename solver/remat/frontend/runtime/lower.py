@@ -73,12 +73,12 @@ class LoweredProgram:
     tangent_metas: Mapping[str, TensorMeta]
     namespaces: frozenset[str]
     _variants: dict[frozenset[str], Launcher | None] = field(default_factory=dict, repr=False)
-    """The backwards without some tangents, by the absent ones; None for one that needs zeros."""
+    """Backward functions by the set of absent tangents; None if zeros must replace them."""
 
     def backward_without(self, absent: frozenset[str], inputs: Sequence[object]) -> Launcher | None:
-        """Return the function that runs the backward without the `absent` tangents. It takes the
-        inputs of `launch_backward`, with anything in their place. None if it cannot be had: then
-        pass zeros. `inputs` are those of the first such call."""
+        """Return a function that runs the backward without reading the `absent` tangents. It takes
+        the inputs of `launch_backward`. None if such a graph cannot be built: then pass zeros to
+        `launch_backward`. `inputs` are the inputs of this call."""
         if absent not in self._variants:
             try:
                 graph = graph_without_tangents(
@@ -89,14 +89,14 @@ class LoweredProgram:
                     inputs,
                 )
             except NotImplementedError as error:
-                log.debug("the backward without %s takes zeros: %s", sorted(absent), error)
+                log.debug("the backward gets zeros for the absent %s: %s", sorted(absent), error)
                 self._variants[absent] = None
             else:
                 self._variants[absent] = generate_launcher(graph)
         return self._variants[absent]
 
     def has_gradient_without(self, absent: frozenset[str]) -> list[bool]:
-        """Return for each of the program's gradients if a tangent that is not absent reaches it."""
+        """Return, for each gradient of the program, True if it depends on a present tangent."""
         outputs = self.program.outputs
         return [
             not gradient.sources or any(outputs[n].tangent not in absent for n in gradient.sources)

@@ -105,7 +105,7 @@ class StepProvider(Protocol):
         ...
 
     def note_call(self, outputs: Any) -> None:
-        """Note that a call of the model has returned these outputs."""
+        """Note a call of the model that returned these outputs."""
         ...
 
     def copy_for(self, model: nn.Module) -> StepProvider:
@@ -182,8 +182,8 @@ class StepDispatcher:
         if self._tracker is None:
             if has_lazy_parameters(self.model):
                 self._report(
-                    "has lazy modules, which this call initializes: it runs without a plan, the "
-                    "next one is planned",
+                    "has lazy modules, which this call initializes: it runs without a plan, and "
+                    "the next call is planned",
                     logging.INFO,
                 )
                 return self._run_original(*args, **kwargs)
@@ -207,7 +207,7 @@ class StepDispatcher:
                 self._run_original(*args, **kwargs)  # raises the error, if it is the model's own
                 raise
         if reason:
-            self._report(f"{reason}: such calls run its own forward, without a plan", level)
+            self._report(f"{reason}: such calls run the model's own forward without a plan", level)
         if step is None or call is None:
             return self._run_original(*args, **kwargs)
         outputs = step.run(call, self._run_original)

@@ -27,7 +27,7 @@ _MIN_PEAK_FRACTION = 0.01
 
 
 _reported: WeakSet[nn.Module] = WeakSet()
-"""The models with a report: one is enough, whatever number of lengths is planned."""
+"""The models that a warning was logged for, so that each has one warning for all lengths."""
 
 
 class OutputReleaseMonitor:
@@ -70,7 +70,7 @@ class OutputReleaseMonitor:
             _reported.add(self._model)
             logger.warning(
                 "the model's outputs are released before each backward, but the plan counts their "
-                '%s as held: pass outputs="dropped", with which the same budget recomputes less, '
-                'or outputs="loss", with which the step does not return them at all',
+                '%s as held: pass outputs="dropped" to recompute less within the same budget, or '
+                'outputs="loss" for a step that does not return them at all',
                 format_bytes(released_bytes),
             )

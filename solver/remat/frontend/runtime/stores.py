@@ -1,4 +1,4 @@
-"""`StoreWriter`: leaves a step's values where the model's own forward would leave them.
+"""`StoreWriter`: stores the values that the model's own forward would store.
 
 See `remat.frontend.capture.model.stores`.
 """
@@ -20,11 +20,11 @@ from remat.frontend.capture.model.python_state import path_label
 from remat.frontend.common.pytree import unflattener
 
 _OWN_ATTRIBUTES = frozenset(nn.Module().__dict__) - {"training"}
-"""Attributes that every module needs: no program sets them."""
+"""Attributes that every module has. A program must not set them."""
 
 
 class StoreWriter:
-    """Writes the stored values of a program's calls into one model and the calls' arguments."""
+    """Stores the values of a program's calls in one model and in the calls' arguments."""
 
     def __init__(self, program: Program, model: nn.Module) -> None:
         self._model = model
@@ -38,8 +38,8 @@ class StoreWriter:
     def write(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], arguments: Any
     ) -> None:
-        """Store the values of one call with these `outputs`. `inputs` are the tensors in its
-        `arguments`, which are the pair of positional and keyword arguments."""
+        """Store the values of one call with these `outputs`. `arguments` is the pair (args, kwargs)
+        of the call, and `inputs` are its tensors."""
         leaves = [*outputs, *inputs] if self._stores else ()
         for store, build in self._stores:
             root = arguments
@@ -50,8 +50,9 @@ class StoreWriter:
                 _write(root, steps, build(leaves), store.is_content)
             except (LookupError, AttributeError, TypeError) as error:
                 raise GuardError(
-                    f"the step stores a value in {path_label(store.place)}, which is not there any "
-                    f"more ({error}); replan the model"
+                    f"the step stores a value in {path_label(store.place)}, which does not exist "
+                    f"any more ({error}). Plan the model once more: remat.disable, then "
+                    "remat.enable"
                 ) from error
 
 
@@ -64,7 +65,7 @@ def _with_inputs_after(value: Structure, output_count: int) -> Structure:
 
 
 def _check(store: Store, model: nn.Module) -> None:
-    """Raise `DocumentError` for a store that would replace what makes the model work."""
+    """Raise `DocumentError` for a store that would replace a method or private data."""
     if store.kind != "attribute" or store.is_content:
         return
     name = str(store.place[-1])
@@ -91,7 +92,7 @@ def _has_items(owner: Any) -> bool:
 
 
 def _set_content(owner: Any, value: Any) -> None:
-    """Give a container the content of another one."""
+    """Replace the items of a container, or the attributes of an object."""
     if isinstance(owner, list):
         owner[:] = value
     elif isinstance(owner, deque):

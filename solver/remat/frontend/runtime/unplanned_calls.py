@@ -1,4 +1,4 @@
-"""Calls that run the model's own forward: inside of a transform, or while it is captured."""
+"""Calls that run the model's own forward: inside of a torch.func transform or a capture."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 CAPTURED = "is captured by torch.jit, torch.export, torch.fx or torch.compile"
-"""The reason of calls on tensors without data."""
+"""The reason for a call inside of a capture."""
 
 
 def unplanned_reason(tensors: Sequence[torch.Tensor]) -> str:
-    """Return why a call with these input tensors has no plan, as the rest of a sentence; "" for a
-    call that can be planned."""
+    """Return the reason why a call with these input tensors is not planned, as text that follows
+    the model's name; "" for a call that can be planned."""
     if torch._C._functorch.maybe_current_level() is not None:  # type: ignore[attr-defined]
-        return "runs inside a transform of torch.func, whose rules a plan does not follow"
+        return "runs inside a transform of torch.func, which a plan does not support"
     is_traced = (
         torch._C._get_tracing_state() is not None  # of torch.jit.trace
         or torch.compiler.is_exporting()

@@ -1,12 +1,12 @@
-"""`AttributeAccess`: which attributes the code of a model reads and writes while it is recorded.
+"""`AttributeAccess`: the attributes that a model's code reads and writes during a recording.
 
-A recorded step contains the values that attributes had: a loss weight, the `p` of a dropout, the
-active adapter. A training loop may change them between steps, so the values that were read become
-guards (`attribute_guards`).
+A recorded step contains the attributes' values as constants: a loss weight, the `p` of a dropout,
+the active adapter. A training loop may change them between steps, so the values that the code read
+become guards (`attribute_guards`).
 
-Reads of modules, and of the objects that these reads return, are intercepted by a
-`__getattribute__` that their classes have for as long as the recording lasts. The content of a list
-or dict is noted when an attribute returns it.
+During a recording, the classes of modules, and of objects that an attribute returned, have a
+`__getattribute__` that notes each read. A list or dict that an attribute returns is noted with its
+content.
 """
 
 from __future__ import annotations
@@ -32,18 +32,20 @@ from remat.frontend.capture.model.preserved_state import is_of_capture
 from remat.frontend.capture.model.python_state import ABSENT, Path
 
 _HEAP_TYPE, _IMMUTABLE_TYPE = 1 << 9, 1 << 8
-"""Flags of types: a class of Python code; a class that cannot be changed."""
+"""Bits of `type.__flags__`: the class was created by Python code; the class is immutable."""
 
 _UNGUARDED = frozenset({*nn.Module().__dict__, "forward", "_compiled_call_impl"})
-"""Attributes of every module, such as `training`: call signatures have what matters of them."""
+"""Attributes of every module, such as `training`. Call signatures have those that matter."""
 
 _MODULE_TABLES = ("_parameters", "_buffers", "_modules")
 
 
 class Read(NamedTuple):
-    """An attribute that the code has read, or the content of a container. `path` is that of its
-    owner, `name` is None for the content of a container. `value` is `ABSENT.comparable` for an
-    attribute that did not exist."""
+    """A read of an attribute, or of the content of a container.
+
+    `path` is the path of the object or container. `name` is the attribute's name; None for the
+    content of a container. `value` is `comparable(ABSENT)` for an attribute that did not exist.
+    """
 
     path: Path
     name: str | None
@@ -53,8 +55,9 @@ class Read(NamedTuple):
 class AttributeAccess:
     """The attributes that the code of a model reads and writes within `recorded`.
 
-    `writes` are pairs of a module's path and an attribute's name. `reads_of_earlier_call` is an
-    attribute whose tensor of a capture was read before the call has set it; None without any.
+    `writes` are pairs of a module's path and an attribute's name. `reads_of_earlier_call` is the
+    path of an attribute with a tensor that an earlier recorded call stored, and that this call read
+    before it set the attribute; None without such an attribute.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -62,7 +65,7 @@ class AttributeAccess:
         self.writes: dict[tuple[str, str], None] = {}
         self.reads_of_earlier_call: Path | None = None
         self._paths: dict[int, tuple[Path, Any]] = {}
-        """The path of each object that guards can name, with the object: no other gets its id."""
+        """Paths and objects by `id`. The reference to the object keeps its `id` unique."""
         for name, module in model.named_modules():
             self._paths[id(module)] = (name,), module
         self._seen: set[tuple[int, str]] = set()
@@ -71,7 +74,7 @@ class AttributeAccess:
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
-        """Record reads and writes within the context, in this thread."""
+        """Record the reads and writes of this thread within the context."""
         self._thread = threading.get_ident()
         set_attribute = nn.Module.__setattr__
 
@@ -93,7 +96,7 @@ class AttributeAccess:
             self._patched.clear()
 
     def _intercept(self, cls: type) -> None:
-        """Give a class a `__getattribute__` that notes what is read of its objects."""
+        """Give a class a `__getattribute__` that notes each read of an attribute."""
         if cls in self._patched:
             return
         self._patched[cls] = vars(cls).get("__getattribute__")
@@ -113,8 +116,8 @@ class AttributeAccess:
     # -- what is noted ----------------------------------------------------------------------
 
     def _path_to_note(self, owner: Any, name: str) -> Path | None:
-        """Return the path of an attribute's owner, if this access is the first of this attribute
-        and guards can name it; else None."""
+        """Return the path of an attribute's owner; None if the owner has no path, the attribute is
+        not guarded, or was noted before."""
         if threading.get_ident() != self._thread or (id(owner), name) in self._seen:
             return None
         path, item = self._paths.get(id(owner), (None, None))
@@ -155,7 +158,7 @@ class AttributeAccess:
         self._follow((*path, name), value)
 
     def _follow(self, path: Path, value: Any) -> None:
-        """Note the content of a container, and what will be read of an object."""
+        """Note the content of a container; note later reads of an object's attributes."""
         if is_plain(value) or isinstance(value, (type, torch.Tensor)) or id(value) in self._paths:
             return
         self._paths[id(value)] = path, value
@@ -172,8 +175,8 @@ class AttributeAccess:
 
 
 def _is_data(owner: Any, name: str) -> bool:
-    """True if an attribute is in the object or its slots, or is data of its class: not a method or
-    property, whose own reads are noted."""
+    """True if an attribute is in the object's `__dict__` or slots, or is class data. False for
+    methods and properties: the reads of their code are noted instead."""
     if name in _attributes_of(owner):
         return True
     for cls in type(owner).__mro__:

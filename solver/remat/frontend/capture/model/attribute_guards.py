@@ -1,6 +1,7 @@
-"""`AttributeGuards`: the Python values that a recorded step has read, to be compared at each call.
+"""`AttributeGuards`: the Python values that a recorded step read, compared at each call.
 
-A plan is for these values. If one of them is another now, the step is captured with the new ones.
+A plan is valid for these values. If one of them has changed, the step is captured for the new
+values.
 """
 
 from __future__ import annotations
@@ -31,8 +32,9 @@ it is between steps, so guards do not compare it."""
 
 
 class Variable(NamedTuple):
-    """A variable that the code of a model may have read, where nothing notices it: a global
-    variable, a class attribute, a variable of a closure. `owner` says whose it is."""
+    """A variable whose reads cannot be intercepted: a global variable, a class attribute, or a
+    closure variable that the model's code may have read. `owner` is the name of the Python module,
+    class or function."""
 
     owner: str
     name: str
@@ -41,15 +43,15 @@ class Variable(NamedTuple):
 
 @dataclass(frozen=True)
 class AttributeGuards:
-    """The values that the code of a model read. Paths of reads begin with the path of a module. It
-    has no reference to the model: it can be pickled, and bound to a copy of the model."""
+    """The values that the code of a model read. The path of a read begins with the path of a
+    module. Guards have no reference to the model, so they can be pickled and bound to a copy."""
 
     reads: tuple[Read, ...] = ()
     variables: tuple[Variable, ...] = ()
 
     @classmethod
     def of(cls, model: nn.Module, reads: Iterable[Read]) -> AttributeGuards:
-        """Return the guards for what the recorded code of a model has read."""
+        """Return the guards for these reads, and for the variables that the model's code names."""
         variables = [
             Variable(owner, name, comparable(table[name]))
             for owner, table, names in variables_of(model)
@@ -60,13 +62,12 @@ class AttributeGuards:
         return cls(tuple(compared), tuple(variables))
 
     def bind(self, model: nn.Module) -> BoundGuards:
-        """Return the guards for the attributes of this model."""
+        """Return the guards bound to the attributes of this model."""
         return BoundGuards(self, model)
 
     @classmethod
     def of_submodules(cls, guards: Iterable[tuple[str, AttributeGuards]]) -> AttributeGuards:
-        """Return the guards of several submodules, given with their paths, as those of the
-        model."""
+        """Return the guards of a model, merged from pairs of a submodule's path and guards."""
         reads: dict[Read, None] = {}
         variables: dict[Variable, None] = {}
         for path, part in guards:
@@ -78,7 +79,7 @@ class AttributeGuards:
 
 
 class BoundGuards:
-    """Guards with the tables of one model that have the values to compare."""
+    """Guards of one model, with references to the dictionaries of the values to compare."""
 
     def __init__(self, guards: AttributeGuards, model: nn.Module) -> None:
         self.guards = guards
@@ -94,7 +95,7 @@ class BoundGuards:
         return BoundGuards, (self.guards, self._model)
 
     def hold(self) -> bool:
-        """True if all values are those that the recorded code has read."""
+        """True if all values are equal to those that the recorded code read."""
         for path in self._paths_below:
             if self._owner(path) is not self._owners[path]:
                 self._bind()  # another object or container is at this place
@@ -106,13 +107,16 @@ class BoundGuards:
         )
 
     def difference(self) -> str:
-        """Return which value is another one, as text for messages: "layers.0.p is 0.2 instead of
-        0.1"; "" if there is none."""
+        """Return the first value that differs, as text for messages: "layers.0.p is 0.2 instead of
+        0.1"; "" if no value differs."""
         return next(self._differences(), "")
 
     def _bind(self) -> None:
-        """Find the tables that have the values. Values that are equal now are compared later in
-        the fastest way; if some are not, the guards do not hold until something is replaced."""
+        """Find the dictionaries of the values, and compare all values once.
+
+        If all are equal, `hold` compares later values with copies of the present ones, which is
+        fast. If not, the guards do not hold until an object or container at a path is replaced.
+        """
         self._owners = {path: self._owner(path) for path in self._reads}
         self._paths_below = [path for path in self._reads if len(path) > 1]
         """Containers and objects are found by their paths: the training loop may replace them."""
@@ -184,11 +188,11 @@ class BoundGuards:
 
 
 class _PlainValues:
-    """Plain values of one table, compared all at once with what they were when this was made."""
+    """Plain values of one dictionary, compared with a copy from the time of `__init__`."""
 
     def __init__(self, table: Mapping[str, Any], names: Sequence[str]) -> None:
         self._table = table
-        self._get = itemgetter(*names, names[0])  # one more, so that one name gives a tuple, too
+        self._get = itemgetter(*names, names[0])  # twice, so that one name gives a tuple
         self._values = tuple(copy.copy(v) if is_container(v) else v for v in self._get(table))
 
     def hold(self) -> bool:
@@ -198,13 +202,14 @@ class _PlainValues:
             if all(map(is_, now, self._values)):
                 return True
             return bool(now == self._values) and all(map(_has_same_type, now, self._values))
-        except Exception:  # a value is gone, or now one that `==` does not compare
+        except Exception:  # a value was removed, or its `==` raises an error
             return False
 
 
 class _OtherValues:
-    """Values of one object that are not plain. `absent` are attributes that it does not have
-    itself, `classes` are classes of attributes, `content` is what a container contains."""
+    """Values of one object that are not plain. `absent` are names that must not be in its
+    `__dict__`, `classes` are the classes of its attributes, `content` is the content of a
+    container."""
 
     def __init__(self, owner: Any, attributes: Mapping[str, Any]) -> None:
         self._owner, self._attributes = owner, attributes
@@ -237,14 +242,14 @@ def _submodule(model: nn.Module, path: str) -> Any:
 
 
 def _attributes(owner: Any) -> Mapping[str, Any]:
-    """Return the attributes of an object, {} if it has no dictionary of them."""
+    """Return the `__dict__` of an object; {} if it has none."""
     attributes = getattr(owner, "__dict__", None)
     return attributes if isinstance(attributes, dict) else {}
 
 
 def _is_plain(value: Any) -> bool:
-    """True for a value that `==` compares as `comparable` does, if its type is the same: a plain
-    one, code, or a container of a few plain values."""
+    """True for a plain value, code, or a container of at most `MAX_ITEMS` plain values. For these,
+    equal types and `==` decide as `comparable` does."""
     if is_container(value):
         items = value.values() if isinstance(value, dict) else value
         return len(value) <= MAX_ITEMS and all(map(is_plain, items))
@@ -252,7 +257,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _is_plain_data(cls: type, name: str) -> bool:
-    """True if a class has a plain value of this name that is neither a method nor a property."""
+    """True if a class attribute is a plain value, and neither a method nor a property."""
     value = vars(cls).get(name, ABSENT)
     return is_plain(value) and not hasattr(value, "__get__")
 

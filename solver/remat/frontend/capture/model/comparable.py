@@ -11,19 +11,19 @@ import numpy as np
 import torch
 
 Comparable = Any
-"""A result of `comparable`: a value that can be compared with `==`, hashed and pickled."""
+"""A result of `comparable`, which can be compared by `==`, hashed and pickled."""
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
 MAX_ITEMS = 1_000
-"""The largest number of items of a container that are compared; of more, it is the number."""
+"""The largest list, tuple or dict whose items are compared. If larger, the length is compared."""
 
 _MAX_ARRAY_BYTES = 1 << 16
 
 
 class Code:
-    """A function or a class. Two are equal if they are the same object; of one that was unpickled,
-    only the name is known."""
+    """A function or a class. Two are equal if they are the same object. After pickling, only the
+    name remains, and two are equal if their names are."""
 
     __slots__ = ("_item", "name")
 
@@ -50,24 +50,28 @@ class Code:
 
 
 def is_plain(value: object) -> bool:
-    """True for numbers, strings, None and other values that are compared as they are."""
+    """True for numbers, strings, None, enums, dtypes and devices."""
     return isinstance(value, (*_PLAIN, enum.Enum))
 
 
 def is_container(value: object) -> bool:
-    """True for a list, tuple, dictionary or set."""
+    """True for a list, tuple, deque, dictionary or set."""
     return isinstance(value, (dict, list, tuple, set, frozenset, deque))
 
 
 def items_of(container: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield the keys and items of a container that guards follow; none of a set."""
+    """Yield the keys and items of a container; none of a set or of more than `MAX_ITEMS`."""
     if len(container) <= MAX_ITEMS and not isinstance(container, (set, frozenset)):
         yield from container.items() if isinstance(container, dict) else enumerate(container)
 
 
 def comparable(value: Any, *, with_items: bool = True) -> Comparable:
-    """Return a value in a form that can be compared. Of an object, it is the class; of a container,
-    the keys and the plain items, or only the class without `with_items`."""
+    """Return a value in a form that can be compared.
+
+    Plain values are compared by type and value, functions and classes as `Code`, small arrays by
+    content, containers by class, length, keys and items, and other objects by class only. Without
+    `with_items`, and as items, containers are also compared by class only.
+    """
     if isinstance(value, _PLAIN):
         # Equal numbers of two types, and the two zeros, are different values.
         is_exact = type(value) in _PLAIN and not isinstance(value, (float, complex))

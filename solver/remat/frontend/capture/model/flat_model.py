@@ -7,7 +7,7 @@ module runs when, and flattens the outputs. One autograd node must be able to re
   detached, so that no gradient of the size of the logits is allocated;
 * an output that is a view of an input, a parameter or another output is cloned;
 * a buffer that the model replaces (`self.buf = ...`) is written in place instead;
-* what the model stores elsewhere (attributes, containers among its arguments) is a further output.
+* tensors that the model stores (in attributes, or containers among its arguments) are outputs too.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ from remat.limits.outputs import SCALARS
 
 @dataclass
 class OutputInfo:
-    """The outputs of a model's last call: the structure of what it returns, what it stores
-    elsewhere, which tensors require a gradient, which of those the step differentiates, and which
-    are returned. Also which of its inputs required a gradient."""
+    """The outputs of a model's last call: the structure of the return value, the stored values, and
+    for each output tensor if it is returned, requires a gradient, and is differentiated by the
+    step. Also which inputs required a gradient."""
 
     structure: Structure | None = None
     stores: tuple[Store, ...] = ()
@@ -56,8 +56,9 @@ class OutputInfo:
 
 
 class FlatModel(nn.Module):
-    """A model that takes and returns flat tuples of tensors; `output_info` describes its last call,
-    `changes` what that changed since `start_call`, and `access` the attributes that it used.
+    """A model that takes and returns flat tuples of tensors. `output_info` describes its last call,
+    `changes` are the Python values that changed since `start_call`, and `access` has the attributes
+    that the call read and wrote.
 
     `are_leaves` says of each of its arguments if it is a leaf of autograd: only then does autocast
     cache its cast. `parameters_by_name` has the parameters by all of their names. It is read before
@@ -84,7 +85,7 @@ class FlatModel(nn.Module):
         self.start_call()
 
     def start_call(self) -> PythonState:
-        """Prepare a call: note the state of the model, which is returned."""
+        """Prepare a call, and return a snapshot of the model's Python values before it."""
         self.state = PythonState(self.model)
         self.access = AttributeAccess(self.model)
         return self.state
@@ -109,7 +110,7 @@ class FlatModel(nn.Module):
         if any(tensor.retains_grad for tensor in tensors):
             raise TraceError(
                 "the forward of the model calls retain_grad() of a tensor that it returns or "
-                "stores, whose gradient a plan would not retain. Remedy: compute it by "
+                "stores, and a plan does not retain this gradient. Remedy: compute the gradient by "
                 "torch.autograd.grad, or plan the blocks, which runs the model's own code around "
                 'them: remat.enable(model, budget, scope="blocks")'
             )
@@ -124,8 +125,8 @@ class FlatModel(nn.Module):
     def _describe_outputs(
         self, returned: Any, stored: Sequence[StoredValue], leaves: Sequence[torch.Tensor]
     ) -> list[torch.Tensor]:
-        """Set `output_info`, and return the tensors of all outputs: of what the model returns, then
-        of what it stores."""
+        """Set `output_info`. Return the tensors of all outputs: first the returned ones, then those
+        that are only stored."""
         tensors, result = flatten(returned, "the model's output ")
         if not tensors:
             raise TraceError("the model returns no tensor, so there is nothing to differentiate")
@@ -155,12 +156,12 @@ class FlatModel(nn.Module):
         return tensors
 
     def _differentiates_stored(self, tensor: torch.Tensor) -> bool:
-        """True if gradients may come from a tensor that the model stores and does not return."""
+        """True if the step differentiates a tensor that the model stores and does not return."""
         is_small = tensor.numel() == 1
         return tensor.requires_grad and (self.differentiate in ("auto", "all") or is_small)
 
     def _constant_writes(self) -> Iterator[StoredValue]:
-        """Yield the attributes of modules that the call has set to the value that they had."""
+        """Yield the attributes of modules that the call set to the value that they already had."""
         changed = {change.path for change in self.changes}
         for path, name in self.access.writes:
             value = vars(self.model.get_submodule(path)).get(name)

@@ -13,8 +13,8 @@ from remat.frontend.common.code_origin import is_framework_code
 
 
 def model_functions(model: nn.Module) -> Iterator[FunctionType]:
-    """Yield the functions that the model's modules may call: methods of their classes, and
-    forwards that were replaced. The forward of an enabled model is the one that it had before."""
+    """Yield the methods of the modules' classes, and the forwards that modules have as attributes.
+    For an enabled model, this is its original forward."""
     for cls in dict.fromkeys(b for module in model.modules() for b in type(module).__mro__):
         yield from (f for f in vars(cls).values() if isinstance(f, FunctionType))
     for module in model.modules():
@@ -27,9 +27,9 @@ def model_functions(model: nn.Module) -> Iterator[FunctionType]:
 
 
 def named_globals(model: nn.Module) -> list[tuple[dict[str, Any], set[str]]]:
-    """Return the namespaces of the Python files that the methods of all modules are in, each with
-    the names that their code, and functions of these files that it names, can refer to. Torch's own
-    modules store nothing there."""
+    """Return the global variables that the model's code can refer to, as pairs of a namespace (the
+    `__globals__` of functions) and names in it. Code is that of the modules' methods, and of the
+    functions that it names, also imported ones. Namespaces of torch are left out."""
     pending: list[Any] = list(model_functions(model))
     namespaces: dict[int, tuple[dict[str, Any], set[str]]] = {}
     seen: set[int] = set()
@@ -52,13 +52,13 @@ def named_globals(model: nn.Module) -> list[tuple[dict[str, Any], set[str]]]:
 
 
 def user_classes(model: nn.Module) -> list[type]:
-    """Return the classes of the model's modules and their bases, without those of torch."""
+    """Return the classes of the model's modules and their bases, without torch's own classes."""
     classes = {base: None for module in model.modules() for base in type(module).__mro__}
     return [cls for cls in classes if not is_of_torch(cls.__module__) and cls is not object]
 
 
 class _Cells(Mapping[str, Any]):
-    """The variables that functions share with the one that they were defined in."""
+    """The closure variables of a function by name, without those that have no value yet."""
 
     def __init__(self, cells: dict[str, Any]) -> None:
         self._cells = cells
@@ -66,7 +66,7 @@ class _Cells(Mapping[str, Any]):
     def __getitem__(self, name: str) -> Any:
         try:
             return self._cells[name].cell_contents
-        except ValueError:  # it has no value yet
+        except ValueError:  # an empty cell
             raise KeyError(name) from None
 
     def __iter__(self) -> Iterator[str]:
@@ -77,9 +77,11 @@ class _Cells(Mapping[str, Any]):
 
 
 def variables_of(model: nn.Module) -> Iterator[tuple[str, Mapping[str, Any], frozenset[str]]]:
-    """Yield the tables of the variables that the code of a model may read without an attribute of
-    an object: global variables, class attributes, closures, attributes of parameters. Each with
-    its owner's name, and the names of the variables."""
+    """Yield the variables whose reads by the model's code are not intercepted: global variables,
+    class attributes, closure variables, attributes of parameters and buffers.
+
+    Yields triples of the owner's name, a mapping that has the variables, and their names.
+    """
     for namespace, names in named_globals(model):
         if is_framework_code(Path(str(namespace.get("__file__", "")))):
             continue
@@ -100,8 +102,8 @@ def variables_of(model: nn.Module) -> Iterator[tuple[str, Mapping[str, Any], fro
 
 
 def _function_label(function: FunctionType) -> str:
-    """Return the qualified name of a function, and its place in the code if `functools.wraps` has
-    given it the name of another one."""
+    """Return the qualified name of a function. Add file and line if `functools.wraps` gave the
+    function the name of the wrapped one."""
     if not hasattr(function, "__wrapped__"):
         return function.__qualname__
     code = function.__code__
@@ -123,7 +125,7 @@ def is_of_torch(module_name: object) -> bool:
 
 
 def is_searched(value: object) -> bool:
-    """True unless the attributes of an object belong to torch or to remat, not to a model."""
+    """True if an object's class is neither torch's nor remat's, so that its attributes count."""
     return _package(type(value).__module__) not in ("torch", "remat")
 
 
@@ -132,7 +134,7 @@ def _package(module_name: object) -> str:
 
 
 def _names_of_code(code: CodeType) -> Iterator[str]:
-    """Yield the names in the code of a function, and of those that it defines."""
+    """Yield the names in the code of a function, and in the functions that it defines."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, CodeType):

@@ -1,12 +1,12 @@
-"""`PythonState`: the Python values that the code of a model can change, besides its tensors.
+"""`PythonState`: a snapshot of the Python values that a model's code can change.
 
-A capture, a dry run and a recomputation call a forward that the training loop does not call. Its
-counters, lists and attributes must not show that, and a forward that changes them may run
+A capture, a dry run and a recomputation run a forward once more than the training loop does. They
+must not change counters, lists and attributes. And a forward that changes such values may run
 differently in the next call.
 
-Searched are the attributes of modules and of their parameters, the class attributes of the modules'
-classes, the objects and containers in them, the variables of closures and hooks, and the global
-variables that the model's code names.
+The snapshot has the attributes of modules and of their parameters, the class attributes of the
+modules' classes, the objects and containers in them, the variables of closures and hooks, and the
+global variables that the model's code names.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ from remat.frontend.capture.model.named_state import (
 from remat.frontend.capture.model.preserved_state import is_of_capture, is_same_scalar
 
 _OBJECT_DEPTH = 3
-"""How many objects deep the search goes: from a module to its cache, say, and to a layer of it."""
+"""The depth of the search through objects: from a module to its cache, to a layer of the cache."""
 
 _MAX_SEARCHED_ITEMS = 10_000
-"""Containers with more items are compared and restored, but the items are not searched."""
+"""Containers with more items are compared and restored; their items are not searched."""
 
 _MAX_ARRAY_BYTES = 1 << 20
-"""Larger NumPy arrays are not copied: writes into them are not noticed."""
+"""Larger NumPy arrays are not copied, so writes into them are neither detected nor restored."""
 
 _OPAQUE = (
     bool, int, float, str, bytes, type(None), type, torch.Tensor, torch.dtype, torch.device,
     nn.Module, ModuleType,
 )  # fmt: skip
-"""Types of values that are compared as a whole. Every module is searched separately."""
+"""Types whose attributes are not searched. (Modules of the model are searched separately.)"""
 
 _MODULE_TABLES = ("_parameters", "_buffers", "_modules")
-"""Attributes of modules that have their tensors and submodules."""
+"""Attributes of a module that have its tensors and submodules."""
 
 
 class _Absent:
@@ -61,19 +61,19 @@ class _Absent:
 
 
 _SHARED_GENERATORS = (random.random.__self__, np.random.random.__self__)  # type: ignore[attr-defined]
-"""The generators of Python and NumPy: those who may not use them restore them separately."""
+"""The global generators of Python and NumPy. Callers restore them separately."""
 
 ABSENT = _Absent()
-"""Stands for the value of an attribute or item that does not exist."""
+"""The value of an attribute or item that does not exist."""
 
 Path = tuple[str | int | None, ...]
-"""Where a value is: the path of a module, or None for a variable that belongs to no module, then
-names of attributes and keys of containers."""
+"""The place of a value: the path of a module (None for a variable outside of modules), then names
+of attributes and keys of containers."""
 
 
 class Change(NamedTuple):
-    """A value that has changed: where it is, the value before, and the value now. `key` is its name
-    or key in `container`; None for a list, deque or set, whose content changes as a whole."""
+    """A changed value: its place, the value before, and the value now. `key` is its name or key in
+    `container`; None if the container is compared as a whole (list, deque, set, array, RNG)."""
 
     path: Path
     container: Any
@@ -83,17 +83,17 @@ class Change(NamedTuple):
 
 
 class PythonState:
-    """The Python values that a model can change, when this was made. `arguments` are those of a
-    call, whose containers it can change, too."""
+    """A snapshot of the Python values that a model can change, and of the containers in the
+    `arguments` of a call."""
 
     def __init__(self, model: nn.Module, arguments: Any = ()) -> None:
         self._tables: list[_Table] = []
         self._seen: dict[int, Any] = {id(item): item for item in _SHARED_GENERATORS}
-        """Each object that was searched, by its identity, which no other object gets meanwhile."""
+        """The searched objects by `id`. The reference keeps the `id` unique."""
         for name, module in model.named_modules():
             attributes = vars(module)
             ignored = _MODULE_TABLES
-            if is_of_torch(type(module).__module__):  # what torch stores for itself
+            if is_of_torch(type(module).__module__):  # private attributes of torch's modules
                 ignored += tuple(key for key in attributes if key.startswith("_"))
             self._add_attributes((name,), attributes, _OBJECT_DEPTH, ignored)
             for key in _MODULE_TABLES:
@@ -119,18 +119,18 @@ class PythonState:
         self._add_items((None, "arguments"), [("", arguments)], _OBJECT_DEPTH)
 
     def changes(self) -> list[Change]:
-        """Return what has changed since then."""
+        """Return the values that have changed since the snapshot."""
         return [change for table in self._tables for change in table.changes()]
 
     def restore(self) -> None:
-        """Restore all values, and the contents of all containers."""
+        """Restore all values and the contents of all containers."""
         for table in self._tables:
             if table.changes():
                 table.write(table.container, table.before)
 
     def remove_tensors_of_capture(self) -> None:
-        """Restore the values that contain tensors or symbols of a capture, and mean nothing after
-        it; other values stay. Of containers without keys, the whole content is restored."""
+        """Restore the values that contain tensors or symbols of a capture, which are invalid after
+        it. Other values stay as they are, except in containers that are compared as a whole."""
         for table in self._tables:
             changes = table.changes()
             of_capture = [change for change in changes if contains_capture(change.now)]
@@ -184,8 +184,8 @@ class PythonState:
             self._add_items(path, items, depth)
 
     def _add_function(self, path: Path, function: Any, depth: int) -> None:
-        """Search what a function refers to: variables of closures, attributes, a bound object, the
-        arguments of `partial`."""
+        """Search the closure variables and attributes of a function, the object of a method, and
+        the arguments of a `partial`."""
         if isinstance(function, partial):
             self._add_items(path, enumerate((function.func, *function.args)), depth)
             self._add_items(path, function.keywords.items(), depth)
@@ -206,8 +206,8 @@ class PythonState:
 
 
 class _Table:
-    """An object that contains values. `read` returns a copy of its state: a dictionary, a list, or
-    for an object such as a random generator any other value. `write` restores such a state."""
+    """A container or object with its state at the time of the snapshot. `read` returns a copy of
+    the state: a dictionary, a list, or another value (for an RNG, say). `write` restores it."""
 
     def __init__(
         self,
@@ -223,7 +223,7 @@ class _Table:
         self._read = read
 
     def changes(self) -> list[Change]:
-        """Return what has changed since this was made."""
+        """Return the values that have changed since the snapshot."""
         before, now = self.before, self._read(self.container)
         if not isinstance(before, dict):
             if _is_same_state(before, now):
@@ -240,8 +240,7 @@ class _Table:
 
 
 def contains_capture(value: Any, depth: int = _OBJECT_DEPTH) -> bool:
-    """True if a value is, or a container or object in it contains, a tensor or symbol of a
-    capture."""
+    """True if a value is a tensor or symbol of a capture, or contains one."""
     if isinstance(value, _OPAQUE):
         return is_of_capture(value)
     if is_of_capture(value):
@@ -273,7 +272,7 @@ def _is_same(a: Any, b: Any) -> bool:
 
 
 def _is_same_state(a: Any, b: Any) -> bool:
-    """True if two states that are no dictionaries are the same."""
+    """True if two states that are not dictionaries are the same."""
     if isinstance(a, list) and isinstance(b, list):
         return len(a) == len(b) and all(map(_is_same, a, b))
     if isinstance(a, (np.ndarray, torch.Tensor)):
@@ -302,7 +301,7 @@ def _write_dict(ignored: tuple[str, ...], container: Any, state: dict[Any, Any])
 
 
 def _write_keys(before: dict[str, Any], table: dict[str, Any], keys: list[str]) -> None:
-    """Restore which tensors or submodules a module has; those that it still has stay."""
+    """Restore the names of a module's tensors or submodules. Present ones are not replaced."""
     state = {key: table.get(key, before[key]) for key in keys}
     table.clear()
     table.update(state)
@@ -355,8 +354,8 @@ def _write_generator(generator: torch.Generator, state: torch.Tensor) -> None:
 
 
 def _access(value: Any) -> tuple[Callable[[Any], Any], Callable[[Any, Any], None]] | None:
-    """Return the functions that read and restore the state of an object; None for an object with
-    no state but its attributes."""
+    """Return the functions that read and restore the state of an object; None if its attributes are
+    its only state."""
     match value:
         case dict():
             return partial(_read_dict, ()), partial(_write_dict, ())
@@ -379,10 +378,10 @@ def _access(value: Any) -> tuple[Callable[[Any], Any], Callable[[Any, Any], None
 
 
 def _dictionary(value: object) -> Any:
-    """Return the attributes of an object; None if it has none, or does not give them."""
+    """Return the `__dict__` of an object; None if it has none, or reading it fails."""
     try:
         return getattr(value, "__dict__", None)
-    except Exception:  # a proxy without the object that it stands for
+    except Exception:  # a proxy whose target does not exist
         return None
 
 
@@ -396,7 +395,7 @@ def _slots(value: object) -> tuple[str, ...]:
 
 
 def _attribute(value: object, name: str) -> Any:
-    """Return an attribute of an object; `ABSENT` if it has none, or does not give it."""
+    """Return an attribute of an object; `ABSENT` if it does not exist, or reading it fails."""
     try:
         return getattr(value, name, ABSENT)
     except Exception:  # a property of a proxy

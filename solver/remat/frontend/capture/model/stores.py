@@ -1,9 +1,9 @@
-"""Values that a call of a model leaves outside of what it returns.
+"""Values that a call of a model stores in attributes or in its arguments.
 
 A forward may set an attribute of a module (`self.aux_loss = ...`), or change a list or dict among
-its arguments. The recorded step has these values as further outputs, and each call stores them
-(`remat.frontend.runtime.stores`). What each call changes in another way, such as a counter, is an
-error: a plan would not do it.
+its arguments. The recorded step has the tensors in these values as further outputs, and each
+planned call stores the values (`remat.frontend.runtime.stores`). A value that differs from call to
+call, such as a counter, is an error, because a plan would store the same value in each call.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from remat.frontend.capture.model.python_state import (
 from remat.frontend.common.pytree import flatten
 
 _REMEDY = (
-    "Remedy: do so outside of the model; or use a buffer (a tensor that is changed in place), "
+    "Remedy: do this outside of the forward; or use a buffer (a tensor that is changed in place), "
     "which is part of a plan; or plan the blocks inside, which runs the model's own code around "
     'them: remat.enable(model, budget, scope="blocks")'
 )
@@ -37,8 +37,7 @@ _OBJECT_DEPTH = 3
 
 
 class StoredValue(NamedTuple):
-    """A value that a call has stored: the `kind`, `place` and `is_content` of its `Store`, with the
-    value itself."""
+    """A value that a call stored, with the `kind`, `place` and `is_content` of its `Store`."""
 
     kind: Literal["attribute", "argument"]
     place: tuple[str | int, ...]
@@ -47,7 +46,7 @@ class StoredValue(NamedTuple):
 
     @property
     def label(self) -> str:
-        """The value as text that begins an error about it."""
+        """The beginning of an error message about this value."""
         if self.kind == "attribute":
             return f"the value that the forward stores in {path_label(self.place)}: "
         return "an argument that the forward has changed: "
@@ -57,8 +56,8 @@ class StoredValue(NamedTuple):
 
 
 def stored_attributes(model: nn.Module, changes: Iterable[Change]) -> list[StoredValue]:
-    """Return the attributes, and the contents of containers in them, that a call has set. Raises
-    `TraceError` for a tensor that it leaves elsewhere, such as in a global variable."""
+    """Return the attributes that a call set, and the containers in attributes that it changed.
+    Raises `TraceError` for a tensor in another place, such as a global variable."""
     tensors = {id(t) for t in (*model.parameters(), *model.buffers())}
     stored: list[StoredValue] = []
     for change in changes:
@@ -73,15 +72,15 @@ def stored_attributes(model: nn.Module, changes: Iterable[Change]) -> list[Store
             stored.append(StoredValue("attribute", place, change.now, change.key is None))
         elif contains_capture(change.now):
             raise TraceError(
-                f"the forward of {type(model).__name__} leaves a tensor in "
-                f"{path_label(change.path)}, where a plan would not leave it. {_REMEDY}"
+                f"the forward of {type(model).__name__} stores a tensor in "
+                f"{path_label(change.path)}, where a planned step would not store it. {_REMEDY}"
             )
     return stored
 
 
 def check_steady(model: nn.Module, first: Sequence[Change], second: Sequence[Change]) -> None:
-    """Raise `TraceError` if the second call of a model leaves other values than the first: then
-    each call does, as with a counter, and a plan leaves the same values in each step."""
+    """Raise `TraceError` if the second call of a model stores other values than the first, as with
+    a counter. A plan would store the same values in each step."""
     after_first = {change.path: change.now for change in first}
     for change in second:
         if not _is_equivalent(change.now, after_first.get(change.path, change.before)):
@@ -93,7 +92,7 @@ def check_steady(model: nn.Module, first: Sequence[Change], second: Sequence[Cha
 
 
 def check_unchanged_by_backward(model: nn.Module, changes: Iterable[Change]) -> None:
-    """Raise `TraceError` if the backward has changed values: a plan would not do it."""
+    """Raise `TraceError` if the backward changed Python values, which a plan would not change."""
     for change in changes:
         if not _is_equivalent(change.now, change.before):
             raise TraceError(
@@ -104,8 +103,8 @@ def check_unchanged_by_backward(model: nn.Module, changes: Iterable[Change]) -> 
 
 
 def _place_of(model: nn.Module, change: Change) -> tuple[str | int, ...] | None:
-    """Return the place of a changed attribute, item or container; None if a path from a module of
-    the model does not lead there."""
+    """Return the place of a changed attribute, item or container; None if it cannot be reached from
+    a module of the model."""
     steps = change.path
     if any(step is None for step in steps) or (change.key is not None and steps[-1] != change.key):
         return None
@@ -131,7 +130,7 @@ def value_at(owner: Any, step: str | int | None) -> Any:
 
 
 def _is_equivalent(a: Any, b: Any, depth: int = _OBJECT_DEPTH) -> bool:
-    """True if two values are the same but for the elements of tensors of a capture."""
+    """True if two values are the same, where all tensors of captures count as equal."""
     if a is b or is_same_scalar(a, b):
         return True
     if is_of_capture(a) and is_of_capture(b):
@@ -162,8 +161,8 @@ def _text(value: Any) -> str:
 def stored_arguments(
     arguments: Any, before: Structure, inputs: Sequence[torch.Tensor]
 ) -> list[StoredValue]:
-    """Return the contents of the lists and dicts among the arguments that a call has changed.
-    `before` is the structure of the arguments, whose tensors were `inputs`."""
+    """Return the lists and dicts among the arguments that a call changed. `before` is the structure
+    of the arguments before the call, with the tensors `inputs`."""
     leaves, now = flatten(arguments, "an argument that the forward has changed: ")
     places: list[tuple[str | int, ...]] = []
     _add_changed_places(now, before, (leaves, inputs), (), places)
@@ -177,8 +176,8 @@ def _add_changed_places(
     place: tuple[str | int, ...],
     places: list[tuple[str | int, ...]],
 ) -> bool:
-    """Add the places of the containers whose own items have changed. Return True if this value is
-    not the one before: then the container that it is in has changed."""
+    """Add the places of the containers whose items changed to `places`. Return True if this value
+    was replaced, so that the container that contains it has changed."""
     if (now.kind, now.type) != (before.kind, before.type):
         return True
     if now.kind == "leaf":
@@ -212,8 +211,8 @@ def _at(arguments: Any, place: Iterable[str | int]) -> Any:
 def input_leaves_marked(
     structure: Structure, tensors: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
 ) -> Structure:
-    """Return the structure of a stored value in which tensors that are inputs of the step are
-    leaves of the kind "input"."""
+    """Return the structure of a stored value, with nodes of the kind "input" for tensors that are
+    inputs of the step."""
     number_of = {id(tensor): number for number, tensor in enumerate(inputs)}
 
     def marked(leaf: int) -> Structure:

@@ -54,7 +54,7 @@ class CapturedJointGraph:
 
     @cached_property
     def guards(self) -> AttributeGuards:
-        """The Python values that the model's code has read."""
+        """The guards for the Python values that the model's code read."""
         return AttributeGuards.of(self._flat_model.model, self._flat_model.access.reads)
 
     def is_valid_at(self, values: SymbolValues) -> bool:

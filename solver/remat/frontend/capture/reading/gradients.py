@@ -20,8 +20,8 @@ def add_gradients(
     builder: TraceBuilder, gradients: Sequence[tuple[Placeholder, str, frozenset[int]]]
 ) -> None:
     """Add one gradient record per placeholder, each in its own storage. `gradients` are triples of
-    a placeholder, the name of a gradient tensor, and the indices of the outputs that it comes from;
-    a tied weight has several."""
+    a placeholder, the name of a gradient tensor, and the indices of the outputs that depend on the
+    placeholder. A tied weight has several triples."""
     taken = {builder.storage_by_name[o.name] for o in builder.outputs}
     taken |= {p.storage for p in builder.placeholders}
     producer_index = {r.name: i for i, n in enumerate(builder.nodes) for r in n.results}

@@ -25,8 +25,8 @@ class JointGraph:
     belongs to, and `is_backward` is True if it was recorded after the forward (operators only).
     `constants` are real tensors, by the target of their `get_attr` node. `inputs` says what each
     placeholder is. `writes` are pairs of an input and its new value, which the forward leaves in
-    it; `gradients` are pairs of an input and its gradient. `outputs` are those of the model, and
-    `sources` the indices of those that depend on each input with a gradient, in the same order.
+    it; `gradients` are pairs of an input and its gradient. `outputs` are the outputs of the model.
+    `sources` has for each item of `gradients` the indices of the outputs that depend on the input.
     """
 
     graph: fx.Graph
