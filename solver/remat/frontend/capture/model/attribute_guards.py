@@ -20,10 +20,12 @@ from remat.frontend.capture.model.comparable import (
     Code,
     Comparable,
     comparable,
+    deep_comparable,
+    is_by_class_only,
     is_container,
     is_plain,
 )
-from remat.frontend.capture.model.named_state import variables_of
+from remat.frontend.capture.model.named_state import NamedTable, variables_of
 from remat.frontend.capture.model.python_state import ABSENT, Path, path_label
 
 CHECKPOINTING_FLAG = "gradient_checkpointing"
@@ -53,10 +55,10 @@ class AttributeGuards:
     def of(cls, model: nn.Module, reads: Iterable[Read]) -> AttributeGuards:
         """Return the guards for these reads, and for the variables that the model's code names."""
         variables = [
-            Variable(owner, name, comparable(table[name]))
-            for owner, table, names in variables_of(model)
-            for name in sorted(names)
-            if name in table and _is_plain(table[name])
+            Variable(table.owner, name, value)
+            for table in variables_of(model)
+            for name in sorted(table.names)
+            if (value := _value_of(table, name)) is not None
         ]
         compared = dict.fromkeys(read for read in reads if read.name != CHECKPOINTING_FLAG)
         return cls(tuple(compared), tuple(variables))
@@ -104,6 +106,7 @@ class BoundGuards:
             self._is_equal
             and all(map(_PlainValues.hold, self._plain))
             and all(map(_OtherValues.hold, self._others))
+            and all(map(_DeepValues.hold, self._deep))
         )
 
     def difference(self) -> str:
@@ -123,10 +126,16 @@ class BoundGuards:
         self._is_equal = self.difference() == ""
         self._plain: list[_PlainValues] = []
         self._others: list[_OtherValues] = []
+        self._deep: list[_DeepValues] = []
         for path, values in self._reads.items():
             self._add_owner(self._owners[path], values)
-        for _, table, values in self._variable_tables():
-            self._plain.append(_PlainValues(table, [n for n in values if n in table]))
+        for table, values in self._variable_tables():
+            present = table.variables
+            plain = [n for n in values if n in present and _is_plain(present[n])]
+            if plain:
+                self._plain.append(_PlainValues(present, plain))
+            if deep := values.keys() - plain:
+                self._deep.append(_DeepValues(table, {n: values[n] for n in deep}))
 
     def _add_owner(self, owner: Any, values: Mapping[str | None, Comparable]) -> None:
         attributes = _attributes(owner)
@@ -143,22 +152,26 @@ class BoundGuards:
                 of_class += data
         others = _OtherValues(owner, attributes)
         others.absent = frozenset(absent)
-        others.classes = [
-            (n, type(attributes[n])) for n in names if n in attributes and n not in plain
-        ]
+        for name in names:
+            if name in attributes and name not in plain:
+                value = comparable(attributes[name], with_items=False)
+                if is_by_class_only(value):
+                    others.classes.append((name, type(attributes[name])))
+                else:
+                    others.values.append((name, value))
         if None in values:
             others.content = copy.copy(owner) if _is_plain(owner) else values[None]
             others.has_plain_content = _is_plain(owner)
-        if absent or others.classes or None in values:
+        if absent or others.classes or others.values or None in values:
             self._others.append(others)
 
-    def _variable_tables(self) -> Iterator[tuple[str, Mapping[str, Any], dict[str, Comparable]]]:
+    def _variable_tables(self) -> Iterator[tuple[NamedTable, dict[str, Comparable]]]:
         by_owner: dict[str, dict[str, Comparable]] = {}
         for variable in self.guards.variables:
             by_owner.setdefault(variable.owner, {})[variable.name] = variable.value
-        for owner, table, _ in variables_of(self._model):
-            if owner in by_owner:
-                yield owner, table, by_owner.pop(owner)
+        for table in variables_of(self._model):
+            if table.owner in by_owner:
+                yield table, by_owner.pop(table.owner)
 
     def _owner(self, path: Path) -> Any:
         """Return the object at a path; `ABSENT` if there is none."""
@@ -181,10 +194,10 @@ class BoundGuards:
                 if now != before:
                     label = path_label(path if name is None else (*path, name))
                     yield f"{label} is {_text(now)} instead of {_text(before)}"
-        for owner, table, values in self._variable_tables():
+        for table, values in self._variable_tables():
             for name, before in values.items():
-                if (now := comparable(table.get(name, ABSENT))) != before:
-                    yield f"{owner}.{name} is {_text(now)} instead of {_text(before)}"
+                if (now := _value_of(table, name)) != before:
+                    yield f"{table.owner}.{name} is {_text(now)} instead of {_text(before)}"
 
 
 class _PlainValues:
@@ -206,15 +219,30 @@ class _PlainValues:
             return False
 
 
+class _DeepValues:
+    """Variables that are objects, or containers of others, compared with all that they contain."""
+
+    def __init__(self, table: NamedTable, values: Mapping[str, Comparable]) -> None:
+        self._table, self._values = table, values
+
+    def hold(self) -> bool:
+        """True if nothing has changed."""
+        return all(_value_of(self._table, name) == v for name, v in self._values.items())
+
+
 class _OtherValues:
-    """Values of one object that are not plain. `absent` are names that must not be in its
-    `__dict__`, `classes` are the classes of its attributes, `content` is the content of a
-    container."""
+    """Values of one object that are not plain.
+
+    `absent` are names that must not be in its `__dict__`, `classes` are the classes of its
+    attributes, `values` are attributes that are compared by value, and `content` is the content of
+    a container.
+    """
 
     def __init__(self, owner: Any, attributes: Mapping[str, Any]) -> None:
         self._owner, self._attributes = owner, attributes
         self.absent: frozenset[str] = frozenset()
         self.classes: list[tuple[str, type]] = []
+        self.values: list[tuple[str, Comparable]] = []
         self.content: Any = None
         self.has_plain_content = False
 
@@ -222,7 +250,13 @@ class _OtherValues:
         """True if nothing has changed."""
         if not self.absent.isdisjoint(self._attributes):
             return False
-        if any(type(self._attributes.get(name)) is not cls for name, cls in self.classes):
+        attributes = self._attributes
+        if any(type(attributes.get(name)) is not cls for name, cls in self.classes):
+            return False
+        if any(
+            comparable(attributes.get(name), with_items=False) != value
+            for name, value in self.values
+        ):
             return False
         if self.content is None:
             return True
@@ -232,6 +266,20 @@ class _OtherValues:
 
 def _has_same_type(a: object, b: object) -> bool:
     return type(a) is type(b)
+
+
+def _value_of(table: NamedTable, name: str) -> Comparable | None:
+    """Return the value of a variable in a form that can be compared; None if it is not compared,
+    as most objects of installed packages."""
+    if name not in table.variables:
+        return None
+    value = table.variables[name]
+    if _is_plain(value):
+        return comparable(value)
+    if table.attributes is None:
+        return None
+    compared = deep_comparable(value, table.attributes)
+    return None if is_by_class_only(compared) else compared
 
 
 def _submodule(model: nn.Module, path: str) -> Any:
