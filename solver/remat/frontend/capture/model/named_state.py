@@ -103,9 +103,9 @@ class _NamedCode:
         self._add_names(namespace, names, pending)
 
     def _add_names(self, namespace: dict[str, Any], names: set[str], pending: list[Any]) -> None:
-        _, known = self.namespaces.setdefault(id(namespace), (namespace, set()))
-        new_names = names - known
-        known |= new_names
+        _, names_so_far = self.namespaces.setdefault(id(namespace), (namespace, set()))
+        new_names = names - names_so_far
+        names_so_far |= new_names
         pending += [namespace[name] for name in new_names if name in namespace]
 
 
