@@ -18,9 +18,9 @@ from tests.helpers.training.recorded_steps import (
 import remat
 
 COSTS = remat.Roofline("cpu")
-STRATEGY = remat.Auto(time_limit=3.0)
+STRATEGY = remat.Auto(time_limit=1.5)
 
-LATE = {"mlp", "shared", "weights"}
+LATE = {"mlp", "mlp-input-grad", "shared", "tied", "weights"}
 """Modules whose structure others have, too."""
 
 # The loss is outside of these models; its memory is not planned.
