@@ -54,7 +54,7 @@ def _batches_with_a_plan(
 
 
 @pytest.mark.parametrize(
-    ("budget", "most"), [pytest.param(120_000, 6, marks=pytest.mark.slow), (BUDGET, MOST)]
+    ("budget", "most"), [(120_000, 6), pytest.param(BUDGET, MOST, marks=pytest.mark.slow)]
 )
 def test_the_largest_batch_is_the_one_that_exhaustive_search_finds(budget: int, most: int) -> None:
     fitting, eager = (
