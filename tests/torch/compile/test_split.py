@@ -77,7 +77,7 @@ def test_inductor_keeps_one_piece_at_a_time() -> None:
 def test_nothing_is_split_where_the_budget_is_met_without() -> None:
     torch._dynamo.reset()
     case = language_model()
-    step(case, remat.compile(case.model, "95%", inductor=False, time_limit=5.0))
+    step(case, remat.compile(case.model, "98%", inductor=False, time_limit=5.0))
     assert not remat.compiled_plans()[-1].plan.graph.splits
 
 
