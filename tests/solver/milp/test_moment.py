@@ -23,6 +23,8 @@ from remat.simulate import simulate
 from remat.solve import solve
 from remat.strategies import Exact
 
+pytestmark = pytest.mark.usefixtures("short_eviction")
+
 LAWS = settings(
     max_examples=40,
     derandomize=True,
