@@ -32,10 +32,10 @@ import remat
 from remat.rewrite import BATCH_NORM_WITHOUT_STATS
 
 COSTS = remat.Roofline("cpu")
-STRATEGY = remat.Auto(gap=0.05, time_limit=1.0)
-EXAMPLES = int(os.environ.get("REMAT_EXAMPLES", "6"))
+STRATEGY = remat.Auto(gap=0.02, time_limit=3.0)
+EXAMPLES = int(os.environ.get("REMAT_EXAMPLES", "10"))
 LAWS = settings(
-    max_examples=EXAMPLES // 2,
+    max_examples=EXAMPLES // 3,
     derandomize=True,
     database=None,
     deadline=None,

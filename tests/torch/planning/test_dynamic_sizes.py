@@ -65,7 +65,7 @@ def assert_trains_as_eager(case: Case) -> remat.Plan:
 def test_ten_lengths_need_two_captures() -> None:
     """In twenty batches."""
     torch.manual_seed(0)
-    case = gpt2(layers=1)
+    case = gpt2()
     largest = remat.optimize(copy.deepcopy(case.model), "60%", (), case.kwargs, **OPTIONS).plan
     assert largest is not None
     remat.enable(case.model, "60%", **OPTIONS)
