@@ -18,7 +18,7 @@ from tests.helpers.training.recorded_steps import (
 import remat
 
 COSTS = remat.Roofline("cpu")
-STRATEGY = remat.Auto(time_limit=1.5)
+STRATEGY = remat.Auto(time_limit=3.0)
 
 LATE = {"mlp", "mlp-input-grad", "shared", "tied", "weights"}
 """Modules whose structure others have, too."""

@@ -49,7 +49,7 @@ def trace() -> Trace:
 
 
 def solve_in_full(trace: Trace, budget: Budget) -> Plan:
-    return remat.solve(trace, budget, remat.Auto(time_limit=3))
+    return remat.solve(trace, budget, remat.Auto(time_limit=5))
 
 
 def late_plan(trace: Trace, budget_bytes: int, host_bytes: int | None = None) -> Plan | None:

@@ -48,7 +48,7 @@ def solve_in_full(trace: Trace, budget: Budget) -> Plan:
     second one could find another plan."""
     key = (trace.model_dump_json(), budget)
     if key not in plans:
-        plans[key] = remat.solve(trace, budget, remat.Auto(time_limit=2))
+        plans[key] = remat.solve(trace, budget, remat.Auto(time_limit=3))
     return plans[key]
 
 
