@@ -70,6 +70,7 @@ def test_a_row_that_is_no_rule_is_an_error() -> None:
         read_rules(page + "| `found` | a noun | everywhere |\n")
 
 
+@pytest.mark.slow
 def test_the_repository_has_no_offence(capsys: pytest.CaptureFixture[str]) -> None:
     code = plain_english.main([])
     assert code == 0, capsys.readouterr().out

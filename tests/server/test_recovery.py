@@ -108,6 +108,7 @@ def test_a_lease_is_renewed_while_the_solve_runs(tmp_path: Path) -> None:
     assert statuses == ["queued", "running", "cancelled"]
 
 
+@pytest.mark.slow
 def test_a_lease_that_expires_during_its_solve_starts_no_second_solve_here(tmp_path: Path) -> None:
     """The store may not have answered in time, and no other worker claimed the job."""
     with servers.running(tmp_path, REMAT_CONCURRENT_SOLVES="2") as server, server.http() as http:
@@ -156,6 +157,7 @@ def test_a_solving_process_ends_silently_when_its_worker_is_gone(has_task: bool)
         process.kill()
 
 
+@pytest.mark.slow
 def test_sigterm_ends_streams_and_gives_jobs_back(tmp_path: Path) -> None:
     server = servers.start(tmp_path, REMAT_DRAIN_S="0.5", REMAT_CONCURRENT_SOLVES="1")
     kinds: list[str] = []
@@ -227,6 +229,7 @@ def test_sigterm_releases_jobs_that_take_too_long(tmp_path: Path) -> None:
         assert finished(http, id)["status"] == "succeeded"
 
 
+@pytest.mark.slow
 def test_a_solve_that_exceeds_its_memory_fails_without_affecting_others(tmp_path: Path) -> None:
     """With an incumbent at that time, the incumbent is the answer, and its stats report the
     limit."""
@@ -478,6 +481,7 @@ def restart_time(log: Path) -> float:
     return datetime.fromisoformat(started[-1]).timestamp()
 
 
+@pytest.mark.slow
 @needs_cbc
 def test_a_solve_continues_after_its_solver_is_killed(tmp_path: Path) -> None:
     """The job has a plan; its stats and the log say why it is no better."""

@@ -21,6 +21,8 @@ from remat.simulate import simulate
 from remat.solve import solve
 from remat.strategies import Auto, Exact, KeepAll, Solution, Strategy, Task
 
+pytestmark = pytest.mark.usefixtures("short_eviction")
+
 EXAMPLES = min(10, int(os.environ.get("REMAT_EXAMPLES", "5")))
 LAWS = settings(
     max_examples=25,

@@ -125,9 +125,14 @@ def peak_of(model: nn.Module, batch: torch.Tensor) -> int:
     return peak_bytes
 
 
+NEAR = remat.Auto(gap=0.05, time_limit=5.0)
+
+
 def enabled(model: nn.Module, budget: int | str, scope: str = "blocks", **more: Any) -> Any:
-    """Enable a model whose plan may drop outputs, with costs measured on the CPU."""
-    return remat.enable(model, budget, scope=scope, outputs="dropped", costs="cpu", **more)
+    """Enable a model whose plan may drop outputs, with costs measured on the CPU; near the
+    optimum, and without pieces."""
+    options = {"outputs": "dropped", "costs": "cpu", "split": "off", "strategy": NEAR}
+    return remat.enable(model, budget, scope=scope, **(options | more))
 
 
 def plan_of(model: nn.Module) -> BlocksPlan:

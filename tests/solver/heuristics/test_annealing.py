@@ -170,7 +170,9 @@ def test_search_in_a_fixed_order_is_valid_and_never_worse(
     assert result == anneal_recomputations(graph, budget_bytes, start, max_moves=1500, seed=seed)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(
+    "seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 6))]
+)
 def test_search_in_a_fixed_order_finds_the_optimum(seed: int) -> None:
     graph = random_forward_graph(14, seed)
     floor_bytes = peak_lower_bound_bytes(graph)
@@ -192,7 +194,7 @@ def test_search_in_a_fixed_order_refuses_a_start_in_another_order() -> None:
 def test_auto_anneals_in_the_graph_order() -> None:
     graph = random_forward_graph(60, seed=1)
     budget_bytes = int(0.75 * peak_and_time(graph, Schedule.keep_all(graph))[0])
-    solution = Auto(order="off", time_limit=6.0, gap=1e-6).run(Task(graph, budget_bytes))
+    solution = Auto(order="off", time_limit=3.0, gap=1e-6).run(Task(graph, budget_bytes))
     assert solution.schedule.keeps_order()
     assert peak_and_time(graph, solution.schedule)[0] <= budget_bytes
     assert solution.bound is not None

@@ -136,7 +136,7 @@ def test_eviction_reaches_the_peak_of_recomputing_everything() -> None:
 
 
 def test_eviction_is_deterministic() -> None:
-    graph = chain(40, size=7)
+    graph = chain(20, size=7)
     first = smallest_peak_schedule(graph, target_bytes=peak_lower_bound_bytes(graph))
     assert first == smallest_peak_schedule(graph, target_bytes=peak_lower_bound_bytes(graph))
     schedules = schedules_within_budget(graph, first.peak_bytes * 2)

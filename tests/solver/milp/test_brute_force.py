@@ -16,6 +16,8 @@ from remat.graph import Graph
 from remat.solve import solve
 from remat.strategies import Exact
 
+pytestmark = pytest.mark.usefixtures("short_eviction")
+
 laws = settings(
     max_examples=min(30, int(os.environ.get("REMAT_EXAMPLES", "15"))),
     deadline=None,

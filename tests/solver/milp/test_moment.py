@@ -23,6 +23,8 @@ from remat.simulate import simulate
 from remat.solve import solve
 from remat.strategies import Exact
 
+pytestmark = pytest.mark.usefixtures("short_eviction")
+
 LAWS = settings(
     max_examples=40,
     derandomize=True,
@@ -168,7 +170,7 @@ def test_advice_never_raises_the_bound_over_the_optimum(graph: Graph, data: st.D
             assert simulate(graph, schedule).peak_bytes <= budget
 
 
-@pytest.mark.parametrize("length", [1, 3, 6])
+@pytest.mark.parametrize("length", [1, 3, pytest.param(6, marks=pytest.mark.slow)])
 def test_the_bound_is_the_optimum_where_one_cut_decides(length: int) -> None:
     """Each byte missing at the peak costs the second that recomputes the value."""
     graph = read_after_a_peak(length)

@@ -34,6 +34,8 @@ from remat.strategies.search.search import search
 from remat.strategies.search.state import SearchState
 from remat.strategies.search.steps import order_search
 
+pytestmark = pytest.mark.usefixtures("short_eviction")
+
 LONG = random_stages(2, 14)
 """A graph for which CBC takes minutes for the cost at 60%, and for the smallest peak."""
 
@@ -68,8 +70,15 @@ def check(plan: Plan, solver: str = "CBC") -> None:
 
 @needs_cbc
 @needs_procfs
-@pytest.mark.parametrize("when", [at_once, while_solving])
-@pytest.mark.parametrize("budget", ["60%", "min"])
+@pytest.mark.parametrize(
+    ("budget", "when"),
+    [
+        ("60%", at_once),
+        ("min", while_solving),
+        pytest.param("60%", while_solving, marks=pytest.mark.slow),
+        pytest.param("min", at_once, marks=pytest.mark.slow),
+    ],
+)
 def test_a_killed_solver_leaves_the_incumbent(
     budget: str, when: Callable[[int], bool], folder: Path
 ) -> None:
@@ -112,7 +121,7 @@ def test_at_once_kills_a_solver_before_it_has_read_its_problem() -> None:
 
 @needs_cbc
 @needs_procfs
-@pytest.mark.parametrize("budget", ["75%", "min"])
+@pytest.mark.parametrize("budget", ["75%", pytest.param("min", marks=pytest.mark.slow)])
 def test_a_solver_killed_right_after_writing_its_solution_leaves_a_plan(
     budget: str, folder: Path
 ) -> None:
@@ -138,7 +147,7 @@ def test_a_solver_killed_right_after_writing_its_solution_leaves_a_plan(
 
 @needs_cbc
 @needs_procfs
-@pytest.mark.parametrize("when", [at_once, while_solving])
+@pytest.mark.parametrize("when", [at_once, pytest.param(while_solving, marks=pytest.mark.slow)])
 def test_without_a_schedule_the_error_has_a_remedy(when: Callable[[int], bool]) -> None:
     with (
         killing_cbc(when) as kills,
@@ -186,7 +195,7 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, s
     return solver_scripts(tmp_path, monkeypatch)
 
 
-@pytest.mark.parametrize("budget", ["60%", "min"])
+@pytest.mark.parametrize("budget", ["60%", pytest.param("min", marks=pytest.mark.slow)])
 def test_a_licence_lost_during_the_search_leaves_a_plan(command, budget: str) -> None:
     command("cbc", "sleep 1; echo 'the licence server does not answer' >&2; exit 1")
     with pytest.warns(SolverWarning, match="its licence allows"):

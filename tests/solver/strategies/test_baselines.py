@@ -40,6 +40,8 @@ from remat.strategies.baselines.schedule_builder import (
 )
 from remat.strategies.baselines.selective import Selective
 
+pytestmark = pytest.mark.usefixtures("short_eviction")
+
 LAWS = settings(
     derandomize=True,
     database=None,

@@ -31,6 +31,8 @@ from remat.strategies import (
     Task,
 )
 
+pytestmark = pytest.mark.usefixtures("short_eviction")
+
 DEFAULT = 6
 EXAMPLES = int(os.environ.get("REMAT_EXAMPLES", str(DEFAULT)))
 LAWS = settings(

@@ -53,7 +53,9 @@ def _batches_with_a_plan(
     return fitting_batches
 
 
-@pytest.mark.parametrize(("budget", "most"), [(120_000, 6), (BUDGET, MOST)])
+@pytest.mark.parametrize(
+    ("budget", "most"), [(120_000, 6), pytest.param(BUDGET, MOST, marks=pytest.mark.slow)]
+)
 def test_the_largest_batch_is_the_one_that_exhaustive_search_finds(budget: int, most: int) -> None:
     fitting, eager = (
         _batches_with_a_plan(budget, most),

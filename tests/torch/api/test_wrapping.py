@@ -85,11 +85,16 @@ def in_a_function(model: nn.Module, counter: CompileCounter) -> Callable[..., An
 not_a_leaf = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 
 
-@not_a_leaf  # dynamo asks
-@pytest.mark.parametrize("compile_it", [around, in_place, in_a_function])
-@pytest.mark.parametrize(
+ONE_DOOR = pytest.mark.parametrize(
     "plan", [pytest.param(remat.optimize, marks=pytest.mark.slow), remat.enable]
 )
+
+
+@not_a_leaf  # dynamo asks
+@pytest.mark.parametrize(
+    "compile_it", [around, in_place, pytest.param(in_a_function, marks=pytest.mark.slow)]
+)
+@ONE_DOOR
 def test_torch_compile_breaks_the_graph_once_around_the_step(plan: Any, compile_it: Any) -> None:
     """It compiles evaluation as a whole."""
     torch._dynamo.reset()
@@ -257,7 +262,7 @@ def with_hooks_that_compute() -> nn.Sequential:
     return model
 
 
-@pytest.mark.parametrize("plan", [remat.optimize, remat.enable])
+@ONE_DOOR
 def test_computations_in_hooks_are_planned_without_a_warning(plan: Any) -> None:
     eager, model = with_hooks_that_compute(), with_hooks_that_compute()
     fast = plan(model, "80%", (rows(),), costs=COSTS)
@@ -268,7 +273,7 @@ def test_computations_in_hooks_are_planned_without_a_warning(plan: Any) -> None:
     assert not torch.equal(of_rows(fast)[0], of_rows(plain)[0])
 
 
-@pytest.mark.parametrize("plan", [remat.optimize, remat.enable])
+@ONE_DOOR
 def test_hooks_without_effect_on_the_graph_are_warned_of_once(plan: Any) -> None:
     model = layers()
     for item in model.children():

@@ -65,7 +65,7 @@ class Images(nn.Module):
         return images.square().mean()
 
 
-@pytest.mark.parametrize("budget", ["75%", "min"])
+@pytest.mark.parametrize("budget", ["75%", pytest.param("min", marks=pytest.mark.slow)])
 def test_gradients_are_eager_modes_and_the_peak_is_as_planned(budget: str) -> None:
     model, ids = net()
     keys = list(model.state_dict())
@@ -152,6 +152,7 @@ def test_uncapturable_blocks_run_in_eager_mode_and_are_named(
     assert peak_of(model, ids) <= plan.peak_bytes <= plan.budget_bytes
 
 
+@pytest.mark.slow
 def test_experts_with_varying_numbers_of_rows_run_in_eager_mode(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

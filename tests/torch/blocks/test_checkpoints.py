@@ -51,7 +51,10 @@ class Around(Net):
 @pytest.mark.parametrize("reentrant", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "place",
-    ["inside", pytest.param("around", marks=pytest.mark.slow), "around what is captured"],
+    [
+        "inside",
+        *(pytest.param(p, marks=pytest.mark.slow) for p in ("around", "around what is captured")),
+    ],
 )
 def test_the_plan_overrides_checkpoints_in_the_model(
     place: str, reentrant: bool, monkeypatch: pytest.MonkeyPatch

@@ -189,7 +189,7 @@ def test_backwards_of_a_part_and_a_second_backward(
     assert host_file().used_bytes == 0
 
 
-@pytest.mark.parametrize("place", ["forward", "backward"])
+@pytest.mark.parametrize("place", [pytest.param("forward", marks=pytest.mark.slow), "backward"])
 def test_steps_after_an_error(
     eager: Breakable, planned: Breakable, batch: torch.Tensor, place: str
 ) -> None:
@@ -250,6 +250,7 @@ def test_the_host_budget_is_respected(
     assert "host" not in plan_of(model).describe()
 
 
+@pytest.mark.slow
 def test_a_slow_link_leaves_tensors_on_the_device(eager: Breakable, batch: torch.Tensor) -> None:
     slow = plan_of(enabled(copy.deepcopy(eager), "45%", batch, link=remat.Link(1e6, 1e6)))
     assert slow.host_bytes == 0
@@ -300,6 +301,7 @@ def test_another_size_offloads_with_the_same_schedules(
     assert_same(step(model, batch, 2), step(eager, batch, 2))
 
 
+@pytest.mark.slow
 def test_blocks_in_eager_mode_hide_the_copies_of_others() -> None:
     torch.manual_seed(0)
     model = Net([Routed(32) for _ in range(3)], 32)

@@ -88,7 +88,7 @@ def test_measure_prints_where_the_time_goes(documents: Documents) -> None:
 
 def test_solve_writes_a_plan_and_a_program(documents: Documents, tmp_path: Path) -> None:
     files = [tmp_path / "plan.json.gz", tmp_path / "program.json"]
-    ended = run("solve", documents.trace, "--budget", "80%", "--strategy", "every_k", "--option",
+    ended = quick("solve", documents.trace, "--budget", "80%", "--strategy", "every_k", "--option",
                 "k=1", "-o", files[0], "--program", files[1])  # fmt: skip
     assert (ended.code, ended.err) == (0, "")
     plan = Plan.load(files[0])
@@ -101,7 +101,7 @@ def test_solve_writes_a_plan_and_a_program(documents: Documents, tmp_path: Path)
 
 def test_a_sweep_can_be_saved_and_plotted(documents: Documents, tmp_path: Path) -> None:
     file, picture = tmp_path / "sweep.json.gz", tmp_path / "sweep.svg"
-    ended = run("sweep", documents.trace, "-b", "90%", "-b", "70%", "-b", "5%", "--strategy",
+    ended = quick("sweep", documents.trace, "-b", "90%", "-b", "70%", "-b", "5%", "--strategy",
                 "rotor", "--json", "-o", file)  # fmt: skip
     assert (ended.code, ended.err) == (0, "")
     decoded = json.loads(ended.out)
@@ -117,7 +117,7 @@ def test_a_sweep_can_be_saved_and_plotted(documents: Documents, tmp_path: Path) 
 
 def test_compare_prints_a_table_and_writes_files(documents: Documents, tmp_path: Path) -> None:
     file = tmp_path / "compared.csv"
-    ended = run("compare", documents.trace, "-b", "70%", "-b", "min", "--strategies",
+    ended = quick("compare", documents.trace, "-b", "70%", "-b", "min", "--strategies",
                 "keep_all,rotor,articulation_points", "-o", file)  # fmt: skip
     assert (ended.code, ended.err) == (0, "")
     rows = list(csv.DictReader(io.StringIO(file.read_text())))
@@ -170,7 +170,7 @@ def test_explain_solve_prints_the_steps(documents: Documents, tmp_path: Path) ->
 
 def test_diff_prints_the_changed_operations(documents: Documents) -> None:
     plan, other = Plan.load(documents.plan), Plan.load(documents.other)
-    assert run("diff", documents.plan, documents.other).out == f"{plan.diff(other)}\n"
+    assert quick("diff", documents.plan, documents.other).out == f"{plan.diff(other)}\n"
     decoded = json.loads(quick("diff", documents.plan, documents.other, "--json").out)
     assert decoded["before"]["peak_bytes"] == plan.peak_bytes
     assert decoded["after"]["overhead"] == other.overhead
@@ -204,7 +204,7 @@ def test_every_kind_of_drawing_can_be_written(kind: str, suffix: str, documents:
 
 def test_plot_infers_the_kind_of_drawing(documents: Documents, tmp_path: Path) -> None:
     code, page = tmp_path / "code.py", tmp_path / "page.html"
-    ended = run("plot", documents.plan, "--trace", documents.trace, "-o", code)
+    ended = quick("plot", documents.plan, "--trace", documents.trace, "-o", code)
     assert (ended.code, ended.out, ended.err) == (0, "", "")
     assert "def backward(" in code.read_text()
     assert quick("plot", "-", "-o", page, stdin=documents.plan.read_bytes()).code == 0

@@ -23,12 +23,13 @@ def failing():
     raise RuntimeError("no\\nway")
 """
 SIZES = ("n_layer=2", "n_embd=64", "n_head=2", "vocab_size=120", "bos_token_id=0", "eos_token_id=0")
+SMALL = ("--set", "n_layer=1", "--batch", 1, "--tokens", 16)
 GPT2 = ("hf:gpt2", "--batch", 4, "--tokens", 64, *(word for s in SIZES for word in ("--set", s)))
 
 
 def test_a_model_becomes_a_measured_trace(tmp_path: Path) -> None:
     bare, measured = tmp_path / "bare.json.gz", tmp_path / "measured.json.gz"
-    ended = run("trace", *GPT2, "-o", bare)
+    ended = quick("trace", *GPT2, *SMALL, "-o", bare)
     assert ended.code == 0, ended.err
     assert "not measured yet" in ended.out
     traced = remat.Trace.load(bare)

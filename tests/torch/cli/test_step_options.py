@@ -71,7 +71,9 @@ def test_sizes_of_a_configuration_are_checked(change: str) -> None:
     assert f"has {change}, and no model of that size can be built" in ended.err
 
 
-@pytest.mark.parametrize("command", ["trace", "estimate", "fit"])
+@pytest.mark.parametrize(
+    "command", ["trace", *(pytest.param(c, marks=pytest.mark.slow) for c in ("estimate", "fit"))]
+)
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_the_gpu_that_cuda_stands_for_is_named(command: str) -> None:
     ended = quick(command, *GPT2, "--device", "cuda")

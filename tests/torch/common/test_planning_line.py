@@ -6,6 +6,8 @@ import os
 import pty
 import subprocess
 import sys
+from collections.abc import Iterable
+from typing import Any
 
 import pytest
 from tests.helpers.process_limit import PROCESS_LIMIT_S
@@ -56,31 +58,30 @@ def shown(door: str, *, delay_s: float = 0, options: str = "", **environment: st
     return text.decode()
 
 
-SLOW_COMPILE = pytest.param("compile", marks=pytest.mark.slow)
+def slow_except(*quick: str, among: Iterable[str]) -> list[Any]:
+    """Return the parameters of a test, with the mark `slow` except for those in `quick`."""
+    return [pytest.param(name, marks=[] if name in quick else pytest.mark.slow) for name in among]
 
 
-@pytest.mark.parametrize("door", [*(door for door in DOORS if door != "compile"), SLOW_COMPILE])
+@pytest.mark.parametrize("door", slow_except("enable, model", among=DOORS))
 def test_planning_shows_a_line_and_erases_it(door: str) -> None:
     text = shown(door)
     assert f"{ERASE}remat: planning the step, 0 s" in text
     assert text.endswith(ERASE)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "environment"),
-    [
-        ({"options": "progress=False"}, {}),
-        ({"options": "progress=lambda progress: None"}, {}),
-        ({}, {"REMAT_PROGRESS": "0"}),
-        ({"delay_s": 1e4}, {}),
-    ],
-    ids=["progress=False", "a function", "REMAT_PROGRESS=0", "a short planning"],
-)
-@pytest.mark.parametrize("door", ["enable, model", SLOW_COMPILE])
-def test_the_line_can_be_turned_off(
-    door: str, arguments: dict[str, object], environment: dict[str, str]
-) -> None:
-    assert shown(door, **arguments, **environment) == ""  # type: ignore[arg-type]
+SWITCHES: dict[str, dict[str, Any]] = {
+    "progress=False": {"options": "progress=False"},
+    "a function": {"options": "progress=lambda progress: None"},
+    "REMAT_PROGRESS=0": {"REMAT_PROGRESS": "0"},
+    "a short planning": {"delay_s": 1e4},
+}
+
+
+@pytest.mark.parametrize("switch", slow_except("REMAT_PROGRESS=0", among=SWITCHES))
+@pytest.mark.parametrize("door", slow_except("enable, model", among=("enable, model", "compile")))
+def test_the_line_can_be_turned_off(door: str, switch: str) -> None:
+    assert shown(door, **SWITCHES[switch]) == ""
 
 
 def test_without_a_terminal_nothing_is_written() -> None:

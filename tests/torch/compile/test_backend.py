@@ -40,7 +40,7 @@ from remat.heuristics.peak_bounds import peak_lower_bound_bytes
 pytestmark = pytest.mark.usefixtures("empty_compile_caches")
 
 
-QUICK = {"mlp-bf16", "tied", "norms", "two-heads", "checkpointed"}
+QUICK = {"tied", "norms", "two-heads"}
 
 
 # -- without Inductor -----------------------------------------------------------------------------
@@ -78,7 +78,8 @@ def test_gradients_of_more_families_are_exact(name: str) -> None:
 
 def test_a_plan_recomputes_operations() -> None:
     case, _ = with_state(PLAIN["checkpointed"]())
-    (plan,) = plans_of({"backend": "remat", "options": {"budget": "min", "inductor": False}}, case)
+    options = {"budget": "min", "inductor": False, "split": "off", "time_limit": 3.0}
+    (plan,) = plans_of({"backend": "remat", "options": options}, case)
     assert plan.plan.peak_bytes < 0.9 * plan.plan.baseline_peak_bytes
     assert len(plan.plan.schedule) > len(plan.plan.graph)
     assert plan.verified_bytes is None

@@ -4,7 +4,7 @@ backward, over three sizes, with eager mode's values and gradients."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -197,20 +197,33 @@ OPTIONS = [
 BY_OPTIONS = pytest.mark.parametrize("options", OPTIONS, ids=["100%", "min", "Inductor"])
 
 
+QUICK = {
+    "a size", "views", "a dataclass", "an empty tensor", "a buffer", "across a graph break",
+    "an int", "a float", "None", "a dict of tensors", "an int across a graph break",
+}  # fmt: skip
+"""Cases that differ in kind."""
+
+
+def with_marks(names: Iterable[str]) -> list[Any]:
+    return [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in names]
+
+
 @BY_OPTIONS
-@pytest.mark.parametrize("name", OUTPUTS)
+@pytest.mark.parametrize("name", with_marks(OUTPUTS))
 def test_outputs_of_every_kind(name: str, options: dict[str, Any]) -> None:
     check(OUTPUTS[name], lambda _: (), options)
 
 
 @BY_OPTIONS
-@pytest.mark.parametrize("name", INPUTS)
+@pytest.mark.parametrize("name", with_marks(INPUTS))
 def test_inputs_of_every_kind(name: str, options: dict[str, Any]) -> None:
     case = INPUTS[name]
     check(case.outputs, case.make, options)
 
 
-@pytest.mark.parametrize("name", ["a size first", "across a graph break", "views"])
+@pytest.mark.parametrize(
+    "name", ["a size first", pytest.param("across a graph break", marks=pytest.mark.slow), "views"]
+)
 def test_sizes_that_are_dynamic_from_the_first_call(name: str) -> None:
     check(OUTPUTS[name], lambda _: (), {"budget": "100%", "inductor": False}, dynamic=True)
 

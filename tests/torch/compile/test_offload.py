@@ -36,6 +36,7 @@ from remat.plan_data import HOST_BYTES_STAT, WAITING_S_STAT
 pytestmark = [needs_compiler, pytest.mark.usefixtures("offload_file_in_tmp_path")]
 
 FAST = remat.Link(1e12, 1e12)
+OPTIONS: dict[str, Any] = {"offload": "auto", "link": FAST, "split": "off"}
 
 
 class Layers(nn.Module):
@@ -90,7 +91,7 @@ def layers(dropout: float = 0.1) -> Case:
 def compiled_step(case: Case, budget: int | str, **options: Any) -> tuple[Any, CompiledPlan]:
     """Compile a model with offloading, run a step, and return it with its plan."""
     torch._dynamo.reset()
-    run = remat.compile(case.model, budget, **{"offload": "auto", "link": FAST, **options})
+    run = remat.compile(case.model, budget, **(OPTIONS | options))
     step(case, run)
     return run, remat.compiled_plans()[-1]
 
@@ -187,7 +188,7 @@ def test_the_generated_code_has_the_planned_order() -> None:
     """Where copies are fast, tensors are offloaded instead of recomputed."""
     case = layers(dropout=0.0)
     torch._dynamo.reset()
-    options = {"budget": "50%", "offload": "auto", "link": FAST}
+    options = {"budget": "50%", **OPTIONS}
     run = torch.compile(case.model, backend="remat", options=options)
     with without_graph_caches():
         _, code = run_and_get_code(lambda: step(case, run))

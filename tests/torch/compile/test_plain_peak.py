@@ -115,11 +115,11 @@ def planned(case: Case, budget: int | str) -> CompiledPlan:
 
 
 QUICK: dict[str, Callable[[], Case]] = {
-    "lstm": lambda: unrolled(nn.LSTMCell, (16, 4, 32)),
     "random-0": lambda: random_module(0),
 }
 
 SLOW: dict[str, Callable[[], Case]] = {
+    "lstm": lambda: unrolled(nn.LSTMCell, (16, 4, 32)),
     "gru": unrolled,
     "transformer": transformer,
     "gru-every-output": lambda: unrolled(every_output=True),

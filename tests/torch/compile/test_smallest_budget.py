@@ -3,6 +3,7 @@ longer to plan than the time limit allows."""
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from typing import Any
@@ -28,6 +29,7 @@ from remat.errors import InfeasibleBudget
 from remat.frontend.compile.compat import cause_of_type
 from remat.frontend.compile.compile_options import TIME_LIMIT_S
 from remat.frontend.compile.registry import CompiledPlan
+from remat.limits.units import format_bytes
 from remat.plan_data import UNSPLIT_MIN_BYTES_STAT
 
 pytestmark = pytest.mark.usefixtures("empty_compile_caches")
@@ -87,15 +89,20 @@ def plan_of(case: Case, budget: str, **options: Any) -> CompiledPlan | None:
     return plan
 
 
-def test_the_smallest_budget_tries_pieces() -> None:
+def test_the_smallest_budget_tries_pieces(caplog: pytest.LogCaptureFixture) -> None:
     """The peak is that of the logits without pieces, and far smaller with them."""
-    whole = plan_of(language_model(), "min", split="off", time_limit=2.0)
-    in_pieces = plan_of(language_model(), "min", time_limit=2.0)
+    whole = plan_of(language_model(), "min", split="off", time_limit=1.0)
+    with caplog.at_level(logging.INFO, "remat"):
+        in_pieces = plan_of(language_model(), "min", time_limit=1.0)
     assert whole is not None
     assert in_pieces is not None
     assert in_pieces.plan.peak_bytes < 0.8 * whole.plan.peak_bytes
     assert in_pieces.plan.stats[UNSPLIT_MIN_BYTES_STAT] == whole.plan.peak_bytes
-    assert in_pieces.plan.graph.splits
+    (split,) = in_pieces.plan.graph.splits
+    peaks = [format_bytes(plan.plan.peak_bytes) for plan in (in_pieces, whole)]
+    line = "the largest operations in {} pieces: peak {}, without pieces {}"
+    line = line.format(split.pieces, *peaks)
+    assert any(line in message for message in caplog.messages)
 
 
 @pytest.mark.slow

@@ -21,11 +21,11 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
 ]
 
-BOTH = pytest.mark.parametrize("inductor", [True, False])
+BOTH = pytest.mark.parametrize("inductor", [pytest.param(True, marks=pytest.mark.slow), False])
 
 
 def options(budget: str = "100%", **more: object) -> dict[str, Any]:
-    return {"backend": "remat", "options": {"budget": budget, **more}}
+    return {"backend": "remat", "options": {"budget": budget, "split": "off", **more}}
 
 
 def planned(before: int) -> list[CompiledPlan]:
@@ -114,7 +114,14 @@ class Averaging(nn.Module):
         return y, average
 
 
-@pytest.mark.parametrize("more", [{}, {"strategy": remat.Auto(order="on")}, {"inductor": False}])
+@pytest.mark.parametrize(
+    "more",
+    [
+        pytest.param({}, marks=pytest.mark.slow),
+        {"strategy": remat.Auto(order="on")},
+        pytest.param({"inductor": False}, marks=pytest.mark.slow),
+    ],
+)
 def test_buffers_are_not_mutated_before_their_last_read(more: dict[str, Any]) -> None:
     model, x = Averaging(), torch.randn(1024, 512, requires_grad=True)
     y, average = torch.compile(model, **options("min", **more))(x)
@@ -215,7 +222,7 @@ def test_bounds_that_the_user_sets_on_sizes_are_kept() -> None:
     for rows in (at_call, at_twice):
         torch._dynamo.reset()
         x, y = torch.randn(64, 8), torch.randn(rows, 8)
-        smallest = options("min", inductor=False, split="off")  # dynamic sizes are not split
+        smallest = options("min", inductor=False)
         torch.compile(Two(8, 2, False), dynamic=False, **smallest)(x, y)
         largest[rows] = remat.compiled_plans()[-1].plan.peak_bytes
     budget = (largest[at_call] + largest[at_twice]) // 2

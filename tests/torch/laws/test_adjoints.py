@@ -117,7 +117,8 @@ def assert_equal_gradients(model: nn.Module, run: Any, eager: nn.Module) -> None
 
 
 @pytest.mark.parametrize(
-    "door", ["optimize", "model", pytest.param("blocks", marks=pytest.mark.slow), "auto"]
+    "door",
+    ["optimize", *(pytest.param(d, marks=pytest.mark.slow) for d in ("model", "blocks", "auto"))],
 )
 @pytest.mark.parametrize("budget", ["min", pytest.param("100%", marks=pytest.mark.slow)])
 def test_adjoint_methods_have_the_gradients_of_eager_mode(door: str, budget: str) -> None:
@@ -126,8 +127,8 @@ def test_adjoint_methods_have_the_gradients_of_eager_mode(door: str, budget: str
     assert_equal_gradients(model, by_door(model, door, budget), eager)
 
 
-@pytest.mark.parametrize("door", ["blocks", "auto"])
-@pytest.mark.parametrize("budget", ["min", "100%"])
+@pytest.mark.parametrize("door", ["blocks", pytest.param("auto", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("budget", ["min", pytest.param("100%", marks=pytest.mark.slow)])
 @pytest.mark.filterwarnings("ignore")
 def test_blocks_that_call_backward_in_their_backward_are_run_as_they_are(
     door: str, budget: str

@@ -54,7 +54,9 @@ def test_every_family_trains_as_eager_mode_within_the_budget(family: str, budget
     assert plan.peak_bytes < eager.peak_bytes
 
 
-@pytest.mark.parametrize("family", ["gpt2", "resnet", pytest.param("unet", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "family", ["gpt2", *(pytest.param(f, marks=pytest.mark.slow) for f in ("resnet", "unet"))]
+)
 def test_a_plan_in_another_order_computes_the_same(family: str) -> None:
     """Dropout, batch norm and skip connections, in an order that the search selects."""
     torch.manual_seed(0)

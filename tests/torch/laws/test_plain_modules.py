@@ -20,7 +20,7 @@ import remat
 COSTS = remat.Roofline("cpu")
 STRATEGY = remat.Auto(time_limit=3.0)
 
-LATE = {"mlp", "shared", "weights"}
+LATE = {"mlp", "mlp-input-grad", "shared", "tied", "weights"}
 """Modules whose structure others have, too."""
 
 # The loss is outside of these models; its memory is not planned.

@@ -147,10 +147,7 @@ WHOLE_MODEL = {"optimize", "model"}
 
 QUICK = {
     ("large head", "optimize", "measured", "60%"),
-    ("branch in blocks", "auto", "roofline", "min"),
-    ("large head, branch in blocks", "blocks", "roofline", "min"),
     ("quantized, branch in blocks", "blocks", "measured", "60%"),
-    ("frozen head, branch in blocks", "blocks", "roofline", "min"),
 }
 
 CELLS = [

@@ -73,7 +73,7 @@ def offloaded_tensors(trace: Trace) -> list[str]:
     return [n.operand_names[0] for n in trace.nodes if n.target == OFFLOAD_TARGET]
 
 
-@pytest.mark.parametrize("budget", ["80%", "60%"])
+@pytest.mark.parametrize("budget", ["80%", pytest.param("60%", marks=pytest.mark.slow)])
 def test_a_fast_link_is_cheaper_than_recomputation(trace: Trace, budget: str) -> None:
     without = solve_in_full(trace, Budget.parse(budget))
     chosen = choose(trace, budget, FAST)
@@ -129,6 +129,7 @@ def test_the_smallest_peak_does_not_take_more_time(trace: Trace) -> None:
     assert chosen.plan.overhead <= smallest.overhead + 1e-9
 
 
+@pytest.mark.slow
 def test_the_host_has_a_budget_for_the_smallest_peak(trace: Trace) -> None:
     full = choose(trace, "min", FAST)
     half_bytes = int(full.plan.stats[HOST_BYTES_STAT]) // 2

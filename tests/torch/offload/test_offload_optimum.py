@@ -67,7 +67,7 @@ def plan_with_offload(trace: Trace, budget_bytes: int, limits: OffloadLimits) ->
 @pytest.mark.parametrize(
     ("rates", "examples"),
     [
-        ((20000.0,), 2),
+        ((20000.0,), 1),
         pytest.param(
             (500.0, 2000.0, 20000.0), 20, marks=[pytest.mark.slow, pytest.mark.timeout(1200)]
         ),

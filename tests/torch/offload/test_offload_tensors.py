@@ -154,7 +154,9 @@ def test_a_second_backward_reads_the_same_copies(link: Link) -> None:
     assert host_file().used_bytes == 0
 
 
-@pytest.mark.parametrize("ends", ["backward", "dropped", "error"])
+@pytest.mark.parametrize(
+    "ends", [*(pytest.param(e, marks=pytest.mark.slow) for e in ("backward", "dropped")), "error"]
+)
 def test_slots_are_free_when_the_step_has_ended(ends: str) -> None:
     case = net_case()
     trace = offloaded(measured(case), FAST)

@@ -29,9 +29,7 @@ from tests.helpers.paths import ROOT
 from tests.helpers.process_limit import PROCESS_LIMIT_S
 
 BY_KEY = {part.key: part for part in PARTS}
-QUICK = {
-    "01-gpt2-bf16-mask", "02-products", "10-b-second-process",
-}  # fmt: skip
+QUICK = {"01-gpt2-bf16-mask", "02-products"}
 TIMED = [part for part in PARTS if part.step in TIMED_STEPS]
 SAME_ON_A_CPU = (1, 3, 4, 5, 9, 10)
 """Steps that a CPU must pass as well: they are neither about seconds nor about CUDA's allocator."""

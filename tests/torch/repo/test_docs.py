@@ -104,10 +104,14 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield running
 
 
-# Other tests run the same code: DDP, the command line, estimate, service, emit, Transformers.
+# Other tests run the same code: DDP, the command line, estimate, fit, service, emit, Transformers.
 SLOW_PAGES = {
-    f"docs/how-to/{name}.md"
-    for name in ("cli", "distributed", "estimate", "policies", "service", "training-loops")
+    "docs/tutorial.md",
+    *(
+        f"docs/how-to/{name}.md"
+        for name in ("cli", "distributed", "estimate", "fit", "policies", "service")
+    ),
+    "docs/how-to/training-loops.md",
 }
 
 

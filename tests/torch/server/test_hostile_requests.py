@@ -304,7 +304,7 @@ DENSE = {
     ),
 }
 
-QUICK_DENSE = {"arguments", "results", "one text", "long numbers", "some keys", "values"}
+QUICK_DENSE = {"one text", "long numbers", "values"}
 
 
 @pytest.mark.parametrize(
@@ -414,12 +414,12 @@ def test_mutated_graphs_are_solved_or_refused(server: Server, data: st.DataObjec
     ("name", "amount", "end"),
     [
         pytest.param("operations", 2**58, "succeeded", marks=pytest.mark.slow),
-        ("operations", 2**63, "succeeded"),
+        pytest.param("operations", 2**63, "succeeded", marks=pytest.mark.slow),
         pytest.param("operations", 1e98, "succeeded", marks=pytest.mark.slow),
         ("operations", 0, "succeeded"),
         ("operations", 1e308, "refused"),
         ("operations", 1e-320, "refused"),
-        ("values", 2**58, "succeeded"),
+        pytest.param("values", 2**58, "succeeded", marks=pytest.mark.slow),
         pytest.param("values", 2**63, "refused", marks=pytest.mark.slow),
         ("values", 1e98, "refused"),
         ("values", 1e-320, "refused"),

@@ -42,7 +42,11 @@ def optimized(client: remat.Client, budget: str, **options: Any) -> Outcome:
     return Outcome(plan.peak_bytes, gradients)
 
 
-DOORS: tuple[Door, ...] = (solved, planned, planned_in_pieces, optimized)
+DOORS = (
+    solved,
+    *(pytest.param(door, marks=pytest.mark.slow) for door in (planned, planned_in_pieces)),
+    pytest.param(optimized, marks=pytest.mark.slow),
+)
 
 
 @pytest.mark.parametrize("door", DOORS)

@@ -164,7 +164,13 @@ def test_the_service_prices_traces_by_a_data_sheet(server: Server) -> None:
 
 @pytest.mark.parametrize(
     "costs",
-    [pytest.param(remat.Roofline("cpu"), marks=pytest.mark.slow), "roofline:cpu", "measure"],
+    [
+        "roofline:cpu",
+        *(
+            pytest.param(costs, marks=pytest.mark.slow)
+            for costs in (remat.Roofline("cpu"), "measure")
+        ),
+    ],
 )
 def test_the_client_splits_what_a_budget_requires(
     server: Server, costs: str | remat.Roofline
