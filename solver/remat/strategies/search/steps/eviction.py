@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from remat.graph import Graph
-from remat.heuristics.local_search import schedules_within_budget, smallest_peak_schedule
+from remat.heuristics.local_search import (
+    MAX_RUNS_PER_PAIR,
+    schedules_within_budget,
+    smallest_peak_schedule,
+)
 from remat.milp.small_values import reserve_small_values
 from remat.schedule import Schedule
 from remat.strategies.search.deadline import Clock
@@ -17,7 +21,8 @@ _SMALL_VALUES_TIME_SHARE = 0.5
 
 _MIN_RUNS, _RUNS_PER_OPERATION = 20_000, 30
 """Limit of the operations that eviction runs, absolute or in multiples of the graph's, whichever is
-more. The steps that follow find further improvements sooner."""
+more. The steps that follow find further improvements sooner. Graphs of a dozen operations have a
+limit per pair of operations instead, because attempts soon repeat themselves."""
 
 _LARGE_GRAPH, _PEAK_GAP_SHARE = 5_000, 0.4
 """In graphs of so many operations, where an attempt takes a second, the search for the smallest
@@ -98,11 +103,16 @@ def _evicted_schedules(
         incumbents=state.schedules,
         advice=() if advisor is None else advisor.advice(),
         is_good_enough=is_good_enough,
-        max_runs=max_runs or max(_MIN_RUNS, _RUNS_PER_OPERATION * len(graph)),
+        max_runs=max_runs or _default_max_runs(graph),
         stop=clock.is_over,
         must_stop=must_stop,
     )
     return [candidate.schedule for candidate in candidates]
+
+
+def _default_max_runs(graph: Graph) -> int:
+    count = len(graph)
+    return max(_RUNS_PER_OPERATION * count, min(_MIN_RUNS, MAX_RUNS_PER_PAIR * count**2))
 
 
 def evict_for_peak(state: SearchState, clock: Clock) -> None:
