@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from operator import is_, itemgetter
 from typing import Any, NamedTuple
 
+import numpy as np
 from torch import nn
 
 from remat.frontend.capture.model.attribute_access import Read
@@ -146,6 +147,7 @@ class BoundGuards:
         others.classes = [
             (n, type(attributes[n])) for n in names if n in attributes and n not in plain
         ]
+        others.arrays = [(n, values[n]) for n, cls in others.classes if issubclass(cls, np.ndarray)]
         if None in values:
             others.content = copy.copy(owner) if _is_plain(owner) else values[None]
             others.has_plain_content = _is_plain(owner)
@@ -180,11 +182,11 @@ class BoundGuards:
                     now = comparable(getattr(owner, name, ABSENT), with_items=False)
                 if now != before:
                     label = path_label(path if name is None else (*path, name))
-                    yield f"{label} is {_text(now)} instead of {_text(before)}"
+                    yield _difference(label, now, before)
         for owner, table, values in self._variable_tables():
             for name, before in values.items():
                 if (now := comparable(table.get(name, ABSENT))) != before:
-                    yield f"{owner}.{name} is {_text(now)} instead of {_text(before)}"
+                    yield _difference(f"{owner}.{name}", now, before)
 
 
 class _PlainValues:
@@ -215,6 +217,8 @@ class _OtherValues:
         self._owner, self._attributes = owner, attributes
         self.absent: frozenset[str] = frozenset()
         self.classes: list[tuple[str, type]] = []
+        self.arrays: list[tuple[str, Comparable]] = []
+        """The names of NumPy arrays, with their content."""
         self.content: Any = None
         self.has_plain_content = False
 
@@ -223,6 +227,8 @@ class _OtherValues:
         if not self.absent.isdisjoint(self._attributes):
             return False
         if any(type(self._attributes.get(name)) is not cls for name, cls in self.classes):
+            return False
+        if any(comparable(self._attributes[name]) != array for name, array in self.arrays):
             return False
         if self.content is None:
             return True
@@ -262,11 +268,24 @@ def _is_plain_data(cls: type, name: str) -> bool:
     return is_plain(value) and not hasattr(value, "__get__")
 
 
+def _difference(label: str, now: Comparable, before: Comparable) -> str:
+    """Return the text of a changed value. Containers and arrays are described, not printed."""
+    texts = _text(now), _text(before)
+    if texts[0] == texts[1]:
+        return f"{label} is {texts[0]} with other content"
+    return f"{label} is {texts[0]} instead of {texts[1]}"
+
+
 def _text(value: Comparable) -> str:
     match value:
         case (str(), item):
             return str(item)
         case (str(),):
             return f"of the class {value[0]}"
+        case (str(), int(), tuple() | frozenset()):
+            count = f"{value[1]} item" if value[1] == 1 else f"{value[1]} items"
+            return f"a {value[0].removeprefix('builtins.')} of {count}"
+        case (str(), tuple(), str(), bytes()):
+            return f"a {value[0]} of shape {value[1]}"
         case _:
             return str(value)
