@@ -68,8 +68,9 @@ def solve_in_flight(trace: Trace, budget: Budget, in_flight: int, solve: Solve) 
         f"no plan within {format_bytes(budget_bytes)} was found for {in_flight} calls of the "
         "model before a backward: the saved tensors of all calls are in memory at once. The "
         f"smallest peak found is {format_bytes(smallest_bytes)} ({smallest_bytes:,} bytes). Pass a "
-        'budget of at least that or "min", make the batch smaller, or call the model once with '
-        "all inputs concatenated",
+        'budget of at least that or "min", make the batch smaller, call the model once with '
+        "all inputs concatenated, or, if some of these calls have no backward, run them under "
+        "torch.no_grad()",
         min_feasible_bytes=smallest_bytes,
     )
 

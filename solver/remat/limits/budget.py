@@ -6,6 +6,7 @@ import math
 import re
 from dataclasses import dataclass, field
 from fractions import Fraction
+from numbers import Integral
 
 from remat.errors import BudgetError
 
@@ -21,7 +22,9 @@ _UNITS = {
     "gib": 2**30,
     "tib": 2**40,
 }
-_QUANTITY = re.compile(r"([+-]?\d+(?:\.\d*)?|[+-]?\.\d+)\s*([a-z]*|%)", re.IGNORECASE | re.ASCII)
+_QUANTITY = re.compile(
+    r"([+-]?\d+(?:_\d+)*(?:\.\d*)?|[+-]?\.\d+)\s*([a-z]*|%)", re.IGNORECASE | re.ASCII
+)
 _MAX_BYTES = 10**100
 _MAX_SHARE = 10**80  # of a peak of up to 2**64 bytes, this is less than _MAX_BYTES
 _MAX_LENGTH = 100
@@ -52,6 +55,8 @@ class Budget:
         """
         if isinstance(requested, Budget):
             return requested
+        if isinstance(requested, Integral) and not isinstance(requested, bool):
+            requested = int(requested)  # NumPy's integers too
         if isinstance(requested, bool) or not isinstance(requested, (int, float, str)):
             raise BudgetError(f"the budget is a {type(requested).__name__}, {requested!r}; {_HINT}")
         if isinstance(requested, str):
@@ -73,7 +78,7 @@ class Budget:
         match = _QUANTITY.fullmatch(text.strip()) if len(text) <= _MAX_LENGTH else None
         if match is None:
             raise BudgetError(f"the budget {text[:_MAX_LENGTH]!r} is not a quantity; {_HINT}")
-        number, unit = Fraction(match[1]), match[2]
+        number, unit = Fraction(match[1].replace("_", "")), match[2]
         if unit == "%":
             if not 0 < number < 100 * _MAX_SHARE:
                 raise BudgetError(

@@ -281,6 +281,56 @@ class _GradientsInForward(torch.autograd.Function):
         return of_h.mul_(gradients[0]), of_weight.mul_(gradients[0])
 
 
+class _FusedLoss(torch.autograd.Function):
+    """A cross-entropy in chunks of rows that computes its gradients in the forward, as Liger's
+    does: the probabilities of one chunk are in memory at a time."""
+
+    @staticmethod
+    def forward(ctx: Any, h: Tensor, weight: Tensor, in_place: bool) -> Tensor:
+        of_h, of_weight = torch.empty_like(h), torch.zeros_like(weight)
+        loss = h.new_zeros(())
+        ctx.in_place = in_place
+        for start in range(0, len(h), 16):
+            rows = h[start : start + 16]
+            labels = torch.arange(start, start + len(rows))[:, None]
+            p = (rows @ weight.t()).softmax(-1)
+            loss = loss - p.gather(1, labels).log().sum()
+            if in_place:
+                p.scatter_add_(1, labels, -torch.ones(len(rows), 1))
+                torch.mm(p, weight, out=of_h[start : start + 16])
+                of_weight.addmm_(p.t(), rows)
+            else:
+                p = p.scatter_add(1, labels, -torch.ones(len(rows), 1))
+                of_h[start : start + 16] = p @ weight
+                of_weight = of_weight + p.t() @ rows
+        ctx.save_for_backward(of_h, of_weight)
+        return loss / len(h)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        of_h, of_weight = ctx.saved_tensors
+        if ctx.in_place:
+            return of_h.mul_(gradients[0]), of_weight.mul_(gradients[0]), None
+        return of_h * gradients[0], of_weight * gradients[0], None
+
+
+class _SlopesInForward(torch.autograd.Function):
+    """An activation that saves its derivative, which it computes from intermediate tensors."""
+
+    @staticmethod
+    def forward(ctx: Any, h: Tensor, weight: Tensor) -> Tensor:
+        wide = h @ weight.repeat(1, 20)
+        gate = torch.sigmoid(wide)
+        slope = gate * (1 + wide * (1 - gate))
+        ctx.save_for_backward((slope[:, :WIDTH] * 2).clone(), weight)
+        return (gate * wide)[:, :WIDTH].clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        slope, weight = ctx.saved_tensors
+        return (gradients[0] * slope) @ weight.t(), None
+
+
 def fused(h: Tensor, weight: Tensor) -> Tensor:
     return _Fused.apply(h, weight)  # type: ignore[no-any-return]
 
@@ -293,6 +343,18 @@ def gradients_in_forward(h: Tensor, weight: Tensor) -> Tensor:
     return h + _GradientsInForward.apply(h, weight)  # type: ignore[operator]
 
 
+def fused_loss(h: Tensor, weight: Tensor) -> Tensor:
+    return h + _FusedLoss.apply(h, weight.repeat(16, 1), False)  # type: ignore[operator]
+
+
+def fused_loss_in_place(h: Tensor, weight: Tensor) -> Tensor:
+    return h + _FusedLoss.apply(h, weight.repeat(16, 1), True)  # type: ignore[operator]
+
+
+def slopes_in_forward(h: Tensor, weight: Tensor) -> Tensor:
+    return _SlopesInForward.apply(h, weight)  # type: ignore[no-any-return]
+
+
 FILLS: dict[str, Fill] = {
     fill.__name__: fill
     for fill in (
@@ -301,7 +363,7 @@ FILLS: dict[str, Fill] = {
         transposed, diagonal, scattered, indexed_copies, chunks_in_a_loop, read_between_writes,
         written_twice, no_grad, written_value_in_backward, copy_of_a_parameter, half_precision,
         integers, attention_mask, views_of_views, view_of_other_type, in_place_in_grad_mode, fused,
-        chunked, gradients_in_forward,
+        chunked, gradients_in_forward, fused_loss, fused_loss_in_place, slopes_in_forward,
     )
 }  # fmt: skip
 

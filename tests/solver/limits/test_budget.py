@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from fractions import Fraction
+from typing import Any
 
 import hypothesis
+import numpy as np
 import pytest
 from hypothesis import strategies as st
 
@@ -25,6 +27,8 @@ UNITS = {"B": 1, "kB": 10**3, "GB": 10**9, "KiB": 2**10, "TiB": 2**40}
         (8e9, 8_000_000_000),
         (1.9, 1),
         ("123", 123),
+        ("900_000", 900_000),
+        ("1_500 kB", 1_500_000),
         ("8GiB", 8 * 2**30),
         ("7.5 GB", 7_500_000_000),
         ("512MiB", 512 * 2**20),
@@ -49,10 +53,20 @@ def test_budgets_are_parsed(budget: int | float | str, expected: int | None) -> 
     assert parsed.size_bytes == (None if is_share else expected), "no baseline is needed"
 
 
+@pytest.mark.parametrize("integer", [np.int64(200), np.uint8(200), np.int32(200)])
+def test_integers_of_numpy_are_bytes(integer: Any) -> None:
+    budget = Budget.parse(integer)
+    assert budget == Budget.parse(200)
+    assert type(budget.size_bytes) is type(budget.requested) is int
+
+
 @pytest.mark.parametrize(
     ("budget", "message"),
     [
         (True, "bool"),
+        (np.bool_(True), "bool"),
+        ("_900", "not a quantity"),
+        ("9__00", "not a quantity"),
         (None, "NoneType"),
         ([8], "list"),
         (float("nan"), "nan"),

@@ -122,6 +122,85 @@ def test_calls_before_one_backward_share_the_budget(
     assert not [r for r in caplog.records if "before the backward" in r.message]
 
 
+def output_of_this_step(run: Callable[[Tensor], Tensor]) -> Tensor:
+    """A step with a call without a backward, whose output is referenced until the step ends."""
+    unused, x, _ = BATCHES
+    output = run(unused)
+    loss = run(x).square().mean()
+    loss.backward()
+    del output
+    return loss
+
+
+def output_of_last_step() -> Callable[[Callable[[Tensor], Tensor]], Tensor]:
+    """Return a step whose call without a backward is referenced until the next one replaces it."""
+    references: dict[str, Tensor] = {}
+
+    def step(run: Callable[[Tensor], Tensor]) -> Tensor:
+        x, unused, _ = BATCHES
+        loss = run(x).square().mean()
+        loss.backward()
+        references.pop("output", None)
+        references["output"] = run(unused)
+        return loss
+
+    return step
+
+
+STEPS_WITHOUT_BACKWARD = {
+    "output of this step": lambda: output_of_this_step,
+    "output of last step": output_of_last_step,
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "door"),
+    [
+        pytest.param(name, door, marks=() if door == "optimize" else pytest.mark.slow)
+        for name in STEPS_WITHOUT_BACKWARD
+        for door in DOORS
+    ],
+)
+def test_a_call_without_a_backward_counts_from_the_third_step_that_has_it(
+    name: str, door: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = network()
+
+    def peaks(model: nn.Module, run: Any, count: int) -> list[int]:
+        step, peaks_bytes = STEPS_WITHOUT_BACKWARD[name](), []
+        for _ in range(count):
+            model.zero_grad(set_to_none=True)
+            with LiveStorageMeter(unique_bytes([*model.parameters(), *BATCHES[:2]])) as meter:
+                step(run)
+            peaks_bytes.append(meter.peak_bytes)
+        return peaks_bytes
+
+    eager_peak = peaks(copy.deepcopy(model), model, 3)[-1]
+    constant = unique_bytes([*model.parameters()]) * 2
+    budget = constant + (eager_peak - constant) * 2 // 3
+    run = DOORS[door](model, budget)
+    with caplog.at_level(logging.WARNING, logger="remat"):
+        result = peaks(model, run, 5)
+    (warning,) = [r.message for r in caplog.records if "is called again before" in r.message]
+    assert "torch.no_grad()" in warning
+    output_bytes = BATCHES[0].nbytes  # referenced in spite of outputs="dropped"
+    assert max(result[3:]) <= budget + output_bytes
+    assert max(result[:3]) > budget
+
+
+def test_outputs_that_a_program_never_releases_cause_no_replans(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = network(2)
+    run = DOORS["optimize"](model, "80%")
+    outputs = []
+    with caplog.at_level(logging.INFO, logger="remat"):
+        for _ in range(5):
+            outputs.append(run(BATCHES[0]))
+            run(BATCHES[1]).square().mean().backward()
+    assert not [r for r in caplog.records if "calls before a backward" in r.message]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("door", DOORS)
 def test_an_infeasible_budget_of_several_calls_names_a_feasible_one(door: str) -> None:

@@ -47,6 +47,16 @@ def test_views_and_in_place_operations_take_no_memory() -> None:
         assert len(views) == 7
 
 
+def test_another_tensor_in_an_older_storage_takes_no_memory() -> None:
+    """As the bytes of a tensor that a dry run writes into, which it restores afterwards."""
+    older = torch.zeros(256)
+    with LiveStorageMeter() as meter:
+        memory = torch.empty(0, dtype=torch.uint8).set_(older.untyped_storage())
+        assert meter.live_bytes == 0
+        copy = memory.clone()
+        assert meter.live_bytes == copy.nbytes == KIB
+
+
 def test_manually_resized_storages_are_tracked() -> None:
     """As FSDP2 frees and fills its gathered storages, also those from before the step."""
     before = torch.zeros(64)

@@ -148,6 +148,8 @@ class ScopedPlanner(Planner):
         needs_warning = not planned.is_all_reused and (planned.plan.unplanned or not_whole_reason)
         level = logging.WARNING if needs_warning else logging.INFO
         logger.log(level, "planned block by block:\n%s", planned.plan)
+        if self._entries:
+            self._report.count_value(key, self._entries, self.timings_s)
         options = self.options
         returned = differentiated_with(options.outputs, options.differentiate)
         if options.outputs != OUTPUTS_LOSS:

@@ -74,10 +74,12 @@ class LiveStorageMeter(TorchDispatchMode):
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
         kwargs = kwargs or {}
-        # An unknown storage of an argument is older than the meter, and does not count.
-        argument_storages = {
-            _storage(t)._cdata for t in tree_leaves((args, kwargs)) if _has_storage(t)
-        }
+        # An unknown storage of an argument is older than the meter, and does not count. `set_` has
+        # a storage itself as argument.
+        leaves = tree_leaves((args, kwargs))
+        argument_storages = {_storage(t)._cdata for t in leaves if _has_storage(t)}
+        argument_storages |= {s._cdata for s in leaves if isinstance(s, torch.UntypedStorage)}
+        del leaves
         out = func(*args, **kwargs)
         for tensor in tree_leaves(out):
             if not _has_storage(tensor):

@@ -182,8 +182,10 @@ class Planner:
             self._has_warned = True
             logger.warning(
                 "%s is called again before the backward of its last call. The saved tensors of all "
-                "calls are in memory, so this step may exceed its budget. The next step is planned "
-                "for as many calls as this one has; pass in_flight= to plan the first one for them",
+                "calls are in memory, so this step may exceed its budget. A later step is planned "
+                "for as many calls as each step has; pass in_flight= to plan the first one for "
+                "them. If a call has no backward, run it under torch.no_grad(), or release its "
+                "outputs before the next call: its saved tensors are then not in memory",
                 name,
             )
 

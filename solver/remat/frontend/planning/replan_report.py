@@ -43,10 +43,26 @@ class ReplanReport:
             logger.info("planned%s: %r (%s)", purpose, plan, phases)
             return
         changes = min((changes_between(k.signature, signature) for k in entries), key=len)
-        value = self._changed_value(signature, entries) if changes in ([], ["inputs"]) else ""
+        value = self.count_value(signature, entries, timings_s)
         if ACCUMULATION in changes:
             purpose = ""
         changed = value or " and ".join(changes or ["inputs"])
+        if is_reused:
+            strategy = plan.stats["strategy"]
+            logger.info("%s changed%s: %r by %s (%s)", changed, purpose, plan, strategy, phases)
+        else:
+            logger.info("%s changed: replanned%s: %r (%s)", changed, purpose, plan, phases)
+
+    def count_value(
+        self,
+        signature: CallSignature,
+        entries: OrderedDict[EntryKey, PlanEntry],
+        timings_s: Mapping[str, float],
+    ) -> str:
+        """Return the one Python value that differs from the latest plan of such calls, as text; ""
+        without one. Count its plans, and warn once if it has several."""
+        changes = min((changes_between(k.signature, signature) for k in entries), key=len)
+        value = self._changed_value(signature, entries) if changes in ([], ["inputs"]) else ""
         if value:
             name = value.split(" is ")[0]
             self._counts[name] += 1
@@ -59,11 +75,7 @@ class ReplanReport:
                     _MAX_VALUES + 1,
                     sum(timings_s.values()),
                 )
-        if is_reused:
-            strategy = plan.stats["strategy"]
-            logger.info("%s changed%s: %r by %s (%s)", changed, purpose, plan, strategy, phases)
-        else:
-            logger.info("%s changed: replanned%s: %r (%s)", changed, purpose, plan, phases)
+        return value
 
     def _changed_value(
         self, signature: CallSignature, entries: OrderedDict[EntryKey, PlanEntry]

@@ -113,7 +113,9 @@ class _StepFunction(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise GuardError(
                 "create_graph=True (double backward) through a remat module is not supported: its "
-                "backward is a fixed schedule. Use the original model for this step"
+                "backward is a fixed schedule. Call the original model for this step: the one that "
+                "was passed to remat.optimize, or, with remat.enable, the model after "
+                "remat.disable(model); remat.enable(model, budget) plans it again"
             )
         lowered: LoweredProgram = ctx.lowered
         ctx.output_monitor.check_released(ctx.output_refs)

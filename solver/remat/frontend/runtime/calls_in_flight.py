@@ -15,15 +15,21 @@ from remat.frontend.common.pytree import tensors_in
 
 
 class CallsInFlight:
-    """Counts of one model's calls in flight. `pending` is their number now. `most` is the largest
-    number of calls whose backward ran without another call between: a graph that is never
-    differentiated counts in `pending` only."""
+    """Counts of one model's calls in flight. `pending` is their number now.
+
+    `most` is the largest number of calls whose backward ran without another call between. A call
+    without a backward counts in it if two backward passes in a row start with the same `pending`:
+    then each step has it. A program that never releases such calls has more in each step, and no
+    plan has room for them.
+    """
 
     def __init__(self) -> None:
         self.pending = 0
         self.most = 0
         self.ended_in_a_row = 0
         """The number of calls whose backward has started since the last call."""
+        self._pending_at_backward = 0
+        """`pending` when the latest backward started."""
 
     def add(self, outputs: Any) -> None:
         """Count a call with these outputs. A call inside of saved-tensor hooks does not count:
@@ -35,6 +41,15 @@ class CallsInFlight:
             call = _Call(self)
             for node in nodes:
                 node.register_prehook(call.end)
+
+    def note_end(self) -> None:
+        """Count the end of a call, which is still pending."""
+        self.ended_in_a_row += 1
+        self.most = max(self.most, self.ended_in_a_row)
+        if self.ended_in_a_row == 1:
+            if self.pending == self._pending_at_backward:
+                self.most = max(self.most, self.pending)
+            self._pending_at_backward = self.pending
 
 
 class _Call:
@@ -49,9 +64,7 @@ class _Call:
     def end(self, gradients: object) -> None:
         """End the call: its backward starts."""
         if self._is_pending:
-            calls = self._calls
-            calls.ended_in_a_row += 1
-            calls.most = max(calls.most, calls.ended_in_a_row)
+            self._calls.note_end()
             self._forget()
 
     def __del__(self) -> None:

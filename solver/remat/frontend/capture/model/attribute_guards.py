@@ -193,11 +193,11 @@ class BoundGuards:
                     now = comparable(getattr(owner, name, ABSENT), with_items=False)
                 if now != before:
                     label = path_label(path if name is None else (*path, name))
-                    yield f"{label} is {_text(now)} instead of {_text(before)}"
+                    yield _difference(label, now, before)
         for table, values in self._variable_tables():
             for name, before in values.items():
                 if (now := _value_of(table, name)) != before:
-                    yield f"{table.owner}.{name} is {_text(now)} instead of {_text(before)}"
+                    yield _difference(f"{table.owner}.{name}", now, before)
 
 
 class _PlainValues:
@@ -310,11 +310,24 @@ def _is_plain_data(cls: type, name: str) -> bool:
     return is_plain(value) and not hasattr(value, "__get__")
 
 
+def _difference(label: str, now: Comparable, before: Comparable) -> str:
+    """Return the text of a changed value. Containers and arrays are described, not printed."""
+    texts = _text(now), _text(before)
+    if texts[0] == texts[1]:
+        return f"{label} is {texts[0]} with other content"
+    return f"{label} is {texts[0]} instead of {texts[1]}"
+
+
 def _text(value: Comparable) -> str:
     match value:
         case (str(), item):
             return str(item)
         case (str(),):
             return f"of the class {value[0]}"
+        case (str(kind), int(count), tuple() | frozenset()):
+            items = "1 item" if count == 1 else f"{count} items"
+            return f"a {kind.removeprefix('builtins.')} of {items}"
+        case (str(), tuple(), str(), bytes()):
+            return f"a {value[0]} of shape {value[1]}"
         case _:
             return str(value)

@@ -76,13 +76,16 @@ class JointGraphReader:
     # -- forward and backward ---------------------------------------------------------------
 
     def _forward_nodes(self) -> set[fx.Node]:
-        """Return the nodes of the forward: ancestors of its outputs and buffer writes, and all of
-        its random operations (the generator must advance as in eager mode)."""
+        """Return the nodes of the forward: all that were recorded in it, and the ancestors of its
+        outputs and buffer writes (functionalization may record a view of a write later). Those that
+        only the backward reads are among them, such as the gradients that a fused loss computes in
+        its forward: eager mode runs them there, and delayed they would retain what they read."""
         stack = [*self.joint.outputs, *(value for _, value in self.joint.writes)]
         stack += [
             node
             for node in self.joint.graph.nodes
-            if is_random(node) and not node.meta["is_backward"]
+            if node.op == "call_function" and node.target is not operator.getitem
+            if not node.meta["is_backward"]
         ]
         forward: set[fx.Node] = set()
         while stack:
