@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -258,6 +259,7 @@ def reset_globals(model: nn.Module) -> None:
     global GLOBAL_CALLS, GLOBAL_SCALE
     GLOBAL_CALLS, GLOBAL_SCALE = 0, 1.0
     ClassAttribute.calls, ClassScale.scale = 0, 1.0
+    FEATURES.clear()
 
 
 class ObjectState(Chain):
@@ -451,6 +453,69 @@ class TwoHeads(Chain):
         return self.used(h), self.unused(h)
 
 
+# -- hooks ----------------------------------------------------------------------------------
+
+FEATURES: dict[str, torch.Tensor] = {}
+
+
+def store_in_global(module: nn.Module, args: Any, result: torch.Tensor) -> None:
+    FEATURES["h"] = result
+
+
+class FeatureHook:
+    """A hook that collects features, for a loss that compares them."""
+
+    def __init__(self) -> None:
+        self.features: list[torch.Tensor] = []
+
+    def __call__(self, module: nn.Module, args: Any, result: torch.Tensor) -> None:
+        self.features.append(result)
+
+
+class FeatureModule(nn.Module):
+    """A module outside of the model, with a method as a hook."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last: torch.Tensor | None = None
+
+    def store(self, module: nn.Module, args: Any, result: torch.Tensor) -> None:
+        self.last = result.abs()
+
+
+READERS: WeakKeyDictionary[nn.Module, Callable[[], Any]] = WeakKeyDictionary()
+"""For each `Hooked`: returns what its hook has stored. It is not reachable from the model."""
+
+
+class Hooked(Chain):
+    """A hook on a block stores its result."""
+
+    def __init__(self, hook: Callable[..., None], features: Callable[[], Any]) -> None:
+        super().__init__()
+        self.blocks[1].register_forward_hook(hook)
+        READERS[self] = features
+
+
+def _hook_in_closure() -> Hooked:
+    stored: dict[str, torch.Tensor] = {}
+    return Hooked(lambda module, args, result: stored.update(h=result.tanh()), stored.values)
+
+
+def _hook_object() -> Hooked:
+    hook = FeatureHook()
+    return Hooked(hook, lambda: hook.features)
+
+
+def _hook_of_other_module() -> Hooked:
+    other = FeatureModule()
+    return Hooked(other.store, lambda: [] if other.last is None else [other.last])
+
+
+def _loss_with_features(out: torch.Tensor, model: Hooked, args: Any) -> torch.Tensor:
+    *_, last = READERS[model]()
+    return out + 0.1 * last.abs().mean()
+
+
 @dataclass(frozen=True)
 class Effect:
     """A kind of side effect.
@@ -518,6 +583,17 @@ def _attach_hooks(model: Chain) -> Chain:
 _COUNTS = "which a planned step would not do"
 _REFUSED = {"optimize": _COUNTS, "model": _COUNTS}
 _RANDOM = {"optimize": "which a plan would do once", "model": "which a plan would do once"}
+
+
+def _stored_by_hook(make: Callable[[], Hooked]) -> Effect:
+    words = "a hook inside of this Hooked stores a tensor in"
+    return Effect(
+        make,
+        lambda m: [feature.detach().clone() for feature in READERS[m]()],
+        loss=_loss_with_features,
+        refused=dict.fromkeys(("optimize", "model"), words),
+    )
+
 
 EFFECTS: dict[str, Effect] = {
     "nothing": Effect(Chain),
@@ -623,4 +699,8 @@ EFFECTS: dict[str, Effect] = {
     ),
     "hooks": Effect(lambda: _attach_hooks(Chain()), lambda m: sorted(m.seen.items())),
     "unused head": Effect(TwoHeads, loss=lambda out, model, args: out[0].square().mean()),
+    "hook, closure": _stored_by_hook(_hook_in_closure),
+    "hook, object": _stored_by_hook(_hook_object),
+    "hook, global variable": _stored_by_hook(lambda: Hooked(store_in_global, FEATURES.values)),
+    "hook, other module": _stored_by_hook(_hook_of_other_module),
 }

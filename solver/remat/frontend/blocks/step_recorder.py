@@ -18,6 +18,7 @@ from remat.frontend.blocks.profile import ModuleInvocation, requires_gradient
 from remat.frontend.blocks.stub import StubBlock, copy_argument_mutations, in_separate_storages
 from remat.frontend.capture.model.environment import autocast_cache_disabled
 from remat.frontend.capture.model.flat_model import outputs_to_differentiate
+from remat.frontend.capture.model.hooks import hooks_inside
 from remat.frontend.capture.model.python_state import PythonState
 from remat.frontend.common.pytree import flatten, flatten_objects, tensors_in, unflatten_objects
 from remat.frontend.memory.gauge import Gauge
@@ -122,7 +123,7 @@ class StepRecorder:
                 ]
                 stub_args, stub_kwargs = unflatten_objects(leaves, input_shape)
                 attributes_before = differentiable_attributes(block.module)
-                values_before = PythonState(block.module)
+                values_before = PythonState(block.module, hooks=hooks_inside(block.module))
                 # Weights that autocast casts within a block are part of the block's memory.
                 with autocast_cache_disabled():
                     result = original_forward(*stub_args, **stub_kwargs)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from types import CodeType, FunctionType, MethodType
 from typing import Any
@@ -26,11 +27,23 @@ def model_functions(model: nn.Module) -> Iterator[FunctionType]:
             yield function
 
 
-def named_globals(model: nn.Module) -> list[tuple[dict[str, Any], set[str]]]:
-    """Return the global variables that the model's code can refer to, as pairs of a namespace (the
-    `__globals__` of functions) and names in it. Code is that of the modules' methods, and of the
-    functions that it names, also imported ones. Namespaces of torch are left out."""
-    pending: list[Any] = list(model_functions(model))
+def functions_of(value: object) -> Iterator[FunctionType]:
+    """Yield the Python functions that a call of a function, method, `partial` or object runs."""
+    if isinstance(value, partial):
+        yield from functions_of(value.func)
+    elif isinstance(value, MethodType):
+        yield from functions_of(value.__func__)
+    elif isinstance(value, FunctionType):
+        yield value
+    elif callable(value) and isinstance(value.__call__, MethodType):
+        yield from functions_of(value.__call__)
+
+
+def named_globals(functions: Iterable[FunctionType]) -> list[tuple[dict[str, Any], set[str]]]:
+    """Return the global variables that the code of functions can refer to, as pairs of a namespace
+    (the `__globals__` of functions) and names in it. Code is also that of the functions that the
+    functions name, also imported ones. Namespaces of torch are left out."""
+    pending: list[Any] = list(functions)
     namespaces: dict[int, tuple[dict[str, Any], set[str]]] = {}
     seen: set[int] = set()
     while pending:
@@ -82,7 +95,7 @@ def variables_of(model: nn.Module) -> Iterator[tuple[str, Mapping[str, Any], fro
 
     Yields triples of the owner's name, a mapping that has the variables, and their names.
     """
-    for namespace, names in named_globals(model):
+    for namespace, names in named_globals(model_functions(model)):
         if is_framework_code(Path(str(namespace.get("__file__", "")))):
             continue
         present = frozenset(name for name in names if name in namespace)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import random
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from operator import is_
 from types import FunctionType, MethodType, ModuleType
@@ -26,6 +26,7 @@ from torch import nn
 
 from remat.frontend.capture.model.named_state import (
     class_data,
+    functions_of,
     is_of_torch,
     is_searched,
     model_functions,
@@ -45,9 +46,9 @@ _MAX_ARRAY_BYTES = 1 << 20
 
 _OPAQUE = (
     bool, int, float, str, bytes, type(None), type, torch.Tensor, torch.dtype, torch.device,
-    nn.Module, ModuleType,
+    ModuleType,
 )  # fmt: skip
-"""Types whose attributes are not searched. (Modules of the model are searched separately.)"""
+"""Types whose attributes are not searched."""
 
 _MODULE_TABLES = ("_parameters", "_buffers", "_modules")
 """Attributes of a module that have its tensors and submodules."""
@@ -84,12 +85,13 @@ class Change(NamedTuple):
 
 class PythonState:
     """A snapshot of the Python values that a model can change, and of the containers in the
-    `arguments` of a call."""
+    `arguments` of a call. With the model's `hooks`, also of the values that these can change."""
 
-    def __init__(self, model: nn.Module, arguments: Any = ()) -> None:
+    def __init__(self, model: nn.Module, arguments: Any = (), hooks: Sequence[Any] = ()) -> None:
         self._tables: list[_Table] = []
         self._seen: dict[int, Any] = {id(item): item for item in _SHARED_GENERATORS}
         """The searched objects by `id`. The reference keeps the `id` unique."""
+        self._seen |= {id(module): module for module in model.modules()}
         for name, module in model.named_modules():
             attributes = vars(module)
             ignored = _MODULE_TABLES
@@ -111,12 +113,18 @@ class PythonState:
         for cls in user_classes(model):
             self._tables.append(_Table((None, cls.__qualname__), cls, class_data, _write_class))
             self._add_items((None, cls.__qualname__), class_data(cls).items(), 1)
-        for namespace, names in named_globals(model):
-            path = None, str(namespace.get("__name__", ""))
-            read = partial(_read_names, names)
-            self._tables.append(_Table(path, namespace, read, partial(_write_names, names)))
-            self._add_items(path, read(namespace).items(), 0)
+        self._add_globals(model_functions(model), 0)
         self._add_items((None, "arguments"), [("", arguments)], _OBJECT_DEPTH)
+        self._add_hooks(hooks)
+
+    @classmethod
+    def of_hooks(cls, hooks: Sequence[Any], model: nn.Module) -> PythonState:
+        """Return a snapshot of the values that hooks of a model can change, such as closure and
+        global variables and the attributes of their objects, without those of the model."""
+        state = cls(model)
+        state._tables.clear()
+        state._add_hooks(hooks)
+        return state
 
     def changes(self) -> list[Change]:
         """Return the values that have changed since the snapshot."""
@@ -141,6 +149,21 @@ class PythonState:
                 table.write(table.container, table.before)
 
     # -- the search -------------------------------------------------------------------------
+
+    def _add_hooks(self, hooks: Sequence[Any]) -> None:
+        for hook in hooks:
+            label = getattr(hook, "__qualname__", type(hook).__qualname__)
+            self._add_items((None,), [(label, hook)], _OBJECT_DEPTH)
+        functions = [function for hook in hooks for function in functions_of(hook)]
+        self._add_globals(functions, _OBJECT_DEPTH)
+
+    def _add_globals(self, functions: Iterable[FunctionType], depth: int) -> None:
+        """Search the global variables that the code of functions can refer to."""
+        for namespace, names in named_globals(functions):
+            path = None, str(namespace.get("__name__", ""))
+            read = partial(_read_names, names)
+            self._tables.append(_Table(path, namespace, read, partial(_write_names, names)))
+            self._add_items(path, read(namespace).items(), depth)
 
     def _add_attributes(
         self, path: Path, attributes: dict[str, Any], depth: int, ignored: tuple[str, ...] = ()
@@ -171,7 +194,8 @@ class PythonState:
             return
         attributes = _dictionary(value)
         if isinstance(attributes, dict) and id(attributes) not in self._seen:
-            self._add_attributes(path, attributes, depth - 1)
+            ignored = _MODULE_TABLES if isinstance(value, nn.Module) else ()
+            self._add_attributes(path, attributes, depth - 1, ignored)
         if slots := _slots(value):
             read, write = partial(_read_slots, slots), _write_attributes
             self._tables.append(_Table(path, value, read, write))
