@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections import Counter, deque
+from collections import Counter, UserDict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -352,6 +352,43 @@ class Collecting(Chain):
         return h.square().mean()
 
 
+@dataclass
+class Example:
+    x: torch.Tensor
+    weights: torch.Tensor
+    rows: int = 0
+
+
+@dataclass
+class CheckedExample(Example):
+    def __post_init__(self) -> None:
+        self.width = self.x.shape[1]
+
+
+class WritesFields(Chain):
+    """Sets fields of a dataclass, and an attribute that is no field."""
+
+    def forward(self, batch: Any) -> torch.Tensor:
+        batch.weights = batch.weights / batch.weights.sum()
+        batch.rows += 1
+        batch.hidden = self.hidden(batch.x)
+        return (batch.hidden.square().mean(1) * batch.weights).sum()
+
+
+class WritesItems(Chain):
+    """Sets items of its batch."""
+
+    def forward(self, batch: Any) -> torch.Tensor:
+        batch["hidden"] = self.hidden(batch["x"])
+        batch["rows"] = batch.get("rows", 0) + 1
+        return batch["hidden"].square().mean()
+
+
+def _contents(args: tuple[Any, ...]) -> Any:
+    values = vars(args[0]) if isinstance(args[0], Example) else args[0]
+    return {name: values[name] for name in values}
+
+
 # -- values that the training loop changes ---------------------------------------------------
 
 
@@ -522,7 +559,8 @@ class Effect:
 
     `make` returns the model, `state` what the effect has changed so far. `change` is what the
     training loop does before step number `step`. `inputs` are the model's arguments for a batch,
-    and `loss` is computed from the outputs, the model and the arguments. A door in `refused` raises
+    and `loss` is computed from the outputs, the model and the arguments. `observe` is what the
+    arguments contain after a step. A door in `refused` raises
     an error with these words instead.
     """
 
@@ -532,6 +570,7 @@ class Effect:
     inputs: Callable[[torch.Tensor], tuple[Any, ...]] = lambda x: (x,)
     loss: Callable[[Any, Any, tuple[Any, ...]], torch.Tensor] = lambda out, model, args: out
     refused: Mapping[str, str] = field(default_factory=dict)
+    observe: Callable[[tuple[Any, ...]], Any] = lambda args: args
 
 
 def _set(path: str, value_of: Callable[[int], Any]) -> Callable[[Any, int], None]:
@@ -703,4 +742,22 @@ EFFECTS: dict[str, Effect] = {
     "hook, object": _stored_by_hook(_hook_object),
     "hook, global variable": _stored_by_hook(lambda: Hooked(store_in_global, FEATURES.values)),
     "hook, other module": _stored_by_hook(_hook_of_other_module),
+    "dataclass": Effect(
+        WritesFields,
+        inputs=lambda x: (Example(x, torch.ones(len(x))),),
+        loss=lambda out, model, args: out + 0.1 * args[0].hidden.abs().mean(),
+        observe=_contents,
+    ),
+    "dataclass, checked": Effect(
+        WritesFields,
+        inputs=lambda x: (CheckedExample(x, torch.ones(len(x))),),
+        refused=dict.fromkeys(("optimize", "model"), "changes the attribute 'hidden'"),
+        observe=_contents,
+    ),
+    "UserDict": Effect(
+        WritesItems,
+        inputs=lambda x: (UserDict(x=x),),
+        loss=lambda out, model, args: out + 0.1 * args[0]["hidden"].abs().mean(),
+        observe=_contents,
+    ),
 }

@@ -121,7 +121,7 @@ class Loop:
         args = self.effect.inputs(x)
         loss = self.effect.loss(self.run(*args), self.model, args)
         loss.backward()
-        return loss, x.grad, args
+        return loss, x.grad, self.effect.observe(args)
 
     def _failure(self) -> Any:
         """Call the model with a batch that does not fit; say how that failed."""
