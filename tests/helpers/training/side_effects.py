@@ -172,6 +172,46 @@ class NumpyRandom(Chain):
         return self.hidden(x).square().mean() * float(np.random.rand())
 
 
+class OwnPythonGenerators(Chain):
+    """Draws from generators of Python and NumPy in attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.python, self.numpy = random.Random(3), np.random.default_rng(3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.hidden(x).square().mean() * self.python.random() * self.numpy.random()
+
+
+class OwnNumpyGenerator(OwnPythonGenerators):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.hidden(x).square().mean() * self.numpy.random()
+
+
+class SparseEmbedding(Chain):
+    """An embedding with a sparse gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(8, WIDTH, sparse=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = torch.arange(len(x)) % 8
+        return self.hidden(x + self.embedding(rows)).square().mean()
+
+
+class Tangents(Chain):
+    """Calls its blocks inside of transforms of torch.func, too."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def sum_of_block(row: torch.Tensor) -> torch.Tensor:
+            return self.blocks[0](row).square().sum()
+
+        tangent = torch.func.jvp(self.blocks[1], (x,), (torch.ones_like(x),))[1]
+        gradients = torch.func.vmap(torch.func.grad(sum_of_block))(x)
+        return self.hidden(x).square().mean() + tangent.mean() + gradients.square().mean()
+
+
 class WarmUp(Chain):
     """A counter that scales the loss."""
 
@@ -760,4 +800,16 @@ EFFECTS: dict[str, Effect] = {
         loss=lambda out, model, args: out + 0.1 * args[0]["hidden"].abs().mean(),
         observe=_contents,
     ),
+    "generators in attributes": Effect(
+        OwnPythonGenerators,
+        lambda m: (m.python.getstate(), str(m.numpy.bit_generator.state)),
+        refused=_RANDOM,
+    ),
+    "NumPy's generator in an attribute": Effect(
+        OwnNumpyGenerator, lambda m: str(m.numpy.bit_generator.state), refused=_RANDOM
+    ),
+    "sparse gradient": Effect(
+        SparseEmbedding, refused=dict.fromkeys(("optimize", "model"), r"is sparse \(sparse=True\)")
+    ),
+    "transforms of torch.func": Effect(Tangents),
 }

@@ -24,6 +24,7 @@ from remat.frontend.common.pytree import flatten, flatten_objects, tensors_in, u
 from remat.frontend.memory.gauge import Gauge
 from remat.frontend.memory.meter import allocated_size_bytes, storage_bytes
 from remat.frontend.runtime.guards import CallSignature, ModelCall, ModelTracker, call_signature
+from remat.frontend.runtime.unplanned_calls import is_in_function_transform
 
 MeasureOptions = Callable[[Gauge, ModuleInvocation], tuple[BlockOption, ...]]
 """Measures the options of a call of a module's original forward."""
@@ -101,6 +102,8 @@ class StepRecorder:
         is_trainable = bool(trainable_parameters([block]))
 
         def forward(*args: Any, **kwargs: Any) -> Any:
+            if is_in_function_transform():
+                return original_forward(*args, **kwargs)
             input_leaves, input_shape = flatten_objects((args, kwargs))
             has_backward = is_trainable or any(map(requires_gradient, input_leaves))
             if not torch.is_grad_enabled() or not has_backward:

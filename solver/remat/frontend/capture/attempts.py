@@ -23,7 +23,7 @@ from remat.frontend.capture.model.stores import check_steady
 from remat.frontend.capture.operator_recorder import ForeignTensorError
 from remat.frontend.capture.reading.constant_folding import ConstantFolding, ConstantQuery
 from remat.frontend.capture.reading.joint_graph import JointGraph
-from remat.frontend.capture.recording import record_joint_graph
+from remat.frontend.capture.recording import record_joint_graph, sparse_gradient
 from remat.frontend.common.code_origin import is_framework_code
 from remat.frontend.common.failing_part import failing_part
 from remat.frontend.common.garbage_collection import cycles_not_collected
@@ -175,11 +175,7 @@ def _error_message(model: nn.Module, error: Exception) -> str:
             'model.set_experts_implementation("grouped_mm") computes the same with fixed shapes'
         )
     elif _is_data_dependent(error) and (sparse := _sparse_embeddings(model)):
-        cause = f"the gradient of {sparse[0] or type(model).__name__} is sparse (sparse=True)"
-        remedy = (
-            "a plan has dense tensors only. Make the gradient dense (module.sparse = False), or "
-            'plan the modules around the embedding: remat.enable(model, budget, scope="blocks")'
-        )
+        return sparse_gradient(sparse[0] or type(model).__name__)
     elif _is_data_dependent(error):
         remedy = (
             "a branch, index or shape depends on tensor values. Decide it before the step and pass "

@@ -260,6 +260,7 @@ def _resolve_type(name: str) -> Callable[..., Any]:
     if not is_container:
         raise DocumentError(
             f"the type {name[:200]} of an argument or output is not a dataclass, named tuple or "
-            "dict of a module that is imported; import the model's package before lowering its program"
+            "dict of a module that is imported; import the model's package before lowering its "
+            "program"
         )
     return cls

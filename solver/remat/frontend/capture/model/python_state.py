@@ -11,7 +11,7 @@ global variables that the model's code names.
 
 from __future__ import annotations
 
-import copy
+import pickle
 import random
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -63,6 +63,9 @@ class _Absent:
 
 _SHARED_GENERATORS = (random.random.__self__, np.random.random.__self__)  # type: ignore[attr-defined]
 """The global generators of Python and NumPy. Callers restore them separately."""
+
+GENERATORS = random.Random, np.random.RandomState, np.random.Generator
+"""The classes of the random generators of Python and NumPy."""
 
 ABSENT = _Absent()
 """The value of an attribute or item that does not exist."""
@@ -391,8 +394,10 @@ def _access(value: Any) -> tuple[Callable[[Any], Any], Callable[[Any, Any], None
             return np.random.RandomState.get_state, np.random.RandomState.set_state
         case np.random.Generator():
             return (
-                lambda generator: copy.deepcopy(generator.bit_generator.state),
-                lambda generator, state: setattr(generator.bit_generator, "state", state),
+                lambda generator: pickle.dumps(generator.bit_generator.state),
+                lambda generator, state: setattr(
+                    generator.bit_generator, "state", pickle.loads(state)
+                ),
             )
         case torch.Generator():
             return torch.Generator.get_state, _write_generator

@@ -18,9 +18,10 @@ from torch import nn
 
 from remat.documents.structure import Structure
 from remat.errors import TraceError
-from remat.frontend.capture.model.preserved_state import is_of_capture, is_same_scalar
+from remat.frontend.capture.model.preserved_state import is_of_capture, is_same_scalar, rng_error
 from remat.frontend.capture.model.python_state import (
     ABSENT,
+    GENERATORS,
     Change,
     contains_capture,
     path_label,
@@ -83,6 +84,9 @@ def check_steady(model: nn.Module, first: Sequence[Change], second: Sequence[Cha
     a counter. A plan would store the same values in each step."""
     after_first = {change.path: change.now for change in first}
     for change in second:
+        if isinstance(change.container, GENERATORS):
+            use = f"draws random numbers of {path_label(change.path)}"
+            raise TraceError(rng_error(model, use))
         if not _is_equivalent(change.now, after_first.get(change.path, change.before)):
             raise TraceError(
                 f"each call of {type(model).__name__} changes {path_label(change.path)} (from "
