@@ -212,6 +212,24 @@ class Tangents(Chain):
         return self.hidden(x).square().mean() + tangent.mean() + gradients.square().mean()
 
 
+class Checks(Chain):
+    """Raises an exception for a batch that does not fit, after it has changed a buffer."""
+
+    count: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+        self.errors: list[str] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        if x.shape[1] != WIDTH:
+            self.errors.append("width")
+            raise ValueError("the batch does not fit")
+        return super().forward(x)
+
+
 class WarmUp(Chain):
     """A counter that scales the loss."""
 
@@ -812,4 +830,5 @@ EFFECTS: dict[str, Effect] = {
         SparseEmbedding, refused=dict.fromkeys(("optimize", "model"), r"is sparse \(sparse=True\)")
     ),
     "transforms of torch.func": Effect(Tangents),
+    "exception of the model": Effect(Checks, lambda m: (list(m.errors), m.count.item())),
 }

@@ -10,6 +10,7 @@ import contextlib
 import logging
 import traceback
 from collections.abc import Iterator, Sequence
+from dis import opmap
 from pathlib import Path
 
 import torch
@@ -103,6 +104,20 @@ def _is_raised_by_framework(error: BaseException) -> bool:
     """True if torch raised the error, and not the model's code."""
     frames = traceback.extract_tb(error.__traceback__)
     return bool(frames) and is_framework_code(Path(frames[-1].filename))
+
+
+def is_raised_by_model(error: BaseException) -> bool:
+    """True if a capture failed with an exception that a `raise` or `assert` statement of the
+    model's code raised, so that the call itself may be wrong."""
+    cause = error.__cause__
+    if cause is None or _is_raised_by_framework(cause) or _is_data_dependent(cause):
+        return False
+    trace = cause.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    if trace is None:
+        return False
+    return trace.tb_frame.f_code.co_code[trace.tb_lasti] == opmap["RAISE_VARARGS"]
 
 
 def _record(flat_model: FlatModel, leaves: Sequence[torch.Tensor]) -> JointGraph:
