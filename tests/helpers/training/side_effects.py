@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections import Counter, deque
+from collections import Counter, UserDict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -171,6 +172,64 @@ class NumpyRandom(Chain):
         return self.hidden(x).square().mean() * float(np.random.rand())
 
 
+class OwnPythonGenerators(Chain):
+    """Draws from generators of Python and NumPy in attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.python, self.numpy = random.Random(3), np.random.default_rng(3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.hidden(x).square().mean() * self.python.random() * self.numpy.random()
+
+
+class OwnNumpyGenerator(OwnPythonGenerators):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.hidden(x).square().mean() * self.numpy.random()
+
+
+class SparseEmbedding(Chain):
+    """An embedding with a sparse gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(8, WIDTH, sparse=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = torch.arange(len(x)) % 8
+        return self.hidden(x + self.embedding(rows)).square().mean()
+
+
+class Tangents(Chain):
+    """Calls its blocks inside of transforms of torch.func, too."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def sum_of_block(row: torch.Tensor) -> torch.Tensor:
+            return self.blocks[0](row).square().sum()
+
+        tangent = torch.func.jvp(self.blocks[1], (x,), (torch.ones_like(x),))[1]
+        gradients = torch.func.vmap(torch.func.grad(sum_of_block))(x)
+        return self.hidden(x).square().mean() + tangent.mean() + gradients.square().mean()
+
+
+class Checks(Chain):
+    """Raises an exception for a batch that does not fit, after it has changed a buffer."""
+
+    count: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+        self.errors: list[str] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        if x.shape[1] != WIDTH:
+            self.errors.append("width")
+            raise ValueError("the batch does not fit")
+        return super().forward(x)
+
+
 class WarmUp(Chain):
     """A counter that scales the loss."""
 
@@ -258,6 +317,7 @@ def reset_globals(model: nn.Module) -> None:
     global GLOBAL_CALLS, GLOBAL_SCALE
     GLOBAL_CALLS, GLOBAL_SCALE = 0, 1.0
     ClassAttribute.calls, ClassScale.scale = 0, 1.0
+    FEATURES.clear()
 
 
 class ObjectState(Chain):
@@ -348,6 +408,43 @@ class Collecting(Chain):
         features.append(h)
         features[0].append(h.detach().mean())
         return h.square().mean()
+
+
+@dataclass
+class Example:
+    x: torch.Tensor
+    weights: torch.Tensor
+    rows: int = 0
+
+
+@dataclass
+class CheckedExample(Example):
+    def __post_init__(self) -> None:
+        self.width = self.x.shape[1]
+
+
+class WritesFields(Chain):
+    """Sets fields of a dataclass, and an attribute that is no field."""
+
+    def forward(self, batch: Any) -> torch.Tensor:
+        batch.weights = batch.weights / batch.weights.sum()
+        batch.rows += 1
+        batch.hidden = self.hidden(batch.x)
+        return (batch.hidden.square().mean(1) * batch.weights).sum()
+
+
+class WritesItems(Chain):
+    """Sets items of its batch."""
+
+    def forward(self, batch: Any) -> torch.Tensor:
+        batch["hidden"] = self.hidden(batch["x"])
+        batch["rows"] = batch.get("rows", 0) + 1
+        return batch["hidden"].square().mean()
+
+
+def _contents(args: tuple[Any, ...]) -> Any:
+    values = vars(args[0]) if isinstance(args[0], Example) else args[0]
+    return {name: values[name] for name in values}
 
 
 # -- values that the training loop changes ---------------------------------------------------
@@ -451,13 +548,77 @@ class TwoHeads(Chain):
         return self.used(h), self.unused(h)
 
 
+# -- hooks ----------------------------------------------------------------------------------
+
+FEATURES: dict[str, torch.Tensor] = {}
+
+
+def store_in_global(module: nn.Module, args: Any, result: torch.Tensor) -> None:
+    FEATURES["h"] = result
+
+
+class FeatureHook:
+    """A hook that collects features, for a loss that compares them."""
+
+    def __init__(self) -> None:
+        self.features: list[torch.Tensor] = []
+
+    def __call__(self, module: nn.Module, args: Any, result: torch.Tensor) -> None:
+        self.features.append(result)
+
+
+class FeatureModule(nn.Module):
+    """A module outside of the model, with a method as a hook."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last: torch.Tensor | None = None
+
+    def store(self, module: nn.Module, args: Any, result: torch.Tensor) -> None:
+        self.last = result.abs()
+
+
+READERS: WeakKeyDictionary[nn.Module, Callable[[], Any]] = WeakKeyDictionary()
+"""For each `Hooked`: returns what its hook has stored. It is not reachable from the model."""
+
+
+class Hooked(Chain):
+    """A hook on a block stores its result."""
+
+    def __init__(self, hook: Callable[..., None], features: Callable[[], Any]) -> None:
+        super().__init__()
+        self.blocks[1].register_forward_hook(hook)
+        READERS[self] = features
+
+
+def _hook_in_closure() -> Hooked:
+    stored: dict[str, torch.Tensor] = {}
+    return Hooked(lambda module, args, result: stored.update(h=result.tanh()), stored.values)
+
+
+def _hook_object() -> Hooked:
+    hook = FeatureHook()
+    return Hooked(hook, lambda: hook.features)
+
+
+def _hook_of_other_module() -> Hooked:
+    other = FeatureModule()
+    return Hooked(other.store, lambda: [] if other.last is None else [other.last])
+
+
+def _loss_with_features(out: torch.Tensor, model: Hooked, args: Any) -> torch.Tensor:
+    *_, last = READERS[model]()
+    return out + 0.1 * last.abs().mean()
+
+
 @dataclass(frozen=True)
 class Effect:
     """A kind of side effect.
 
     `make` returns the model, `state` what the effect has changed so far. `change` is what the
     training loop does before step number `step`. `inputs` are the model's arguments for a batch,
-    and `loss` is computed from the outputs, the model and the arguments. A door in `refused` raises
+    and `loss` is computed from the outputs, the model and the arguments. `observe` is what the
+    arguments contain after a step. A door in `refused` raises
     an error with these words instead.
     """
 
@@ -467,6 +628,7 @@ class Effect:
     inputs: Callable[[torch.Tensor], tuple[Any, ...]] = lambda x: (x,)
     loss: Callable[[Any, Any, tuple[Any, ...]], torch.Tensor] = lambda out, model, args: out
     refused: Mapping[str, str] = field(default_factory=dict)
+    observe: Callable[[tuple[Any, ...]], Any] = lambda args: args
 
 
 def _set(path: str, value_of: Callable[[int], Any]) -> Callable[[Any, int], None]:
@@ -518,6 +680,17 @@ def _attach_hooks(model: Chain) -> Chain:
 _COUNTS = "which a planned step would not do"
 _REFUSED = {"optimize": _COUNTS, "model": _COUNTS}
 _RANDOM = {"optimize": "which a plan would do once", "model": "which a plan would do once"}
+
+
+def _stored_by_hook(make: Callable[[], Hooked]) -> Effect:
+    words = "a hook inside of this Hooked stores a tensor in"
+    return Effect(
+        make,
+        lambda m: [feature.detach().clone() for feature in READERS[m]()],
+        loss=_loss_with_features,
+        refused=dict.fromkeys(("optimize", "model"), words),
+    )
+
 
 EFFECTS: dict[str, Effect] = {
     "nothing": Effect(Chain),
@@ -623,4 +796,39 @@ EFFECTS: dict[str, Effect] = {
     ),
     "hooks": Effect(lambda: _attach_hooks(Chain()), lambda m: sorted(m.seen.items())),
     "unused head": Effect(TwoHeads, loss=lambda out, model, args: out[0].square().mean()),
+    "hook, closure": _stored_by_hook(_hook_in_closure),
+    "hook, object": _stored_by_hook(_hook_object),
+    "hook, global variable": _stored_by_hook(lambda: Hooked(store_in_global, FEATURES.values)),
+    "hook, other module": _stored_by_hook(_hook_of_other_module),
+    "dataclass": Effect(
+        WritesFields,
+        inputs=lambda x: (Example(x, torch.ones(len(x))),),
+        loss=lambda out, model, args: out + 0.1 * args[0].hidden.abs().mean(),
+        observe=_contents,
+    ),
+    "dataclass, checked": Effect(
+        WritesFields,
+        inputs=lambda x: (CheckedExample(x, torch.ones(len(x))),),
+        refused=dict.fromkeys(("optimize", "model"), "changes the attribute 'hidden'"),
+        observe=_contents,
+    ),
+    "UserDict": Effect(
+        WritesItems,
+        inputs=lambda x: (UserDict(x=x),),
+        loss=lambda out, model, args: out + 0.1 * args[0]["hidden"].abs().mean(),
+        observe=_contents,
+    ),
+    "generators in attributes": Effect(
+        OwnPythonGenerators,
+        lambda m: (m.python.getstate(), str(m.numpy.bit_generator.state)),
+        refused=_RANDOM,
+    ),
+    "NumPy's generator in an attribute": Effect(
+        OwnNumpyGenerator, lambda m: str(m.numpy.bit_generator.state), refused=_RANDOM
+    ),
+    "sparse gradient": Effect(
+        SparseEmbedding, refused=dict.fromkeys(("optimize", "model"), r"is sparse \(sparse=True\)")
+    ),
+    "transforms of torch.func": Effect(Tangents),
+    "exception of the model": Effect(Checks, lambda m: (list(m.errors), m.count.item())),
 }

@@ -20,6 +20,7 @@ from remat.frontend.blocks.fsdp2 import gathered_storages, is_dtensor
 from remat.frontend.blocks.patching import layer_checkpointing_disabled
 from remat.frontend.blocks.write_journal import WriteJournal
 from remat.frontend.capture.model.checkpointing import checkpointing_disabled, checkpointing_enabled
+from remat.frontend.capture.model.hooks import hooks_inside
 from remat.frontend.capture.model.preserved_state import model_state_preserved
 from remat.frontend.capture.model.python_state import PythonState
 from remat.frontend.common.pytree import tensors_in
@@ -111,7 +112,8 @@ class _RecomputeContext(AbstractContextManager[None]):
     def __enter__(self) -> None:
         self._stack.callback(BufferSnapshot(self._module, self._written).restore)
         if self._changes_values:
-            self._stack.callback(PythonState(self._module).restore)
+            state = PythonState(self._module, hooks=hooks_inside(self._module))
+            self._stack.callback(state.restore)
         self._stack.enter_context(layer_checkpointing_disabled(self._module))
 
     def __exit__(self, *_: object) -> None:
@@ -153,7 +155,7 @@ def state_restored(model: nn.Module, arguments: Any = ()) -> Iterator[None]:
     context; Python values of the model, and containers in `arguments`; RNG states of torch, Python
     and NumPy.
     """
-    python_state = PythonState(model, arguments)
+    python_state = PythonState(model, arguments, hooks_inside(model))
     random_state, numpy_state = random.getstate(), np.random.get_state()
     tensors = [*model.parameters(), *model.buffers()]
     memory = [(t, t.detach(), _address(t)) for t in tensors if not is_dtensor(t)]

@@ -21,6 +21,7 @@ from remat.frontend.capture.model.checkpointing import checkpointing_disabled
 from remat.frontend.runtime.guards import CallSignature, ModelCall, ModelTracker, call_signature
 from remat.frontend.runtime.lower import LoweredProgram
 from remat.frontend.runtime.module import BoundProgram
+from remat.frontend.runtime.unplanned_calls import is_in_function_transform
 from remat.plan import Plan
 
 logger = logging.getLogger("remat")
@@ -141,7 +142,7 @@ class _BoundBlock:
         original_forward = self._module.forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            if not torch.is_grad_enabled():
+            if not torch.is_grad_enabled() or is_in_function_transform():
                 return original_forward(*args, **kwargs)
             index, planned = next(calls, (0, None))
             if planned is None:

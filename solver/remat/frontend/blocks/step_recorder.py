@@ -18,11 +18,13 @@ from remat.frontend.blocks.profile import ModuleInvocation, requires_gradient
 from remat.frontend.blocks.stub import StubBlock, copy_argument_mutations, in_separate_storages
 from remat.frontend.capture.model.environment import autocast_cache_disabled
 from remat.frontend.capture.model.flat_model import outputs_to_differentiate
+from remat.frontend.capture.model.hooks import hooks_inside
 from remat.frontend.capture.model.python_state import PythonState
 from remat.frontend.common.pytree import flatten, flatten_objects, tensors_in, unflatten_objects
 from remat.frontend.memory.gauge import Gauge
 from remat.frontend.memory.meter import allocated_size_bytes, storage_bytes
 from remat.frontend.runtime.guards import CallSignature, ModelCall, ModelTracker, call_signature
+from remat.frontend.runtime.unplanned_calls import is_in_function_transform
 
 MeasureOptions = Callable[[Gauge, ModuleInvocation], tuple[BlockOption, ...]]
 """Measures the options of a call of a module's original forward."""
@@ -100,6 +102,8 @@ class StepRecorder:
         is_trainable = bool(trainable_parameters([block]))
 
         def forward(*args: Any, **kwargs: Any) -> Any:
+            if is_in_function_transform():
+                return original_forward(*args, **kwargs)
             input_leaves, input_shape = flatten_objects((args, kwargs))
             has_backward = is_trainable or any(map(requires_gradient, input_leaves))
             if not torch.is_grad_enabled() or not has_backward:
@@ -122,7 +126,7 @@ class StepRecorder:
                 ]
                 stub_args, stub_kwargs = unflatten_objects(leaves, input_shape)
                 attributes_before = differentiable_attributes(block.module)
-                values_before = PythonState(block.module)
+                values_before = PythonState(block.module, hooks=hooks_inside(block.module))
                 # Weights that autocast casts within a block are part of the block's memory.
                 with autocast_cache_disabled():
                     result = original_forward(*stub_args, **stub_kwargs)

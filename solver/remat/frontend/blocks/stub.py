@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import operator
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -89,8 +90,8 @@ def in_separate_storages(
 def copy_argument_mutations(
     arguments: Any, stub_arguments: Any, leaves: Sequence[object], shape: ObjectTreeSpec
 ) -> bool:
-    """Return True if the block modified a list or dict among its arguments, and apply the changes
-    to the caller's arguments.
+    """Return True if the block modified a list, dict or dataclass among its arguments, and apply
+    the changes to the caller's arguments.
 
     `stub_arguments` are the arguments that the block received, built from `leaves` in `shape`;
     `arguments` are the caller's, which get the same contents, with tensors detached.
@@ -103,7 +104,8 @@ def copy_argument_mutations(
 
 
 def _copy_detached(target: Any, source: Any) -> None:
-    """Give the lists and dicts in `target` the contents of those in `source`, without a graph."""
+    """Give the lists, dicts and dataclasses in `target` the contents of those in `source`, without
+    a graph."""
     detached = partial(tree_map_only, torch.Tensor, torch.Tensor.detach)
     if isinstance(target, list) and isinstance(source, list):
         target[:] = map(detached, source)
@@ -118,6 +120,9 @@ def _copy_detached(target: Any, source: Any) -> None:
     elif isinstance(target, tuple):
         for target_item, source_item in zip(target, source, strict=True):
             _copy_detached(target_item, source_item)
+    elif dataclasses.is_dataclass(target) and not isinstance(target, type):
+        for name, item in vars(source).items():
+            object.__setattr__(target, name, detached(item))
 
 
 def _differentiable_copy(tensor: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,7 @@ import contextlib
 import logging
 import traceback
 from collections.abc import Iterator, Sequence
+from dis import opmap
 from pathlib import Path
 
 import torch
@@ -23,7 +24,7 @@ from remat.frontend.capture.model.stores import check_steady
 from remat.frontend.capture.operator_recorder import ForeignTensorError
 from remat.frontend.capture.reading.constant_folding import ConstantFolding, ConstantQuery
 from remat.frontend.capture.reading.joint_graph import JointGraph
-from remat.frontend.capture.recording import record_joint_graph
+from remat.frontend.capture.recording import record_joint_graph, sparse_gradient
 from remat.frontend.common.code_origin import is_framework_code
 from remat.frontend.common.failing_part import failing_part
 from remat.frontend.common.garbage_collection import cycles_not_collected
@@ -105,6 +106,20 @@ def _is_raised_by_framework(error: BaseException) -> bool:
     return bool(frames) and is_framework_code(Path(frames[-1].filename))
 
 
+def is_raised_by_model(error: BaseException) -> bool:
+    """True if a capture failed with an exception that a `raise` or `assert` statement of the
+    model's code raised, so that the call itself may be wrong."""
+    cause = error.__cause__
+    if cause is None or _is_raised_by_framework(cause) or _is_data_dependent(cause):
+        return False
+    trace = cause.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    if trace is None:
+        return False
+    return trace.tb_frame.f_code.co_code[trace.tb_lasti] == opmap["RAISE_VARARGS"]
+
+
 def _record(flat_model: FlatModel, leaves: Sequence[torch.Tensor]) -> JointGraph:
     """Record one call of the model. If the call changes Python values of the model, return the
     recording of a second call, because later calls run like the second. If a recording fails,
@@ -175,11 +190,7 @@ def _error_message(model: nn.Module, error: Exception) -> str:
             'model.set_experts_implementation("grouped_mm") computes the same with fixed shapes'
         )
     elif _is_data_dependent(error) and (sparse := _sparse_embeddings(model)):
-        cause = f"the gradient of {sparse[0] or type(model).__name__} is sparse (sparse=True)"
-        remedy = (
-            "a plan has dense tensors only. Make the gradient dense (module.sparse = False), or "
-            'plan the modules around the embedding: remat.enable(model, budget, scope="blocks")'
-        )
+        return sparse_gradient(sparse[0] or type(model).__name__)
     elif _is_data_dependent(error):
         remedy = (
             "a branch, index or shape depends on tensor values. Decide it before the step and pass "

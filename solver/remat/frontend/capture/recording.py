@@ -103,6 +103,9 @@ class _StepRecording:
                 state = PythonState(self._flat_model.model)
             sources = self._sources(outputs, list(differentiable.values()))
             gradients = self._backward(outputs, list(differentiable.values()))
+            for key, gradient in zip(differentiable, gradients, strict=True):
+                if gradient is not None and gradient.layout is not torch.strided:
+                    raise TraceError(sparse_gradient(key.target))
             with capture_paused():
                 check_unchanged_by_backward(self._flat_model.model, state.changes())
             self._check_no_gradients(
@@ -246,6 +249,15 @@ class _StepRecording:
             finally:
                 torch.set_autocast_cache_enabled(is_cache_enabled)
                 torch._disable_functionalization()
+
+
+def sparse_gradient(name: str) -> str:
+    """Return the error message for a parameter or module whose gradient is sparse."""
+    return (
+        f"the gradient of {name} is sparse (sparse=True), and a plan has dense tensors only. "
+        "Remedy: make the gradient dense (module.sparse = False), or plan the modules around the "
+        'embedding: remat.enable(model, budget, scope="blocks")'
+    )
 
 
 def _nodes_below(output: Tensor) -> set[Any]:

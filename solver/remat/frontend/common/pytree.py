@@ -2,15 +2,16 @@
 
 This is not `torch.utils._pytree`, because plain dataclasses need no registration here and because a
 `Structure` must be safe to read from a document: a type is looked up only in modules that are
-already imported, and must be a dataclass, a named tuple or a dict.
+already imported, and must be a dataclass, a named tuple, a dict or a `UserDict`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import sys
-from collections import defaultdict
+from collections import UserDict, defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -65,7 +66,7 @@ class _Flattener:
         if isinstance(node, (list, tuple)) and type(node) in (list, tuple, torch.Size):
             kind = "list" if isinstance(node, list) else "tuple"
             return Structure(kind=kind, children=self._children(node, path))
-        if isinstance(node, Mapping):
+        if isinstance(node, (dict, UserDict)):
             if not all(isinstance(key, (str, int)) for key in node):
                 raise TraceError(
                     f"{self._label}{path}: only strings and integers can be keys of a dict"
@@ -91,8 +92,18 @@ class _Flattener:
         names = [
             f.name for f in fields if getattr(node, f.name) is not None or f.default is not None
         ]
+        names += _undeclared_attributes(node)
         children = tuple(self.flatten(getattr(node, n), f"{path}.{n}") for n in names)
         return Structure(kind="object", type=_type_name(node), keys=tuple(names), children=children)
+
+
+def _undeclared_attributes(node: Any) -> list[str]:
+    """Return the names of the attributes that code has added to a dataclass; none for a class with
+    a `__post_init__`, which may set attributes itself."""
+    if hasattr(type(node), "__post_init__"):
+        return []
+    declared = {f.name for f in dataclasses.fields(node)}
+    return [n for n in getattr(node, "__dict__", ()) if n not in declared and n.isidentifier()]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,14 +212,26 @@ def unflattener(structure: Structure) -> Callable[[Sequence[object]], Any]:
             return lambda leaves: cls(*(part(leaves) for part in parts))
         case "object":
             cls = _resolve_type(structure.type)
-            return lambda leaves: cls(
-                **{str(k): part(leaves) for k, part in zip(keys, parts, strict=True)}
-            )
+            return partial(_build_dataclass, cls, dict(zip(map(str, keys), parts, strict=True)))
         case _:
             cls = _resolve_type(structure.type) if structure.type else dict
             return lambda leaves: cls(
                 {k: part(leaves) for k, part in zip(keys, parts, strict=True)}
             )
+
+
+def _build_dataclass(
+    cls: Any, parts: Mapping[str, Callable[[Sequence[object]], Any]], leaves: Sequence[object]
+) -> Any:
+    """Build a dataclass with these attributes, of which some may not be fields of it."""
+    values = {name: part(leaves) for name, part in parts.items()}
+    declared = {f.name for f in dataclasses.fields(cls)}
+    instance = cls(**{name: value for name, value in values.items() if name in declared})
+    for name in values.keys() - declared:
+        if name.startswith("__") or hasattr(cls, name):
+            raise DocumentError(f"a program must not set {cls.__qualname__}.{name}")
+        object.__setattr__(instance, name, values[name])
+    return instance
 
 
 def _builtin_scalar(value: Any) -> Any:
@@ -232,11 +255,12 @@ def _resolve_type(name: str) -> Callable[..., Any]:
     is_container = isinstance(cls, type) and (
         dataclasses.is_dataclass(cls)
         or (issubclass(cls, tuple) and hasattr(cls, "_fields"))
-        or issubclass(cls, dict)
+        or issubclass(cls, (dict, UserDict))
     )
     if not is_container:
         raise DocumentError(
-            f"the output type {name[:200]} is not a dataclass, named tuple or dict of a module "
-            "that is imported; import the model's package before lowering its program"
+            f"the type {name[:200]} of an argument or output is not a dataclass, named tuple or "
+            "dict of a module that is imported; import the model's package before lowering its "
+            "program"
         )
     return cls

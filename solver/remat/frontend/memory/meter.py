@@ -141,7 +141,8 @@ def _resize_tracked(meter: LiveStorageMeter) -> Iterator[None]:
 
 def unique_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Return the bytes of the tensors' distinct storages: tied weights and views count once."""
-    storages = {_storage(t)._cdata: storage_bytes(_storage(t)) for t in tensors}
+    parts = [part for tensor in tensors for part in _dense_parts(tensor)]
+    storages = {_storage(t)._cdata: storage_bytes(_storage(t)) for t in parts}
     return sum(storages.values())
 
 
@@ -179,6 +180,19 @@ def _has_storage(item: object) -> bool:
     if not isinstance(item, torch.Tensor) or item.layout != torch.strided:
         return False
     return not (item.is_meta or isinstance(item, _CAPTURE_TENSORS))
+
+
+def _dense_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return the indices and values of a sparse tensor; any other tensor itself."""
+    match tensor.layout:
+        case torch.sparse_coo:
+            return tensor._indices(), tensor._values()
+        case torch.sparse_csr | torch.sparse_bsr:
+            return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+        case torch.sparse_csc | torch.sparse_bsc:
+            return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+        case _:
+            return (tensor,)
 
 
 def _storage(tensor: torch.Tensor) -> torch.UntypedStorage:

@@ -20,6 +20,7 @@ from torch import fx, nn
 
 from remat.documents.program import Program
 from remat.errors import InfeasibleBudget, RematError, TraceError, one_line, wrong_type
+from remat.frontend.capture.attempts import is_raised_by_model
 from remat.frontend.capture.model.compiled_modules import unwrap_compiled
 from remat.frontend.common.operators import NAMESPACES
 from remat.frontend.common.pytree import tensors_in
@@ -198,6 +199,8 @@ class StepDispatcher:
                 call = ModelCall.of(args, kwargs, "the arguments ")
                 step = self._step_for(self._tracker, call)
             except (TraceError, InfeasibleBudget) as error:
+                if is_raised_by_model(error):
+                    self._run_original(*args, **kwargs)  # raises the exception of the model's code
                 if self.model.training:
                     raise
                 reason = f"is in evaluation mode, and cannot be planned ({one_line(error)})"

@@ -17,7 +17,7 @@ CAPTURED = "is captured by torch.jit, torch.export, torch.fx or torch.compile"
 def unplanned_reason(tensors: Sequence[torch.Tensor]) -> str:
     """Return the reason why a call with these input tensors is not planned, as text that follows
     the model's name; "" for a call that can be planned."""
-    if torch._C._functorch.maybe_current_level() is not None:  # type: ignore[attr-defined]
+    if is_in_function_transform():
         return "runs inside a transform of torch.func, which a plan does not support"
     is_traced = (
         torch._C._get_tracing_state() is not None  # of torch.jit.trace
@@ -27,6 +27,11 @@ def unplanned_reason(tensors: Sequence[torch.Tensor]) -> str:
     if is_traced or any(map(_is_symbolic, tensors)):
         return CAPTURED
     return ""
+
+
+def is_in_function_transform() -> bool:
+    """True inside of a transform of torch.func, such as `grad`, `jvp` or `vmap`."""
+    return torch._C._functorch.maybe_current_level() is not None  # type: ignore[attr-defined]
 
 
 def has_lazy_parameters(model: nn.Module) -> bool:

@@ -31,6 +31,7 @@ from remat.frontend.capture.model.module_paths import ModulePaths
 from remat.frontend.capture.model.preserved_state import registered_buffers
 from remat.frontend.capture.model.python_state import Change, PythonState
 from remat.frontend.capture.model.stores import (
+    Arguments,
     StoredValue,
     input_leaves_marked,
     stored_arguments,
@@ -93,6 +94,7 @@ class FlatModel(nn.Module):
     def forward(self, *leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Call the model with these tensors as the leaves of its arguments."""
         args, kwargs = unflatten(self.inputs, leaves)
+        arguments = Arguments((args, kwargs), self.inputs)
         buffers = registered_buffers(self.model)
         cached_inputs = ([leaf] for leaf in compress(leaves, self.are_leaves))
         self.autocast_cache.start_forward([*self._tied_parameters(), *cached_inputs])
@@ -104,7 +106,7 @@ class FlatModel(nn.Module):
         stored = [
             *stored_attributes(self.model, self.changes),
             *self._constant_writes(),
-            *stored_arguments((args, kwargs), self.inputs, leaves),
+            *stored_arguments((args, kwargs), arguments, leaves),
         ]
         tensors = self._describe_outputs(returned, stored, leaves)
         if any(tensor.retains_grad for tensor in tensors):

@@ -3,7 +3,7 @@
 Hooks of the model itself are removed: they run around the plan, at each call. Hooks of submodules
 run, in the backward too, and their computations become part of the graph. Their other effects
 happen during the capture and never in a step, so a `HookWarning` names the hooks that compute
-nothing.
+nothing. A hook that stores a tensor, such as an activation for a loss, is an error.
 """
 
 from __future__ import annotations
@@ -21,6 +21,11 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from remat.errors import HookWarning, TraceError
+from remat.frontend.capture.model.python_state import (
+    PythonState,
+    contains_capture,
+    path_label,
+)
 
 _FORWARD_HOOKS, _FORWARD_PRE_HOOKS = "_forward_hooks", "_forward_pre_hooks"
 HOOK_KINDS = {
@@ -30,6 +35,14 @@ HOOK_KINDS = {
     "_backward_pre_hooks": "backward pre-hook",
 }
 """The attributes of `nn.Module` that have its hooks, and what to call these hooks."""
+
+_GLOBAL_HOOKS = (
+    "_global_forward_hooks",
+    "_global_forward_pre_hooks",
+    "_global_backward_hooks",
+    "_global_backward_pre_hooks",
+)
+"""The tables of torch that have the hooks of all modules."""
 
 _IGNORED_NAMES = frozenset(
     {"output_capturing_hook", "make_inputs_require_grad", "make_inputs_require_grads"}
@@ -95,18 +108,54 @@ def root_hooks_removed(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def submodule_hooks_observed(model: nn.Module) -> Iterator[HookActivity]:
-    """Record within the context which hooks of submodules compute part of the graph."""
+    """Record within the context which hooks of submodules compute part of the graph. Raises
+    `TraceError` at its end if a hook has stored a tensor outside of the model."""
     activity = HookActivity(model)
     registered = list(_submodule_hooks(model))
-    for hook in registered:
-        getattr(hook.module, hook.kind)[hook.key] = _wrap(hook, activity)
-    try:
-        yield activity
-    finally:
+    with _no_tensors_stored(model):
         for hook in registered:
-            table = getattr(hook.module, hook.kind)
-            if hook.key in table:  # it may have removed itself
-                table[hook.key] = hook.hook
+            getattr(hook.module, hook.kind)[hook.key] = _wrap(hook, activity)
+        try:
+            yield activity
+        finally:
+            for hook in registered:
+                table = getattr(hook.module, hook.kind)
+                if hook.key in table:  # it may have removed itself
+                    table[hook.key] = hook.hook
+
+
+def hooks_inside(model: nn.Module) -> list[Hook]:
+    """Return the hooks that a call of the model's forward runs: those of submodules, and those of
+    all modules."""
+    hooks = [registered.hook for registered in _submodule_hooks(model)]
+    for table in _GLOBAL_HOOKS:
+        hooks += getattr(nn.modules.module, table).values()
+    return hooks
+
+
+@contextmanager
+def _no_tensors_stored(model: nn.Module) -> Iterator[None]:
+    """Remove at the end of the context what hooks have stored in closure and global variables or in
+    objects, if it contains tensors of the capture. Raises `TraceError` if there is any."""
+    if not (hooks := hooks_inside(model)):
+        yield
+        return
+    state = PythonState.of_hooks(hooks, model)
+    stored = ""
+    try:
+        yield
+        changes = (change for change in state.changes() if contains_capture(change.now))
+        stored = next((path_label(change.path) for change in changes), "")
+    finally:
+        state.remove_tensors_of_capture()
+    if stored:
+        raise TraceError(
+            f"a hook inside of this {type(model).__name__} stores a tensor in {stored}, where a "
+            "planned step would not store it. Remedy: return the tensor from the forward of the "
+            "model, or store it in an attribute of a module there; or plan the blocks inside, "
+            "which runs the model's own code and hooks around them: "
+            'remat.enable(model, budget, scope="blocks")'
+        )
 
 
 def is_planned_hook(hook: Hook) -> bool:

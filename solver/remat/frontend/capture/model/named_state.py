@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
@@ -31,26 +31,39 @@ def model_functions(model: nn.Module) -> Iterator[FunctionType]:
             yield function
 
 
+def functions_of(value: object) -> Iterator[FunctionType]:
+    """Yield the Python functions that a call of a function, method, `partial` or object runs."""
+    if isinstance(value, partial):
+        yield from functions_of(value.func)
+    elif isinstance(value, MethodType):
+        yield from functions_of(value.__func__)
+    elif isinstance(value, FunctionType):
+        yield value
+    elif callable(value) and isinstance(value.__call__, MethodType):
+        yield from functions_of(value.__call__)
+
+
 class _NamedCode:
-    """The code that the functions of a model name, directly or through other code.
+    """The code that functions name, directly or through other code.
 
     Functions, and methods of the user's classes, are followed through global variables, closures,
     default arguments, and attributes of the user's Python modules. Code of torch is left out.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, functions: Iterable[FunctionType]) -> None:
+        own = list(functions)
         self.namespaces: dict[int, tuple[dict[str, Any], set[str]]] = {}
         """Namespaces (the `__globals__` of functions) by `id`, with the names in use."""
         self.classes: dict[type, None] = {}
         """Classes of the user, other than those of modules."""
         self.functions: dict[FunctionType, None] = {}
-        """Functions of the user, other than methods of modules."""
+        """Functions of the user, other than the first ones."""
         self.user_names: set[str] = set()
         """All names in the user's code, of variables and attributes."""
         self._modules: dict[int, ModuleType] = {}
         self._seen: set[int] = set()
-        self._own = {id(function) for function in model_functions(model)}
-        pending: list[Any] = list(model_functions(model))
+        self._own = {id(function) for function in own}
+        pending: list[Any] = own
         while pending:
             while pending:
                 self._add(pending.pop(), pending)
@@ -109,11 +122,11 @@ class _NamedCode:
         pending += [namespace[name] for name in new_names if name in namespace]
 
 
-def named_globals(model: nn.Module) -> list[tuple[dict[str, Any], set[str]]]:
-    """Return the global variables that the model's code can refer to, as pairs of a namespace (the
-    `__globals__` of functions) and names in it. Code is that of the modules' methods, and of the
-    functions that it names, also imported ones. Namespaces of torch are left out."""
-    return list(_NamedCode(model).namespaces.values())
+def named_globals(functions: Iterable[FunctionType]) -> list[tuple[dict[str, Any], set[str]]]:
+    """Return the global variables that the code of functions can refer to, as pairs of a namespace
+    (the `__globals__` of functions) and names in it. Code is also that of the functions that the
+    functions name, also imported ones. Namespaces of torch are left out."""
+    return list(_NamedCode(functions).namespaces.values())
 
 
 def user_classes(model: nn.Module) -> list[type]:
@@ -160,7 +173,7 @@ def variables_of(model: nn.Module) -> Iterator[NamedTable]:
     """Yield the variables whose reads by the model's code are not intercepted: global variables,
     attributes of the user's Python modules and classes, methods of the modules' classes, closure
     variables, default arguments, attributes of parameters and buffers, and the environment."""
-    code = _NamedCode(model)
+    code = _NamedCode(model_functions(model))
     attributes = frozenset(code.user_names)
     for namespace, names in code.namespaces.values():
         if is_framework_code(Path(str(namespace.get("__file__", "")))):

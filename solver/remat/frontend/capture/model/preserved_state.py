@@ -39,7 +39,7 @@ def python_rng_forbidden(model: nn.Module) -> Iterator[None]:
     def refuse_seed(seed: int) -> torch.Generator:
         if threading.get_ident() != thread:
             return manual_seed(seed)
-        raise TraceError(_rng_error(model, "seeds torch's random numbers"))
+        raise TraceError(rng_error(model, "seeds torch's random numbers"))
 
     torch.manual_seed = torch.random.manual_seed = refuse_seed
     use = ""
@@ -54,10 +54,11 @@ def python_rng_forbidden(model: nn.Module) -> Iterator[None]:
         random.setstate(python_state)
         np.random.set_state(numpy_state)
     if use:
-        raise TraceError(_rng_error(model, use))
+        raise TraceError(rng_error(model, use))
 
 
-def _rng_error(model: nn.Module, use: str) -> str:
+def rng_error(model: nn.Module, use: str) -> str:
+    """Return the error message for a forward that uses random numbers other than torch's."""
     return (
         f"the forward of {type(model).__name__} {use}, which a plan would do once for all steps. "
         "Remedy: do so outside of the model, and pass the result as an argument; or use torch.rand "

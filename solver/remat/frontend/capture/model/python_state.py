@@ -11,10 +11,10 @@ global variables that the model's code names.
 
 from __future__ import annotations
 
-import copy
+import pickle
 import random
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from operator import is_
 from types import FunctionType, MethodType, ModuleType
@@ -26,6 +26,7 @@ from torch import nn
 
 from remat.frontend.capture.model.named_state import (
     class_data,
+    functions_of,
     is_of_torch,
     is_searched,
     model_functions,
@@ -45,9 +46,9 @@ _MAX_ARRAY_BYTES = 1 << 20
 
 _OPAQUE = (
     bool, int, float, str, bytes, type(None), type, torch.Tensor, torch.dtype, torch.device,
-    nn.Module, ModuleType,
+    ModuleType,
 )  # fmt: skip
-"""Types whose attributes are not searched. (Modules of the model are searched separately.)"""
+"""Types whose attributes are not searched."""
 
 _MODULE_TABLES = ("_parameters", "_buffers", "_modules")
 """Attributes of a module that have its tensors and submodules."""
@@ -62,6 +63,9 @@ class _Absent:
 
 _SHARED_GENERATORS = (random.random.__self__, np.random.random.__self__)  # type: ignore[attr-defined]
 """The global generators of Python and NumPy. Callers restore them separately."""
+
+GENERATORS = random.Random, np.random.RandomState, np.random.Generator
+"""The classes of the random generators of Python and NumPy."""
 
 ABSENT = _Absent()
 """The value of an attribute or item that does not exist."""
@@ -84,12 +88,13 @@ class Change(NamedTuple):
 
 class PythonState:
     """A snapshot of the Python values that a model can change, and of the containers in the
-    `arguments` of a call."""
+    `arguments` of a call. With the model's `hooks`, also of the values that these can change."""
 
-    def __init__(self, model: nn.Module, arguments: Any = ()) -> None:
+    def __init__(self, model: nn.Module, arguments: Any = (), hooks: Sequence[Any] = ()) -> None:
         self._tables: list[_Table] = []
         self._seen: dict[int, Any] = {id(item): item for item in _SHARED_GENERATORS}
         """The searched objects by `id`. The reference keeps the `id` unique."""
+        self._seen |= {id(module): module for module in model.modules()}
         for name, module in model.named_modules():
             attributes = vars(module)
             ignored = _MODULE_TABLES
@@ -111,12 +116,18 @@ class PythonState:
         for cls in user_classes(model):
             self._tables.append(_Table((None, cls.__qualname__), cls, class_data, _write_class))
             self._add_items((None, cls.__qualname__), class_data(cls).items(), 1)
-        for namespace, names in named_globals(model):
-            path = None, str(namespace.get("__name__", ""))
-            read = partial(_read_names, names)
-            self._tables.append(_Table(path, namespace, read, partial(_write_names, names)))
-            self._add_items(path, read(namespace).items(), 0)
+        self._add_globals(model_functions(model), 0)
         self._add_items((None, "arguments"), [("", arguments)], _OBJECT_DEPTH)
+        self._add_hooks(hooks)
+
+    @classmethod
+    def of_hooks(cls, hooks: Sequence[Any], model: nn.Module) -> PythonState:
+        """Return a snapshot of the values that hooks of a model can change, such as closure and
+        global variables and the attributes of their objects, without those of the model."""
+        state = cls(model)
+        state._tables.clear()
+        state._add_hooks(hooks)
+        return state
 
     def changes(self) -> list[Change]:
         """Return the values that have changed since the snapshot."""
@@ -141,6 +152,21 @@ class PythonState:
                 table.write(table.container, table.before)
 
     # -- the search -------------------------------------------------------------------------
+
+    def _add_hooks(self, hooks: Sequence[Any]) -> None:
+        for hook in hooks:
+            label = getattr(hook, "__qualname__", type(hook).__qualname__)
+            self._add_items((None,), [(label, hook)], _OBJECT_DEPTH)
+        functions = [function for hook in hooks for function in functions_of(hook)]
+        self._add_globals(functions, _OBJECT_DEPTH)
+
+    def _add_globals(self, functions: Iterable[FunctionType], depth: int) -> None:
+        """Search the global variables that the code of functions can refer to."""
+        for namespace, names in named_globals(functions):
+            path = None, str(namespace.get("__name__", ""))
+            read = partial(_read_names, names)
+            self._tables.append(_Table(path, namespace, read, partial(_write_names, names)))
+            self._add_items(path, read(namespace).items(), depth)
 
     def _add_attributes(
         self, path: Path, attributes: dict[str, Any], depth: int, ignored: tuple[str, ...] = ()
@@ -171,7 +197,8 @@ class PythonState:
             return
         attributes = _dictionary(value)
         if isinstance(attributes, dict) and id(attributes) not in self._seen:
-            self._add_attributes(path, attributes, depth - 1)
+            ignored = _MODULE_TABLES if isinstance(value, nn.Module) else ()
+            self._add_attributes(path, attributes, depth - 1, ignored)
         if slots := _slots(value):
             read, write = partial(_read_slots, slots), _write_attributes
             self._tables.append(_Table(path, value, read, write))
@@ -367,8 +394,10 @@ def _access(value: Any) -> tuple[Callable[[Any], Any], Callable[[Any, Any], None
             return np.random.RandomState.get_state, np.random.RandomState.set_state
         case np.random.Generator():
             return (
-                lambda generator: copy.deepcopy(generator.bit_generator.state),
-                lambda generator, state: setattr(generator.bit_generator, "state", state),
+                lambda generator: pickle.dumps(generator.bit_generator.state),
+                lambda generator, state: setattr(
+                    generator.bit_generator, "state", pickle.loads(state)
+                ),
             )
         case torch.Generator():
             return torch.Generator.get_state, _write_generator

@@ -9,7 +9,7 @@ call, such as a counter, is an error, because a plan would store the same value 
 from __future__ import annotations
 
 import reprlib
-from collections import deque
+from collections import UserDict, deque
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -18,9 +18,10 @@ from torch import nn
 
 from remat.documents.structure import Structure
 from remat.errors import TraceError
-from remat.frontend.capture.model.preserved_state import is_of_capture, is_same_scalar
+from remat.frontend.capture.model.preserved_state import is_of_capture, is_same_scalar, rng_error
 from remat.frontend.capture.model.python_state import (
     ABSENT,
+    GENERATORS,
     Change,
     contains_capture,
     path_label,
@@ -83,6 +84,9 @@ def check_steady(model: nn.Module, first: Sequence[Change], second: Sequence[Cha
     a counter. A plan would store the same values in each step."""
     after_first = {change.path: change.now for change in first}
     for change in second:
+        if isinstance(change.container, GENERATORS):
+            use = f"draws random numbers of {path_label(change.path)}"
+            raise TraceError(rng_error(model, use))
         if not _is_equivalent(change.now, after_first.get(change.path, change.before)):
             raise TraceError(
                 f"each call of {type(model).__name__} changes {path_label(change.path)} (from "
@@ -159,14 +163,57 @@ def _text(value: Any) -> str:
 
 
 def stored_arguments(
-    arguments: Any, before: Structure, inputs: Sequence[torch.Tensor]
+    arguments: Any, before: Arguments, inputs: Sequence[torch.Tensor]
 ) -> list[StoredValue]:
-    """Return the lists and dicts among the arguments that a call changed. `before` is the structure
-    of the arguments before the call, with the tensors `inputs`."""
+    """Return the lists, dicts and dataclasses among the arguments that a call changed. `before` are
+    the arguments before the call, with the tensors `inputs`. Raises `TraceError` for a change that
+    a plan cannot make."""
     leaves, now = flatten(arguments, "an argument that the forward has changed: ")
     places: list[tuple[str | int, ...]] = []
-    _add_changed_places(now, before, (leaves, inputs), (), places)
+    _add_changed_places(now, before.structure, (leaves, inputs), (), places)
+    before.check_attributes(arguments, now)
     return [StoredValue("argument", p, _at(arguments, p), True) for p in places]
+
+
+class Arguments:
+    """The arguments of a call before it: their structure, and the attributes of their objects that
+    the structure does not describe."""
+
+    def __init__(self, arguments: Any, structure: Structure) -> None:
+        self.structure = structure
+        self._attributes = _undescribed_attributes(arguments, structure)
+
+    def check_attributes(self, arguments: Any, structure: Structure) -> None:
+        """Raise `TraceError` if a call changed an attribute of an argument that `structure`, the
+        one after the call, does not describe."""
+        for place, now in _undescribed_attributes(arguments, structure).items():
+            values = self._attributes.get(place, now)
+            for name in dict.fromkeys((*values, *now)):
+                if not _is_equivalent(values.get(name, ABSENT), now.get(name, ABSENT)):
+                    owner = type(_at(arguments, place)).__qualname__
+                    raise TraceError(
+                        f"the forward changes the attribute {name!r} of an argument of the class "
+                        f"{owner}, which a planned step would not do. {_REMEDY}"
+                    )
+
+
+def _undescribed_attributes(
+    arguments: Any, structure: Structure
+) -> dict[tuple[str | int, ...], dict[str, Any]]:
+    """Return the attributes of the objects among the arguments that `structure` does not describe,
+    by the places of the objects."""
+    attributes: dict[tuple[str | int, ...], dict[str, Any]] = {}
+    pending: list[tuple[tuple[str | int, ...], Structure]] = [((), structure)]
+    while pending:
+        place, part = pending.pop()
+        keys = part.keys or tuple(range(len(part.children)))
+        pending += [((*place, k), child) for k, child in zip(keys, part.children, strict=True)]
+        if part.type:
+            owner = _at(arguments, place)
+            described = (*keys, "data") if isinstance(owner, UserDict) else keys
+            values = getattr(owner, "__dict__", {})
+            attributes[place] = {n: v for n, v in values.items() if n not in described}
+    return attributes
 
 
 def _add_changed_places(
@@ -184,6 +231,11 @@ def _add_changed_places(
         return tensors[0][now.leaf] is not tensors[1][before.leaf]
     if now.kind == "value":
         return now != before
+    if now.kind == "object" and (removed := set(before.keys) - set(now.keys)):
+        raise TraceError(
+            f"the forward removes the attribute {min(map(str, removed))!r} of an argument, which a "
+            f"planned step would not do. {_REMEDY}"
+        )
     keys, keys_before = (s.keys or tuple(range(len(s.children))) for s in (now, before))
     below: list[tuple[str | int, ...]] = []
     is_changed = keys != keys_before

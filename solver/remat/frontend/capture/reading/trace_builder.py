@@ -17,7 +17,11 @@ def check_dense(tensor: torch.Tensor) -> None:
     if type(tensor).__name__ not in ("Tensor", "Parameter", "FakeTensor", "Buffer"):
         raise TraceError(f"tensors of type {type(tensor).__name__} (subclasses) are not supported")
     if tensor.layout is not torch.strided or tensor.is_quantized:
-        raise TraceError(f"only strided dense tensors are supported, not {tensor.layout}")
+        raise TraceError(
+            f"only strided dense tensors are supported, not {tensor.layout}. Remedy: use dense "
+            "tensors, or plan the modules around that part: "
+            'remat.enable(model, budget, scope="blocks")'
+        )
 
 
 @dataclass
