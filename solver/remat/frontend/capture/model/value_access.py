@@ -216,7 +216,10 @@ def _state_of_part(part: Any) -> Any:
         return tuple(map(_state_of_part, part))
     if is_iterator(part):
         return iterator_state(part)
-    return len(part) if isinstance(part, list) else part
+    if isinstance(part, list):
+        items = part[:MAX_SEARCHED_ITEMS]
+        return len(part), *(iterator_state(item) for item in items if is_iterator(item))
+    return part
 
 
 def copy_of_iterator(iterator: Any) -> Any:
@@ -248,6 +251,8 @@ def _copy_of_count(iterator: itertools.count[Any]) -> itertools.count[Any] | Non
 
 
 def _copy_of_part(part: Any) -> Any:
+    if isinstance(part, (tuple, list)) and any(map(is_iterator, part[:MAX_SEARCHED_ITEMS])):
+        return type(part)(map(_copy_of_part, part))
     return copy_of_iterator(part) if is_iterator(part) else part
 
 
