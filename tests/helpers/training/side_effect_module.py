@@ -62,9 +62,9 @@ def count_in_default(calls: list[int] = []) -> int:  # noqa: B006
 
 def count_in_attribute() -> int:
     """Count in an attribute of this function."""
-    attributes = count_in_attribute.__dict__
-    attributes["calls"] = attributes.get("calls", 0) + 1
-    return attributes["calls"]
+    function: Any = count_in_attribute
+    function.calls = getattr(function, "calls", 0) + 1
+    return function.calls
 
 
 def reset() -> None:
