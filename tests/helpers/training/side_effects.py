@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import array
+import itertools
 import random
 from collections import Counter, UserDict, deque
 from collections.abc import Callable, Mapping
@@ -12,6 +14,8 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
+from tests.helpers.training import side_effect_module
+from tests.helpers.training.side_effect_module import Meter, Registry, count_in_default
 from torch import nn
 
 WIDTH = 16
@@ -318,6 +322,7 @@ def reset_globals(model: nn.Module) -> None:
     GLOBAL_CALLS, GLOBAL_SCALE = 0, 1.0
     ClassAttribute.calls, ClassScale.scale = 0, 1.0
     FEATURES.clear()
+    side_effect_module.reset()
 
 
 class ObjectState(Chain):
@@ -354,6 +359,137 @@ def closure_counter() -> Chain:
             return calls
 
     return ClosureCounter()
+
+
+class Scaled(Chain):
+    """Scales its loss by a number that differs in each call."""
+
+    def number(self) -> float:
+        raise NotImplementedError
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.hidden(x).square().mean() * (1 + 0.1 * self.number())
+
+
+class OtherClass(Scaled):
+    def number(self) -> float:
+        return Registry.count()
+
+
+class HelperModule(Scaled):
+    def number(self) -> float:
+        return side_effect_module.count_below()
+
+
+class ModuleInFunction(Scaled):
+    def number(self) -> float:
+        from tests.helpers.training import side_effect_module as helper
+
+        helper.CALLS += 1
+        return helper.CALLS
+
+
+class HelperObject(Scaled):
+    def number(self) -> float:
+        return side_effect_module.METER.tick()
+
+
+class ThreadLocal(Scaled):
+    def number(self) -> float:
+        local = side_effect_module.LOCAL
+        local.calls = getattr(local, "calls", 0) + 1
+        return local.calls
+
+
+class DefaultArgument(Scaled):
+    def number(self) -> float:
+        return count_in_default()
+
+
+class FunctionAttribute(Scaled):
+    def number(self) -> float:
+        return side_effect_module.count_in_attribute()
+
+
+class GlobalIterator(Scaled):
+    def number(self) -> float:
+        return next(side_effect_module.NUMBERS)
+
+
+class Iterators(Scaled):
+    """Has iterators in attributes, in a list, in another iterator, and under two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factors = itertools.cycle([1.0, 2.0, 3.0])
+        self.steps = [iter(range(100)), enumerate([5.0] * 100)]
+        self.pairs = zip(itertools.count(2, 0.5), iter([1.0] * 100), strict=False)
+        self.same_factors = self.factors
+
+    def number(self) -> float:
+        return (
+            next(self.factors)
+            + next(self.same_factors)
+            + next(self.steps[0])  # type: ignore[arg-type]
+            + next(self.steps[1])[0]  # type: ignore[index]
+            + next(self.pairs)[0]
+        )
+
+
+class Stream(Scaled):
+    def number(self) -> float:
+        print("step", file=side_effect_module.STREAM)
+        return side_effect_module.STREAM.tell()
+
+
+class Bytes(Scaled):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = bytearray(2)
+        self.array = array.array("d", [0.0])
+
+    def number(self) -> float:
+        self.bytes[0] += 1
+        self.array[0] += 1
+        return self.bytes[0] + self.array[0]
+
+
+class BigArray(Scaled):
+    """Counts in an array of 2.4 MB, with an element that is not a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = np.zeros(300_000)
+        self.counts[0] = np.nan
+        self.objects = np.array([[], "x"], dtype=object)
+
+    def number(self) -> float:
+        self.counts[5] += 1
+        self.objects[0] = [*self.objects[0], 1]
+        return self.counts[5] + len(self.objects[0])
+
+
+class DeepObject(Scaled):
+    """Counts far below an attribute, and in a module that is not registered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = Meter()
+        self.hidden_modules = [CountingBlock()]
+        self.root: Any = self.last
+        for _ in range(6):
+            self.root = SimpleNamespace(below=[self.root])
+        del self.last
+
+    def meter(self) -> Meter:
+        item = self.root
+        while not isinstance(item, Meter):
+            item = item.below[0]
+        return item
+
+    def number(self) -> float:
+        self.hidden_modules[0].calls += 1
+        return self.meter().tick() + self.hidden_modules[0].calls
 
 
 class Initialises(Chain):
@@ -749,6 +885,47 @@ EFFECTS: dict[str, Effect] = {
     ),
     "array": Effect(ArrayState, lambda m: m.histogram.tolist(), refused=_REFUSED),
     "closure": Effect(closure_counter, lambda m: m.count(), refused=_REFUSED),
+    "class of a helper": Effect(
+        OtherClass, lambda m: (Registry.calls, list(Registry.seen)), refused=_REFUSED
+    ),
+    "helper module": Effect(
+        HelperModule,
+        lambda m: (side_effect_module.CALLS, list(side_effect_module.ROWS)),
+        refused=_REFUSED,
+    ),
+    "module imported in a function": Effect(
+        ModuleInFunction, lambda m: side_effect_module.CALLS, refused=_REFUSED
+    ),
+    "object of a helper": Effect(
+        HelperObject, lambda m: side_effect_module.METER.ticks, refused=_REFUSED
+    ),
+    "thread-local": Effect(
+        ThreadLocal, lambda m: dict(vars(side_effect_module.LOCAL)), refused=_REFUSED
+    ),
+    "default argument": Effect(
+        DefaultArgument,
+        lambda m: [list(d) for d in count_in_default.__defaults__ or ()],
+        refused=_REFUSED,
+    ),
+    "attribute of a function": Effect(
+        FunctionAttribute,
+        lambda m: dict(vars(side_effect_module.count_in_attribute)),
+        refused=_REFUSED,
+    ),
+    "global iterator": Effect(
+        GlobalIterator, lambda m: repr(side_effect_module.NUMBERS), refused=_REFUSED
+    ),
+    "iterators": Effect(Iterators, lambda m: m.same_factors is m.factors, refused=_REFUSED),
+    "stream in memory": Effect(
+        Stream, lambda m: side_effect_module.STREAM.getvalue(), refused=_REFUSED
+    ),
+    "bytes": Effect(Bytes, lambda m: (bytes(m.bytes), list(m.array)), refused=_REFUSED),
+    "big array": Effect(
+        BigArray, lambda m: (m.counts[1:9].tolist(), m.objects.tolist()), refused=_REFUSED
+    ),
+    "deep object": Effect(
+        DeepObject, lambda m: (m.meter().ticks, m.hidden_modules[0].calls), refused=_REFUSED
+    ),
     "first call": Effect(Initialises, lambda m: m.is_ready),
     "stored tensors": Effect(
         StoredTensor,

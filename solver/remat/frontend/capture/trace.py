@@ -38,6 +38,7 @@ from remat.frontend.capture.model.preserved_state import (
     model_state_preserved,
     python_rng_forbidden,
 )
+from remat.frontend.capture.model.text_output import text_output_reported
 from remat.frontend.capture.reading.captured_joint_graph import CapturedJointGraph
 from remat.frontend.common.pytree import flatten
 from remat.frontend.common.target_gpu import TargetGpu, find_target_gpu, local_device
@@ -162,6 +163,8 @@ def capture_joint_graph(
         stack.enter_context(fakes_with_kernel_layouts())
         if target is not None:
             stack.enter_context(cudnn_convolution_layouts())
+        if not symbolic:
+            stack.enter_context(text_output_reported(model))
         graph, queries = capture_step(flat_model, leaves)
         joint = CapturedJointGraph(graph, flat_model, inputs, environment, target, queries)
     if not symbolic:

@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
@@ -31,18 +31,6 @@ def model_functions(model: nn.Module) -> Iterator[FunctionType]:
             yield function
 
 
-def functions_of(value: object) -> Iterator[FunctionType]:
-    """Yield the Python functions that a call of a function, method, `partial` or object runs."""
-    if isinstance(value, partial):
-        yield from functions_of(value.func)
-    elif isinstance(value, MethodType):
-        yield from functions_of(value.__func__)
-    elif isinstance(value, FunctionType):
-        yield value
-    elif callable(value) and isinstance(value.__call__, MethodType):
-        yield from functions_of(value.__call__)
-
-
 class _NamedCode:
     """The code that functions name, directly or through other code.
 
@@ -51,7 +39,7 @@ class _NamedCode:
     """
 
     def __init__(self, functions: Iterable[FunctionType]) -> None:
-        own = list(functions)
+        pending: list[Any] = list(functions)
         self.namespaces: dict[int, tuple[dict[str, Any], set[str]]] = {}
         """Namespaces (the `__globals__` of functions) by `id`, with the names in use."""
         self.classes: dict[type, None] = {}
@@ -62,8 +50,7 @@ class _NamedCode:
         """All names in the user's code, of variables and attributes."""
         self._modules: dict[int, ModuleType] = {}
         self._seen: set[int] = set()
-        self._own = {id(function) for function in own}
-        pending: list[Any] = own
+        self._first = {id(function) for function in pending}
         while pending:
             while pending:
                 self._add(pending.pop(), pending)
@@ -111,7 +98,7 @@ class _NamedCode:
             for cell in function.__closure__ or ():
                 with suppress(ValueError):  # an empty cell
                     pending.append(cell.cell_contents)
-            if id(function) not in self._own:
+            if id(function) not in self._first:
                 self.functions[function] = None
         self._add_names(namespace, names, pending)
 
@@ -120,13 +107,6 @@ class _NamedCode:
         new_names = names - names_so_far
         names_so_far |= new_names
         pending += [namespace[name] for name in new_names if name in namespace]
-
-
-def named_globals(functions: Iterable[FunctionType]) -> list[tuple[dict[str, Any], set[str]]]:
-    """Return the global variables that the code of functions can refer to, as pairs of a namespace
-    (the `__globals__` of functions) and names in it. Code is also that of the functions that the
-    functions name, also imported ones. Namespaces of torch are left out."""
-    return list(_NamedCode(functions).namespaces.values())
 
 
 def user_classes(model: nn.Module) -> list[type]:

@@ -11,10 +11,9 @@ global variables that the model's code names.
 
 from __future__ import annotations
 
-import pickle
 import random
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from operator import is_
 from types import FunctionType, MethodType, ModuleType
@@ -26,49 +25,68 @@ from torch import nn
 
 from remat.frontend.capture.model.named_state import (
     class_data,
-    functions_of,
     is_of_torch,
     is_searched,
     model_functions,
-    named_globals,
     user_classes,
 )
 from remat.frontend.capture.model.preserved_state import is_of_capture, is_same_scalar
+from remat.frontend.capture.model.reached_code import (
+    Namespace,
+    ReachedCode,
+    functions_of,
+    is_framework_module,
+    is_user_class,
+)
+from remat.frontend.capture.model.value_access import (
+    ABSENT,
+    MAX_SEARCHED_ITEMS,
+    access_of,
+    copy_of_iterator,
+    is_iterator,
+    iterator_state,
+    read_attributes,
+    read_cell,
+    read_dict,
+    read_names,
+    write_attributes,
+    write_class,
+    write_dict,
+    write_keys,
+    write_names,
+)
 
 _OBJECT_DEPTH = 3
-"""The depth of the search through objects: from a module to its cache, to a layer of the cache."""
+"""The depth in which values are searched for tensors of a capture."""
 
-_MAX_SEARCHED_ITEMS = 10_000
-"""Containers with more items are compared and restored; their items are not searched."""
+_USER_DEPTH = 50
+"""The depth of the search through objects of the model and of the user's project. `_MAX_VALUES`
+limits it, too."""
 
-_MAX_ARRAY_BYTES = 1 << 20
-"""Larger NumPy arrays are not copied, so writes into them are neither detected nor restored."""
+_PACKAGE_DEPTH = 1
+"""The depth of the search through global variables of installed packages, and their objects."""
+
+_MAX_VALUES = 50_000
+"""The search ends after so many values; the nearest ones are first."""
 
 _OPAQUE = (
-    bool, int, float, str, bytes, type(None), type, torch.Tensor, torch.dtype, torch.device,
-    ModuleType,
+    bool, int, float, str, bytes, type(None), torch.Tensor, torch.dtype, torch.device,
 )  # fmt: skip
-"""Types whose attributes are not searched."""
+"""Types of values without a state that a snapshot needs."""
+
+_OPAQUE_PACKAGES = frozenset(
+    {"asyncio", "concurrent", "logging", "multiprocessing", "queue", "threading"}
+)
+"""Packages of objects that other threads may change, or that refer to the whole process."""
 
 _MODULE_TABLES = ("_parameters", "_buffers", "_modules")
 """Attributes of a module that have its tensors and submodules."""
-
-
-class _Absent:
-    """The class of `ABSENT`."""
-
-    def __repr__(self) -> str:
-        return "absent"
-
 
 _SHARED_GENERATORS = (random.random.__self__, np.random.random.__self__)  # type: ignore[attr-defined]
 """The global generators of Python and NumPy. Callers restore them separately."""
 
 GENERATORS = random.Random, np.random.RandomState, np.random.Generator
 """The classes of the random generators of Python and NumPy."""
-
-ABSENT = _Absent()
-"""The value of an attribute or item that does not exist."""
 
 Path = tuple[str | int | None, ...]
 """The place of a value: the path of a module (None for a variable outside of modules), then names
@@ -92,51 +110,64 @@ class PythonState:
 
     def __init__(self, model: nn.Module, arguments: Any = (), hooks: Sequence[Any] = ()) -> None:
         self._tables: list[_Table] = []
+        self._iterators: list[_IteratorCopy] = []
+        self._code = ReachedCode()
         self._seen: dict[int, Any] = {id(item): item for item in _SHARED_GENERATORS}
         """The searched objects by `id`. The reference keeps the `id` unique."""
-        self._seen |= {id(module): module for module in model.modules()}
-        for name, module in model.named_modules():
-            attributes = vars(module)
-            ignored = _MODULE_TABLES
-            if is_of_torch(type(module).__module__):  # private attributes of torch's modules
-                ignored += tuple(key for key in attributes if key.startswith("_"))
-            self._add_attributes((name,), attributes, _OBJECT_DEPTH, ignored)
-            for key in _MODULE_TABLES:
-                table = attributes[key]
-                self._tables.append(
-                    _Table((name, key), table, list, partial(_write_keys, dict(table)))
-                )
-            for table in (module._parameters, module._buffers):
-                for key, tensor in table.items():
-                    if tensor is not None and id(tensor) not in self._seen:
-                        self._seen[id(tensor)] = tensor
-                        self._add_attributes((name, key), vars(tensor), 1)
+        self._seen_classes: dict[int, type] = {}
+        self._pending: deque[tuple[Path, Any, int]] = deque()
+        """Values to be searched, with their paths and the depth of the search below them."""
+        self._add_modules((), model)
         for function in model_functions(model):
-            self._add_function((None, function.__qualname__), function, 1)
+            self._add_items((None,), [(function.__qualname__, function)], _USER_DEPTH)
         for cls in user_classes(model):
-            self._tables.append(_Table((None, cls.__qualname__), cls, class_data, _write_class))
-            self._add_items((None, cls.__qualname__), class_data(cls).items(), 1)
-        self._add_globals(model_functions(model), 0)
-        self._add_items((None, "arguments"), [("", arguments)], _OBJECT_DEPTH)
+            self._add_class_data(cls)
+        self._add_items((None, "arguments"), [("", arguments)], _USER_DEPTH)
         self._add_hooks(hooks)
+        self._search()
 
     @classmethod
     def of_hooks(cls, hooks: Sequence[Any], model: nn.Module) -> PythonState:
         """Return a snapshot of the values that hooks of a model can change, such as closure and
         global variables and the attributes of their objects, without those of the model."""
-        state = cls(model)
+        state = cls(nn.Module())
         state._tables.clear()
+        state._seen |= {id(module): module for module in model.modules()}
         state._add_hooks(hooks)
+        state._search()
         return state
+
+    def _add_hooks(self, hooks: Sequence[Any]) -> None:
+        for hook in hooks:
+            label = getattr(hook, "__qualname__", type(hook).__qualname__)
+            self._add_items((None,), [(label, hook)], _USER_DEPTH)
+
+    def _search(self) -> None:
+        """Search the pending values, then the global variables that their code can reach."""
+        while self._pending and len(self._seen) < _MAX_VALUES:
+            self._add_value(*self._pending.popleft())
+        for namespace in self._code.namespaces():
+            read, write = (
+                partial(read_names, namespace.names),
+                partial(write_names, namespace.names),
+            )
+            self._tables.append(_Table((None, namespace.label), namespace.variables, read, write))
 
     def changes(self) -> list[Change]:
         """Return the values that have changed since the snapshot."""
-        return [change for table in self._tables for change in table.changes()]
+        changed = [item for item in self._iterators if item.has_advanced()]
+        return [change for table in self._tables for change in table.changes()] + [
+            Change(item.path, item.iterator, None, item.before, iterator_state(item.iterator))
+            for item in changed
+        ]
 
     def restore(self) -> None:
-        """Restore all values and the contents of all containers."""
+        """Restore all values and the contents of all containers. An iterator cannot go back: a copy
+        takes its place in attributes, variables and containers."""
+        copies = {id(item.iterator): item.copy for item in self._iterators if item.has_advanced()}
         for table in self._tables:
-            if table.changes():
+            has_iterators = bool(copies) and table.replace(copies)
+            if has_iterators or table.changes():
                 table.write(table.container, table.before)
 
     def remove_tensors_of_capture(self) -> None:
@@ -153,26 +184,33 @@ class PythonState:
 
     # -- the search -------------------------------------------------------------------------
 
-    def _add_hooks(self, hooks: Sequence[Any]) -> None:
-        for hook in hooks:
-            label = getattr(hook, "__qualname__", type(hook).__qualname__)
-            self._add_items((None,), [(label, hook)], _OBJECT_DEPTH)
-        functions = [function for hook in hooks for function in functions_of(hook)]
-        self._add_globals(functions, _OBJECT_DEPTH)
-
-    def _add_globals(self, functions: Iterable[FunctionType], depth: int) -> None:
-        """Search the global variables that the code of functions can refer to."""
-        for namespace, names in named_globals(functions):
-            path = None, str(namespace.get("__name__", ""))
-            read = partial(_read_names, names)
-            self._tables.append(_Table(path, namespace, read, partial(_write_names, names)))
-            self._add_items(path, read(namespace).items(), depth)
+    def _add_modules(self, path: Path, model: nn.Module) -> None:
+        """Add a module and its submodules. The path of one in an attribute begins with `path`."""
+        modules = [item for item in model.named_modules() if id(item[1]) not in self._seen]
+        self._seen |= {id(module): module for _, module in modules}
+        for name, module in modules:
+            place: Path = (*path, name) if name or not path else path
+            attributes = vars(module)
+            ignored = _MODULE_TABLES
+            if is_of_torch(type(module).__module__):  # private attributes of torch's modules
+                ignored += tuple(key for key in attributes if key.startswith("_"))
+            self._add_attributes(place, attributes, _USER_DEPTH, ignored)
+            for key in _MODULE_TABLES:
+                table = attributes[key]
+                self._tables.append(
+                    _Table((*place, key), table, list, partial(write_keys, dict(table)))
+                )
+            for table in (module._parameters, module._buffers):
+                for key, tensor in table.items():
+                    if tensor is not None and id(tensor) not in self._seen:
+                        self._seen[id(tensor)] = tensor
+                        self._add_attributes((*place, key), vars(tensor), _USER_DEPTH)
 
     def _add_attributes(
         self, path: Path, attributes: dict[str, Any], depth: int, ignored: tuple[str, ...] = ()
     ) -> None:
         self._seen[id(attributes)] = attributes
-        read, write = partial(_read_dict, ignored), partial(_write_dict, ignored)
+        read, write = partial(read_dict, ignored), partial(write_dict, ignored)
         self._tables.append(_Table(path, attributes, read, write))
         self._add_items(path, read(attributes).items(), depth)
 
@@ -181,55 +219,99 @@ class PythonState:
             if not isinstance(value, _OPAQUE) and id(value) not in self._seen:
                 self._seen[id(value)] = value
                 step = key if isinstance(key, (str, int)) else repr(key)
-                self._add_value((*path, step), value, depth)
+                self._pending.append(((*path, step), value, depth))
 
     def _add_value(self, path: Path, value: Any, depth: int) -> None:
-        if isinstance(value, (FunctionType, MethodType, partial)):
-            self._add_function(path, value, depth)
+        match value:
+            case FunctionType() | MethodType() | partial():
+                self._add_function(path, value, depth)
+                return
+            case ModuleType():
+                self._add_named(self._code.add_module(value))
+                return
+            case type():
+                self._add_class(value)
+                return
+            case nn.Module():
+                del self._seen[id(value)]
+                self._add_modules(path, value)
+                self._add_class(type(value))
+                return
+        if is_iterator(value):
+            self._add_iterator(path, value)
             return
-        if (access := _access(value)) is not None:
+        if (access := access_of(value)) is not None:
             self._tables.append(_Table(path, value, *access))
         if isinstance(value, dict):
             self._add_contents(path, value, list(value.items()), depth)
         elif isinstance(value, (list, tuple, deque, set, frozenset)):
             self._add_contents(path, value, enumerate(value), depth)
-        if not depth or not is_searched(value):
+        if not depth or not is_searched(value) or _is_opaque(value):
             return
+        self._add_class(type(value))
         attributes = _dictionary(value)
         if isinstance(attributes, dict) and id(attributes) not in self._seen:
-            ignored = _MODULE_TABLES if isinstance(value, nn.Module) else ()
-            self._add_attributes(path, attributes, depth - 1, ignored)
+            self._add_attributes(path, attributes, depth - 1)
         if slots := _slots(value):
-            read, write = partial(_read_slots, slots), _write_attributes
+            read, write = partial(read_attributes, slots), write_attributes
             self._tables.append(_Table(path, value, read, write))
             self._add_items(path, read(value).items(), depth - 1)
 
     def _add_contents(
         self, path: Path, container: Any, items: Iterable[tuple[Any, Any]], depth: int
     ) -> None:
-        if len(container) <= _MAX_SEARCHED_ITEMS:
+        if len(container) <= MAX_SEARCHED_ITEMS:
             self._add_items(path, items, depth)
 
+    def _add_iterator(self, path: Path, iterator: Any) -> None:
+        state, copy = iterator_state(iterator), copy_of_iterator(iterator)
+        if state is not None and copy is not None:
+            self._iterators.append(_IteratorCopy(path, iterator, state, copy))
+
+    def _add_class(self, cls: type) -> None:
+        """Add the attributes and functions of a class of the user's project, and of its bases."""
+        for base in cls.__mro__:
+            if id(base) not in self._seen_classes and is_user_class(base):
+                self._seen_classes[id(base)] = base
+                self._add_class_data(base)
+                functions = ((f.__name__, f) for f in functions_of(base))
+                self._add_items((None, base.__qualname__), functions, _USER_DEPTH)
+
+    def _add_class_data(self, cls: type) -> None:
+        path = (None, cls.__qualname__)
+        self._tables.append(_Table(path, cls, class_data, write_class))
+        self._add_items(path, class_data(cls).items(), _USER_DEPTH)
+
     def _add_function(self, path: Path, function: Any, depth: int) -> None:
-        """Search the closure variables and attributes of a function, the object of a method, and
-        the arguments of a `partial`."""
+        """Search the closure variables, attributes and default arguments of a function and the
+        global variables that it names, the object of a method, and the arguments of a `partial`."""
         if isinstance(function, partial):
             self._add_items(path, enumerate((function.func, *function.args)), depth)
             self._add_items(path, function.keywords.items(), depth)
             return
         if isinstance(function, MethodType):
             self._add_items(path, [("__self__", function.__self__)], depth)
-            function = function.__func__
-            if not isinstance(function, FunctionType):
-                return
-        if function.__dict__:
-            self._add_attributes(path, function.__dict__, 0)
+            self._add_items(path, [("__func__", function.__func__)], depth)
+            return
+        is_of_framework = is_framework_module(function.__globals__)
+        if function.__dict__ or not is_of_framework:
+            self._add_attributes(path, function.__dict__, depth)
+        if not is_of_framework:
+            self._add_items((*path, "__defaults__"), enumerate(function.__defaults__ or ()), depth)
+            if function.__kwdefaults__:
+                self._add_items(path, [("__kwdefaults__", function.__kwdefaults__)], depth)
+            self._add_named(self._code.add_function(function))
         cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
         for name, cell in cells:
             if name != "__class__" and id(cell) not in self._seen:
                 self._seen[id(cell)] = cell
-                self._tables.append(_Table((*path, name), cell, _read_cell, _write_attributes))
-                self._add_items(path, ((name, v) for v in _read_cell(cell).values()), depth)
+                self._tables.append(_Table((*path, name), cell, read_cell, write_attributes))
+                self._add_items(path, ((name, v) for v in read_cell(cell).values()), depth)
+
+    def _add_named(self, named: Iterable[tuple[Namespace, str, Any]]) -> None:
+        for namespace, name, value in named:
+            depth = _USER_DEPTH if namespace.is_of_user else _PACKAGE_DEPTH
+            self._add_items((None, namespace.label), [(name, value)], depth)
 
 
 class _Table:
@@ -248,6 +330,19 @@ class _Table:
         self.write = write
         self.before = read(container)
         self._read = read
+
+    def replace(self, copies: Mapping[int, Any]) -> bool:
+        """Replace values of the state by copies, which are by the `id` of the value. Return False
+        if none is to be replaced."""
+        before = self.before
+        if isinstance(before, dict):
+            replaced = {key: copies[id(v)] for key, v in before.items() if id(v) in copies}
+            self.before = {**before, **replaced}
+            return bool(replaced)
+        if isinstance(before, list):
+            self.before = [copies.get(id(item), item) for item in before]
+            return not all(map(is_, before, self.before))
+        return False
 
     def changes(self) -> list[Change]:
         """Return the values that have changed since the snapshot."""
@@ -280,6 +375,19 @@ def contains_capture(value: Any, depth: int = _OBJECT_DEPTH) -> bool:
     return any(contains_capture(item, depth - 1) for item in items) if depth >= 0 else False
 
 
+class _IteratorCopy(NamedTuple):
+    """An iterator with its state and a copy of it at the time of the snapshot."""
+
+    path: Path
+    iterator: Any
+    before: Any
+    copy: Any
+
+    def has_advanced(self) -> bool:
+        """True if the iterator is no longer where it was."""
+        return not _is_same_state(self.before, iterator_state(self.iterator))
+
+
 def path_label(path: Path) -> str:
     """Return a path as text for messages: `layers.0.cache['k']`."""
     text = ""
@@ -302,108 +410,18 @@ def _is_same_state(a: Any, b: Any) -> bool:
     """True if two states that are not dictionaries are the same."""
     if isinstance(a, list) and isinstance(b, list):
         return len(a) == len(b) and all(map(_is_same, a, b))
-    if isinstance(a, (np.ndarray, torch.Tensor)):
+    if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
+        return a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all())  # NaN, too
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         return bool((a == b).all())
-    if isinstance(a, tuple):
+    if isinstance(a, tuple) and isinstance(b, tuple):
         return len(a) == len(b) and all(map(_is_same_state, a, b))
-    return bool(a == b)
+    return a is b or (type(a) is type(b) and bool(a == b))
 
 
 def _with_changes(before: dict[Any, Any], changes: dict[Any, Any]) -> dict[Any, Any]:
     values = {**before, **changes}
     return {key: value for key, value in values.items() if value is not ABSENT}
-
-
-# -- reading and restoring ------------------------------------------------------------------
-
-
-def _read_dict(ignored: tuple[str, ...], container: dict[Any, Any]) -> dict[Any, Any]:
-    return {key: value for key, value in container.items() if key not in ignored}
-
-
-def _write_dict(ignored: tuple[str, ...], container: Any, state: dict[Any, Any]) -> None:
-    state = {**state, **{key: container[key] for key in ignored if key in container}}
-    container.clear()
-    container.update(state)
-
-
-def _write_keys(before: dict[str, Any], table: dict[str, Any], keys: list[str]) -> None:
-    """Restore the names of a module's tensors or submodules. Present ones are not replaced."""
-    state = {key: table.get(key, before[key]) for key in keys}
-    table.clear()
-    table.update(state)
-
-
-def _write_list(container: Any, state: list[Any]) -> None:
-    container.clear()
-    is_ordered = isinstance(container, (list, deque))
-    getattr(container, "extend" if is_ordered else "update")(state)
-
-
-def _read_names(names: set[str], namespace: dict[str, Any]) -> dict[str, Any]:
-    return {name: namespace[name] for name in names if name in namespace}
-
-
-def _write_names(names: set[str], namespace: dict[str, Any], state: dict[str, Any]) -> None:
-    for name in names - state.keys():
-        namespace.pop(name, None)
-    namespace.update(state)
-
-
-def _read_slots(names: tuple[str, ...], value: Any) -> dict[str, Any]:
-    return {name: v for name in names if (v := _attribute(value, name)) is not ABSENT}
-
-
-def _read_cell(cell: Any) -> dict[str, Any]:
-    return _read_slots(("cell_contents",), cell)
-
-
-def _write_attributes(owner: Any, state: dict[str, Any]) -> None:
-    for name, value in state.items():
-        object.__setattr__(owner, name, value)
-
-
-def _write_class(cls: type, state: dict[str, Any]) -> None:
-    now = class_data(cls)
-    for name in now.keys() - state.keys():
-        type.__delattr__(cls, name)
-    for name, value in state.items():
-        if now.get(name, ABSENT) is not value:
-            type.__setattr__(cls, name, value)
-
-
-def _write_array(array: np.ndarray[Any, Any], state: np.ndarray[Any, Any]) -> None:
-    array[...] = state
-
-
-def _write_generator(generator: torch.Generator, state: torch.Tensor) -> None:
-    generator.set_state(state)
-
-
-def _access(value: Any) -> tuple[Callable[[Any], Any], Callable[[Any, Any], None]] | None:
-    """Return the functions that read and restore the state of an object; None if its attributes are
-    its only state."""
-    match value:
-        case dict():
-            return partial(_read_dict, ()), partial(_write_dict, ())
-        case list() | deque() | set():
-            return list, _write_list
-        case random.Random():
-            return random.Random.getstate, random.Random.setstate
-        case np.random.RandomState():
-            return np.random.RandomState.get_state, np.random.RandomState.set_state
-        case np.random.Generator():
-            return (
-                lambda generator: pickle.dumps(generator.bit_generator.state),
-                lambda generator, state: setattr(
-                    generator.bit_generator, "state", pickle.loads(state)
-                ),
-            )
-        case torch.Generator():
-            return torch.Generator.get_state, _write_generator
-        case np.ndarray() if value.nbytes <= _MAX_ARRAY_BYTES and not value.dtype.hasobject:
-            return np.ndarray.copy, _write_array
-    return None
 
 
 def _dictionary(value: object) -> Any:
@@ -414,6 +432,11 @@ def _dictionary(value: object) -> Any:
         return None
 
 
+def _is_opaque(value: object) -> bool:
+    """True for an object of a class of `_OPAQUE_PACKAGES`. (`threading.local` is of `_thread`.)"""
+    return type(value).__module__.split(".")[0] in _OPAQUE_PACKAGES
+
+
 def _slots(value: object) -> tuple[str, ...]:
     """Return the names of the slots of an object's class."""
     names: list[str] = []
@@ -421,11 +444,3 @@ def _slots(value: object) -> tuple[str, ...]:
         slots = cls.__dict__.get("__slots__", ())
         names += [slots] if isinstance(slots, str) else list(slots)
     return tuple(name for name in names if not name.startswith("__"))
-
-
-def _attribute(value: object, name: str) -> Any:
-    """Return an attribute of an object; `ABSENT` if it does not exist, or reading it fails."""
-    try:
-        return getattr(value, name, ABSENT)
-    except Exception:  # a property of a proxy
-        return ABSENT
