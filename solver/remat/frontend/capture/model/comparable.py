@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Iterator
 from contextvars import ContextVar
 from functools import partial
 from operator import itemgetter
-from types import FunctionType, MemberDescriptorType
+from types import FunctionType, MemberDescriptorType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -160,7 +160,7 @@ class _Comparison:
     def _content(self, value: Any) -> list[tuple[Any, Any]] | None:
         """Return what a value contains, as pairs of a name and a value; None if only its class is
         compared."""
-        if isinstance(value, torch.Tensor | torch.nn.Module):
+        if isinstance(value, torch.Tensor | torch.nn.Module | ModuleType):
             return None
         if isinstance(value, set | frozenset):
             return [("", tuple(sorted(map(repr, filter(is_plain, value)))))]

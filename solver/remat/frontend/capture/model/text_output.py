@@ -68,7 +68,7 @@ def text_output_reported(model: nn.Module) -> Iterator[None]:
             _reported_lines.add(line)
             log.warning(
                 "the forward of %s %s a text at %s, which happens when a step is planned, and not "
-                "in planned steps. Remedy: do this outside of the forward, or plan the blocks "
+                "in planned steps. Remedy: call it outside of the forward, or plan the blocks "
                 'inside: remat.enable(model, budget, scope="blocks")',
                 type(model).__name__,
                 action,
