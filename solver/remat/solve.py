@@ -136,12 +136,12 @@ def sweep(
     traced, graph = graph, graph if isinstance(graph, Graph) else graph.graph()
     baseline_bytes = baseline_of(graph).peak_bytes
     parsed = map(Budget.parse, SWEEP_BUDGETS if budgets is None else budgets)
-    sizes = {budget.in_bytes(baseline_bytes, graph.library_bytes) for budget in parsed}
+    by_size = {b.in_bytes(baseline_bytes, graph.library_bytes): b for b in parsed}
     smallest_bytes = peak_lower_bound_bytes(graph)
     plans: list[Plan] = []
     with raise_progress_errors(progress, cancel) as (progress, cancel):
         search = _Search(traced, strategy, progress, cancel)
-        for size in sorted(sizes, key=lambda size: size or 0):  # "min" is None, and comes first
+        for size in sorted(by_size, key=lambda size: size or 0):  # "min" is None, and comes first
             if size is not None and size < smallest_bytes:
                 continue
             if plans and size is not None and size < requested_budget_bytes(plans[0]):
@@ -150,7 +150,7 @@ def sweep(
                 break
             start = plans[-1].schedule if plans else None
             try:
-                plans.append(search.plan(Budget.parse("min" if size is None else size), start))
+                plans.append(search.plan(by_size[size], start))
             except InfeasibleBudget:
                 continue
             if on_plan is not None:

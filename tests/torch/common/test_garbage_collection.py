@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 
 import pytest
@@ -17,6 +17,14 @@ from remat.frontend.common.garbage_collection import (
     cycles_not_collected,
     older_objects_not_collected,
 )
+
+
+@pytest.fixture(autouse=True)
+def nothing_frozen() -> Iterator[None]:
+    """Undo what the suite does for all tests: it excludes the objects of collected tests."""
+    gc.unfreeze()
+    yield
+    gc.freeze()
 
 
 class Cyclic:

@@ -76,7 +76,7 @@ def answers(
     ("budget", "options"),
     [
         ("80%", {}),
-        ("50%", {"split": "auto"}),
+        pytest.param("50%", {"split": "auto"}, marks=pytest.mark.slow),
         pytest.param("40%", {"split": "auto", "offload": "auto"}, marks=pytest.mark.slow),
     ],
 )
