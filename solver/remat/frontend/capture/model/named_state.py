@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
-from functools import cache
 from pathlib import Path
-from types import CodeType, FunctionType, MethodType, ModuleType
+from types import FunctionType, MethodType
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from remat.frontend.common.code_origin import is_framework_code, is_user_code
+from remat.frontend.capture.model.reached_code import (
+    ReachedCode,
+    functions_of,
+    is_user_class,
+    is_user_module,
+)
 
 
 def model_functions(model: nn.Module) -> Iterator[FunctionType]:
@@ -32,81 +34,55 @@ def model_functions(model: nn.Module) -> Iterator[FunctionType]:
 
 
 class _NamedCode:
-    """The code that functions name, directly or through other code.
+    """The functions and classes that a model's code names, directly or through other code.
 
-    Functions, and methods of the user's classes, are followed through global variables, closures,
-    default arguments, and attributes of the user's Python modules. Code of torch is left out.
+    In the user's project they are followed through global variables, closures, default arguments
+    and attributes of Python modules.
     """
 
     def __init__(self, functions: Iterable[FunctionType]) -> None:
-        pending: list[Any] = list(functions)
-        self.namespaces: dict[int, tuple[dict[str, Any], set[str]]] = {}
-        """Namespaces (the `__globals__` of functions) by `id`, with the names in use."""
+        self.code = ReachedCode()
         self.classes: dict[type, None] = {}
-        """Classes of the user, other than those of modules."""
+        """Classes of the user's project that are no modules."""
         self.functions: dict[FunctionType, None] = {}
-        """Functions of the user, other than the first ones."""
-        self.user_names: set[str] = set()
-        """All names in the user's code, of variables and attributes."""
-        self._modules: dict[int, ModuleType] = {}
-        self._seen: set[int] = set()
+        """Functions of the user's project that are not among `functions`."""
+        pending: list[Any] = list(functions)
         self._first = {id(function) for function in pending}
+        self._seen: set[int] = set()
         while pending:
-            while pending:
-                self._add(pending.pop(), pending)
-            for module in self._modules.values():
-                self._add_names(vars(module), self.user_names, pending)
+            item = pending.pop()
+            if id(item) not in self._seen:
+                self._seen.add(id(item))
+                pending += self._named_by(item)
 
-    def _add(self, item: Any, pending: list[Any]) -> None:
-        if id(item) in self._seen:
-            return
-        self._seen.add(id(item))
+    @property
+    def attributes(self) -> frozenset[str]:
+        """All names in the code of the user's project, of variables and attributes."""
+        return frozenset(n for s in self.code.namespaces() if s.is_of_user for n in s.names)
+
+    def _named_by(self, item: Any) -> Iterator[Any]:
+        """Yield the values that a function or class names; the class of any other object."""
         if isinstance(item, FunctionType):
-            self._add_function(item, pending)
+            yield from self._named_by_function(item)
         elif isinstance(item, MethodType):
-            pending.append(item.__func__)
-        elif isinstance(item, ModuleType):
-            if is_user_module(item.__name__):
-                self._modules[id(item)] = item
+            yield item.__func__
         elif isinstance(item, type):
-            self._add_class(item, pending)
+            if is_user_class(item) and not issubclass(item, nn.Module):
+                self.classes[item] = None
+                yield from functions_of(item)
+                yield from item.__bases__
         elif not isinstance(item, (nn.Module, torch.Tensor)):
-            pending.append(type(item))
+            yield type(item)
 
-    def _add_class(self, cls: type, pending: list[Any]) -> None:
-        if issubclass(cls, nn.Module) or not is_user_module(cls.__module__):
-            return
-        self.classes[cls] = None
-        for value in vars(cls).values():
-            function = getattr(value, "__func__", getattr(value, "fget", value))
-            if isinstance(function, FunctionType):
-                pending.append(function)
-        pending += cls.__bases__
-
-    def _add_function(self, function: FunctionType, pending: list[Any]) -> None:
-        wrapped = getattr(function, "__wrapped__", None)
-        if wrapped is not None:
-            pending.append(wrapped)
-        namespace = function.__globals__
-        if is_of_torch(namespace.get("__name__")):
-            return
-        names = set(_names_of_code(function.__code__))
-        if is_user_module(namespace.get("__name__")):
-            self.user_names |= names
-            pending += function.__defaults__ or ()
-            pending += (function.__kwdefaults__ or {}).values()
-            for cell in function.__closure__ or ():
-                with suppress(ValueError):  # an empty cell
-                    pending.append(cell.cell_contents)
+    def _named_by_function(self, function: FunctionType) -> Iterator[Any]:
+        yield getattr(function, "__wrapped__", None)
+        for _, _, value in self.code.add_function(function):
+            yield value
+        if is_user_module(function.__globals__):
+            yield from _defaults(function).values()
+            yield from _Cells(_cells(function)).values()
             if id(function) not in self._first:
                 self.functions[function] = None
-        self._add_names(namespace, names, pending)
-
-    def _add_names(self, namespace: dict[str, Any], names: set[str], pending: list[Any]) -> None:
-        _, names_so_far = self.namespaces.setdefault(id(namespace), (namespace, set()))
-        new_names = names - names_so_far
-        names_so_far |= new_names
-        pending += [namespace[name] for name in new_names if name in namespace]
 
 
 def user_classes(model: nn.Module) -> list[type]:
@@ -153,31 +129,29 @@ def variables_of(model: nn.Module) -> Iterator[NamedTable]:
     """Yield the variables whose reads by the model's code are not intercepted: global variables,
     attributes of the user's Python modules and classes, methods of the modules' classes, closure
     variables, default arguments, attributes of parameters and buffers, and the environment."""
-    code = _NamedCode(model_functions(model))
-    attributes = frozenset(code.user_names)
-    for namespace, names in code.namespaces.values():
-        if is_framework_code(Path(str(namespace.get("__file__", "")))):
-            continue
-        module = str(namespace.get("__name__", ""))
-        present = frozenset(name for name in names if name in namespace)
-        yield NamedTable(module, namespace, present, attributes if is_user_module(module) else None)
-    for cls in dict.fromkeys((*user_classes(model), *code.classes)):
+    named = _NamedCode(model_functions(model))
+    attributes = named.attributes
+    for namespace in named.code.namespaces():
+        present = frozenset(name for name in namespace.names if name in namespace.variables)
+        content = attributes if namespace.is_of_user else None
+        yield NamedTable(namespace.label, namespace.variables, present, content)
+    for cls in dict.fromkeys((*user_classes(model), *named.classes)):
         names = frozenset((*class_data(cls), *_methods(cls)))
-        is_users = is_user_module(cls.__module__)
-        yield NamedTable(cls.__qualname__, vars(cls), names, attributes if is_users else None)
-    for function in dict.fromkeys((*model_functions(model), *code.functions)):
+        content = attributes if is_user_class(cls) else None
+        yield NamedTable(cls.__qualname__, vars(cls), names, content)
+    for function in dict.fromkeys((*model_functions(model), *named.functions)):
         if is_of_torch(function.__module__):
             continue
-        of_user = attributes if is_user_module(function.__module__) else None
+        content = attributes if is_user_module(function.__globals__) else None
         if cells := _cells(function):
-            yield NamedTable(_function_label(function), _Cells(cells), frozenset(cells), of_user)
-        if of_user is not None and (defaults := _defaults(function)):
+            yield NamedTable(_function_label(function), _Cells(cells), frozenset(cells), content)
+        if content is not None and (defaults := _defaults(function)):
             label = f"the defaults of {_function_label(function)}"
-            yield NamedTable(label, defaults, frozenset(defaults), of_user)
+            yield NamedTable(label, defaults, frozenset(defaults), content)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if values := vars(tensor):
             yield NamedTable(name, values, frozenset(values), attributes)
-    if code.user_names & {"environ", "getenv"}:
+    if attributes & {"environ", "getenv"}:
         # The dictionary behind `os.environ`, whose items can be compared.
         yield NamedTable("os", {"environ": vars(os.environ)["_data"]}, frozenset({"environ"}))
 
@@ -225,20 +199,6 @@ def is_of_torch(module_name: object) -> bool:
     return _package(module_name) == "torch"
 
 
-def is_user_module(name: object) -> bool:
-    """True for the name of a Python module that is neither of Python, torch, remat nor an installed
-    package."""
-    if name == "__main__":
-        return True
-    file = getattr(sys.modules.get(str(name)), "__file__", None)
-    return file is not None and _is_user_file(file)
-
-
-@cache
-def _is_user_file(file: str) -> bool:
-    return is_user_code(Path(file))
-
-
 def is_searched(value: object) -> bool:
     """True if an object's class is neither torch's nor remat's, so that its attributes count."""
     return _package(type(value).__module__) not in ("torch", "remat")
@@ -246,11 +206,3 @@ def is_searched(value: object) -> bool:
 
 def _package(module_name: object) -> str:
     return str(module_name or "").split(".")[0]
-
-
-def _names_of_code(code: CodeType) -> Iterator[str]:
-    """Yield the names in the code of a function, and in the functions that it defines."""
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _names_of_code(constant)
