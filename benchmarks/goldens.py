@@ -10,7 +10,7 @@ Three parts, each through the public functions only:
   only, with operations in pieces, and with tensors offloaded. Peak, time, proved bound, a digest of
   the schedule, and what is split and offloaded.
 * `compiled`: models under torch.compile(backend="remat") on this machine, at two budgets: the
-  verified peak, and the difference of gradients from those of the same graph without a plan.
+  verified peak, and the largest difference of a gradient from the same graph without a plan.
 * `blocks`: models planned by blocks, at two budgets: predicted and measured peak, and the
   difference of gradients from eager mode.
 

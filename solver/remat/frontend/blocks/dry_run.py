@@ -86,8 +86,8 @@ def run_dry(
     Each call of the `measured_submodules` also runs standalone, with a graph, in
     `measure_options`.
 
-    `growth_bytes` is the expected growth of memory until the next event, such as that of the head
-    in an earlier dry run. Raises `TraceError` if the model's forward calls no block, and
+    `growth_bytes` is how much memory is expected to grow until the next event: by as much as the
+    head of the model took in an earlier dry run. Raises `TraceError` if the model's forward calls no block, and
     `DryRunTooLarge` if the dry run may need more than `limit_bytes`.
     """
     device = next((p.device for p in model.parameters()), torch.device("cpu"))

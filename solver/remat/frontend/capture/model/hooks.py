@@ -125,8 +125,8 @@ def submodule_hooks_observed(model: nn.Module) -> Iterator[HookActivity]:
 
 
 def hooks_inside(model: nn.Module) -> list[Hook]:
-    """Return the hooks that a call of the model's forward runs: those of submodules, and those of
-    all modules."""
+    """Return the hooks that a call of the model's forward runs: hooks of submodules, and torch's
+    global module hooks."""
     hooks = [registered.hook for registered in _submodule_hooks(model)]
     for table in _GLOBAL_HOOKS:
         hooks += getattr(nn.modules.module, table).values()

@@ -128,9 +128,9 @@ class PythonState:
 
     @classmethod
     def of_hooks(cls, hooks: Sequence[Any], model: nn.Module) -> PythonState:
-        """Return a snapshot of the values that hooks of a model can change, such as closure and
-        global variables and the attributes of their objects, without those of the model."""
-        state = cls(nn.Module())
+        """Return a snapshot of the values outside of a model that its hooks can change: closure and
+        global variables, and attributes of their objects."""
+        state = cls(nn.Module())  # the search starts from the hooks only
         state._tables.clear()
         state._seen |= {id(module): module for module in model.modules()}
         state._add_hooks(hooks)

@@ -21,7 +21,7 @@ _FRAMEWORKS = frozenset({"torch", "remat", "numpy", *sys.stdlib_module_names}) -
 
 
 class Namespace(NamedTuple):
-    """The variables of a Python module, with those names in them that code can reach."""
+    """The variables of a Python module, and the names by which code can reach some of them."""
 
     variables: dict[str, Any]
     names: set[str]
@@ -45,7 +45,7 @@ class ReachedCode:
         self._codes: dict[int, CodeType] = {}
 
     def namespaces(self) -> list[Namespace]:
-        """Return the namespaces that code can reach, without those of Python, torch and NumPy."""
+        """Return the namespaces that code can reach. Modules of Python, torch and NumPy have none."""
         return list(self._namespaces.values())
 
     def add_function(self, function: FunctionType) -> Iterator[tuple[Namespace, str, Any]]:
@@ -102,7 +102,7 @@ def functions_of(cls: type) -> Iterator[FunctionType]:
 
 
 def functions_in(value: Any) -> Iterator[FunctionType]:
-    """Yield a function, or those of a descriptor."""
+    """Yield the functions in a class attribute: a function, or what a descriptor wraps."""
     match value:
         case FunctionType():
             yield value

@@ -99,7 +99,7 @@ def write_keys(before: dict[str, Any], table: dict[str, Any], keys: list[str]) -
 
 
 def read_names(names: set[str], namespace: dict[str, Any]) -> dict[str, Any]:
-    """Return those of the variables `names` that a namespace has."""
+    """Return the variables of a namespace with these names, as far as it has them."""
     return {name: namespace[name] for name in names if name in namespace}
 
 
