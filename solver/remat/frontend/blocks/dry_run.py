@@ -87,8 +87,8 @@ def run_dry(
     `measure_options`.
 
     `growth_bytes` is how much memory is expected to grow until the next event: by as much as the
-    head of the model took in an earlier dry run. Raises `TraceError` if the model's forward calls no block, and
-    `DryRunTooLarge` if the dry run may need more than `limit_bytes`.
+    head of the model took in an earlier dry run. Raises `TraceError` if the model's forward calls
+    no block, and `DryRunTooLarge` if the dry run may need more than `limit_bytes`.
     """
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     library_bytes = allocated_workspace_bytes(device)

@@ -45,7 +45,7 @@ class ReachedCode:
         self._codes: dict[int, CodeType] = {}
 
     def namespaces(self) -> list[Namespace]:
-        """Return the namespaces that code can reach. Modules of Python, torch and NumPy have none."""
+        """Return the namespaces that code can reach, none of Python, torch or NumPy."""
         return list(self._namespaces.values())
 
     def add_function(self, function: FunctionType) -> Iterator[tuple[Namespace, str, Any]]:
