@@ -819,7 +819,7 @@ _RANDOM = {"optimize": "which a plan would do once", "model": "which a plan woul
 
 
 def _stored_by_hook(make: Callable[[], Hooked]) -> Effect:
-    words = "a hook inside of this Hooked stores a tensor in"
+    words = "Hooked stores a tensor in"
     return Effect(
         make,
         lambda m: [feature.detach().clone() for feature in READERS[m]()],
