@@ -177,14 +177,14 @@ class NumpyRandom(Chain):
 
 
 class OwnPythonGenerators(Chain):
-    """Draws from generators of Python and NumPy in attributes."""
+    """Draws from a generator of Python in an attribute."""
 
     def __init__(self) -> None:
         super().__init__()
         self.python, self.numpy = random.Random(3), np.random.default_rng(3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.hidden(x).square().mean() * self.python.random() * self.numpy.random()
+        return self.hidden(x).square().mean() * self.python.random()
 
 
 class OwnNumpyGenerator(OwnPythonGenerators):
@@ -995,7 +995,7 @@ EFFECTS: dict[str, Effect] = {
         loss=lambda out, model, args: out + 0.1 * args[0]["hidden"].abs().mean(),
         observe=_contents,
     ),
-    "generators in attributes": Effect(
+    "a generator of Python in an attribute": Effect(
         OwnPythonGenerators,
         lambda m: (m.python.getstate(), str(m.numpy.bit_generator.state)),
         refused=_RANDOM,
