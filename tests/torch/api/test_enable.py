@@ -42,6 +42,21 @@ def test_enable_returns_the_same_model_with_the_same_gradients() -> None:
         assert torch.equal(model(batch()), eager.eval()(batch()))
 
 
+@pytest.mark.parametrize("scope", ["model", "blocks"])
+def test_a_model_in_evaluation_mode_is_planned_if_gradients_are_enabled(scope: str) -> None:
+    """As LoRA of diffusers is trained, and networks with frozen batch norms."""
+    model, eager = net().eval(), net().eval()
+    remat.enable(model, "50%", scope=scope, split="off")
+    with torch.no_grad():
+        model(batch())
+    assert remat.plans(model) == []
+    for seed in (3, 4):
+        assert_equal(gradients(model, seed=seed), gradients(eager, seed=seed))
+    plan = remat.plans(model)[0]
+    baseline_bytes = plan.baseline_bytes if scope == "blocks" else plan.baseline_peak_bytes
+    assert plan.peak_bytes < baseline_bytes
+
+
 def test_the_measured_peak_is_that_of_the_plan() -> None:
     model = remat.enable(net(), "40%", (batch(),))
     (plan,) = remat.plans(model)
