@@ -201,6 +201,37 @@ def test_outputs_that_a_program_never_releases_cause_no_replans(
     assert not [r for r in caplog.records if "calls before a backward" in r.message]
 
 
+@pytest.mark.parametrize("door", DOORS)
+def test_a_backward_that_retains_the_graph_is_reported_once(
+    door: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Two losses of one call: each `backward` reads the saved tensors."""
+
+    class Network(nn.Sequential):  # warnings are once for a class
+        pass
+
+    model = Network(*network())
+    eager = copy.deepcopy(model)
+    run = DOORS[door](model, "80%")
+
+    def step(model: nn.Module, run: Any) -> list[Tensor | None]:
+        model.zero_grad(set_to_none=True)
+        torch.manual_seed(2)
+        output = run(BATCHES[0])
+        output.square().mean().backward(retain_graph=True)
+        (output - 1).square().mean().backward()
+        return [p.grad for p in model.parameters()]
+
+    with caplog.at_level(logging.WARNING, logger="remat"):
+        run(BATCHES[0]).square().mean().backward()
+        assert not caplog.records
+        for _ in range(2):
+            torch.testing.assert_close(step(model, run), step(eager, eager))
+    (warning,) = caplog.messages
+    assert "retains its graph (retain_graph=True)" in warning
+    assert "reserve=" in warning
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("door", DOORS)
 def test_an_infeasible_budget_of_several_calls_names_a_feasible_one(door: str) -> None:

@@ -9,5 +9,5 @@
 - `gradient_accumulation`: adds gradients into `.grad` inside the backward graph.
 - `offload`: copies tensors to the host and back: to pinned memory (`pinned_memory`) or to a file
   (`host_file`, through `file_io`).
-- `output_monitor`: warns if held outputs are released before the backward.
+- `step_monitor`: warns if held outputs are released before the backward, or the graph is retained.
 """

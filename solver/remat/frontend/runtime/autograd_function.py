@@ -19,7 +19,7 @@ from remat.frontend.capture.reading.gradients import is_same_layout
 from remat.frontend.runtime.absent_tangents import zeros_like_meta
 from remat.frontend.runtime.gradient_accumulation import accumulation_target
 from remat.frontend.runtime.lower import LoweredProgram
-from remat.frontend.runtime.output_monitor import OutputReleaseMonitor
+from remat.frontend.runtime.step_monitor import StepMonitor
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -48,7 +48,7 @@ def exclude_from_compile(function: _F) -> _F:
 def run_step(
     lowered: LoweredProgram,
     tensors: Sequence[torch.Tensor],
-    output_monitor: OutputReleaseMonitor,
+    monitor: StepMonitor,
     copies: SavedTensorCopies | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """Run the forward and return its outputs, which require grad where the program differentiates.
@@ -56,7 +56,7 @@ def run_step(
     `tensors` are the parameters, buffers and inputs in the order of `lowered.input_names`.
     """
     return _StepFunction.apply(  # type: ignore[no-any-return]
-        lowered, output_monitor, copies, *tensors
+        lowered, monitor, copies, *tensors
     )
 
 
@@ -71,13 +71,13 @@ class _StepFunction(torch.autograd.Function):
     def forward(
         ctx: Any,
         lowered: LoweredProgram,
-        output_monitor: OutputReleaseMonitor,
+        monitor: StepMonitor,
         copies: SavedTensorCopies | None,
         *tensors: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.lowered = lowered
-        ctx.output_monitor = output_monitor
+        ctx.monitor = monitor
         ctx.copies = copies
         ctx.accumulated_parameters = [tensors[index] for index in lowered.accumulated_inputs]
         boxed = [*tensors, *lowered.constants]
@@ -85,7 +85,7 @@ class _StepFunction(torch.autograd.Function):
             results = lowered.launch_forward(boxed)
         program = lowered.program
         outputs = tuple(map(_without_view, results[: len(program.outputs)]))
-        ctx.output_refs = output_monitor.weak_refs(outputs)
+        ctx.output_refs = monitor.weak_refs(outputs)
         ctx.outputs = [weakref.ref(output) for output in outputs]
         first_state = len(results) - len(program.rng_states)
         ctx.rng_states = results[first_state:]
@@ -118,12 +118,13 @@ class _StepFunction(torch.autograd.Function):
                 "remat.disable(model); remat.enable(model, budget) plans it again"
             )
         lowered: LoweredProgram = ctx.lowered
-        ctx.output_monitor.check_released(ctx.output_refs)
+        ctx.monitor.check_released(ctx.output_refs)
         _check_observed(lowered, ctx.outputs, boxed_grads)
         tangents = _tangents(lowered, boxed_grads)
         boxed_grads.clear()
         del grads
         boxed = [*ctx.saved_tensors]
+        ctx.monitor.check_graph(boxed[len(lowered.saved_inputs) :])
         ctx.maybe_clear_saved_tensors()
         if ctx.copies is not None:
             ctx.copies.restore(boxed)

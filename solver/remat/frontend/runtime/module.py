@@ -34,7 +34,7 @@ from remat.frontend.runtime.guards import (
     check_call,
 )
 from remat.frontend.runtime.lower import LoweredProgram, lower_program, program_on_model_device
-from remat.frontend.runtime.output_monitor import OutputReleaseMonitor
+from remat.frontend.runtime.step_monitor import StepMonitor
 from remat.frontend.runtime.stores import StoreWriter
 from remat.frontend.runtime.unplanned_calls import CAPTURED, has_lazy_parameters, unplanned_reason
 
@@ -57,7 +57,7 @@ class BoundProgram:
         self.plan = plan
         self._model = model
         self._binding = PlaceholderBinding(lowered.program, model)
-        self._output_monitor = OutputReleaseMonitor(lowered.program, model)
+        self._monitor = StepMonitor(lowered.program, model)
         self._stores = StoreWriter(lowered.program, model)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -65,7 +65,7 @@ class BoundProgram:
 
     def __call__(self, call: ModelCall, copies: SavedTensorCopies | None = None) -> Any:
         tensors = self._binding.tensors(call.leaves)
-        outputs = run_step(self.lowered, tensors, self._output_monitor, copies)
+        outputs = run_step(self.lowered, tensors, self._monitor, copies)
         self._stores.write(outputs, call.leaves, (call.args, call.kwargs))
         return self.lowered.unflatten_outputs(outputs)
 

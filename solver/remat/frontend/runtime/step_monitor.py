@@ -1,7 +1,8 @@
-"""Reports outputs that the caller releases before the backward, where the plan counts them as held.
+"""Reports uses of a step whose memory differs from what the plan counts.
 
-A plan with `outputs="held"` spends memory on outputs; `outputs="dropped"` would recompute less, and
-`outputs="loss"` still less.
+Outputs that the caller releases before the backward: a plan with `outputs="held"` spends memory on
+them; `outputs="dropped"` would recompute less, and `outputs="loss"` still less. And a backward that
+retains the autograd graph: the plan counts saved tensors as freed by the backward.
 """
 
 from __future__ import annotations
@@ -27,14 +28,24 @@ _MIN_PEAK_FRACTION = 0.01
 
 
 _reported: WeakSet[nn.Module] = WeakSet()
-"""The models that a warning was logged for, so that each has one warning for all lengths."""
+"""The models with a warning about released outputs, so that each has one for all lengths."""
+
+_reported_graphs: WeakSet[type[nn.Module]] = WeakSet()
+"""The classes of models with a warning about a retained graph: the blocks of a model have one."""
 
 
-class OutputReleaseMonitor:
-    """Checks at each backward whether the caller released outputs that the plan counts as held.
+def _is_graph_retained() -> bool:
+    """Return True in a backward with `retain_graph=True`. torch has no public function for this;
+    its own AOTAutograd calls this one."""
+    is_retained = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
+    return is_retained is not None and bool(is_retained())
 
-    Warns once for a model, after several backward passes in a row, and only if the plan recomputes
-    anything.
+
+class StepMonitor:
+    """Checks at each backward whether the plan counts the memory of this use of the step.
+
+    Warns of released outputs once for a model, after several backward passes in a row, and only if
+    the plan recomputes anything. Warns of a retained graph once for a class of models.
     """
 
     def __init__(self, program: Program, model: nn.Module) -> None:
@@ -55,6 +66,28 @@ class OutputReleaseMonitor:
             return {}
         storages = [outputs[index].untyped_storage() for index in self._unsaved_outputs]
         return {StorageWeakRef(storage): storage.nbytes() for storage in storages}
+
+    def check_graph(self, saved: Sequence[torch.Tensor]) -> None:
+        """Warn if the backward that starts retains its graph, and with it the saved tensors, which
+        include no inputs."""
+        if not _is_graph_retained() or type(self._model) in _reported_graphs:
+            return
+        storages = {
+            t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
+            for t in saved
+            if t is not None
+        }
+        saved_bytes = sum(storages.values())
+        if saved_bytes > self._min_bytes:
+            _reported_graphs.add(type(self._model))
+            logger.warning(
+                "a backward of this %s retains its graph (retain_graph=True): up to %s of saved "
+                "tensors, which the plan counts as freed by the backward, stay in memory, and the "
+                "step may exceed the budget by as much. Add the losses and call backward once, or "
+                "pass reserve=",
+                type(self._model).__name__,
+                format_bytes(saved_bytes),
+            )
 
     def check_released(self, refs: dict[StorageWeakRef, int]) -> None:
         """Count the outputs that are freed when the backward starts, and warn if they often are."""
