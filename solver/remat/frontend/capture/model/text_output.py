@@ -68,8 +68,8 @@ def text_output_reported(model: nn.Module) -> Iterator[None]:
             _reported_lines.add(line)
             log.warning(
                 "the forward of %s %s a text at %s, which happens when a step is planned, and not "
-                "in planned steps. Remedy: call it outside of the forward, or plan the blocks "
-                'inside: remat.enable(model, budget, scope="blocks")',
+                "in planned steps. Remedy: call it outside of what is planned: outside of the "
+                'model or, with scope="blocks", in the code around the blocks',
                 type(model).__name__,
                 action,
                 line,
