@@ -52,9 +52,13 @@ def pytest_itemcollected(item: pytest.Item) -> None:
         item.add_marker("torch")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip the tests marked gpu where there is no CUDA device, and those marked software_gpu except
-    on the software GPU with right numbers."""
+@pytest.hookimpl(tryfirst=True)  # before `-m` selects by marks
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark the slow cases of parametrized tests. Skip the tests marked gpu where there is no CUDA
+    device, and those marked software_gpu except on the software GPU with right numbers."""
+    _mark_slow_cases(items)
+    if not any("::" in argument for argument in config.args):  # else some cases are not collected
+        _check_case_names(items)
     skips = {}
     if not _has_gpu():
         skips["gpu"] = pytest.mark.skip(reason="needs a CUDA device")
@@ -71,6 +75,30 @@ def pytest_collection_finish() -> None:
     would take half a second: steps are measured after a collection."""
     gc.collect()
     gc.freeze()
+
+
+def _case_of(item: pytest.Item) -> str:
+    """Return the name of a parametrized test's case, without brackets."""
+    return item.name.partition("[")[2].removesuffix("]")
+
+
+def _mark_slow_cases(items: list[pytest.Item]) -> None:
+    for item in items:
+        quick, slow = map(item.get_closest_marker, ("quick_cases", "slow_cases"))
+        if (quick and _case_of(item) not in quick.args) or (slow and _case_of(item) in slow.args):
+            item.add_marker("slow")
+
+
+def _check_case_names(items: list[pytest.Item]) -> None:
+    """Raise an error for a mark that names a case which the test does not have."""
+    missing: dict[str, set[str]] = {}
+    for item in items:
+        for mark in ("quick_cases", "slow_cases"):
+            if marker := item.get_closest_marker(mark):
+                test = item.nodeid.partition("[")[0]
+                missing.setdefault(test, {*marker.args}).discard(_case_of(item))
+    if unknown := {test: sorted(names) for test, names in missing.items() if names}:
+        raise pytest.UsageError(f"marked cases that their tests do not have: {unknown}")
 
 
 def _has_gpu() -> bool:

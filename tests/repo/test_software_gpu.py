@@ -64,6 +64,7 @@ def in_child(folder: Path, code: str, **variables: str) -> subprocess.CompletedP
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_device_memory_is_zero_and_copies_are_real(cuda: ctypes.CDLL) -> None:
     one, other = allocate(cuda, 64), allocate(cuda, 64)
     assert one.value != other.value

@@ -194,6 +194,7 @@ def test_the_number_of_queued_jobs_of_a_key_is_limited(closed: Closed) -> None:
                     pass
 
 
+@pytest.mark.slow
 def test_the_client_waits_for_a_place_in_the_queue(closed: Closed) -> None:
     graph = GraphRecord.model_validate(chain(6), strict=False)
     with closed.server.client(closed.ann) as client:
@@ -210,6 +211,7 @@ def test_the_client_waits_for_a_place_in_the_queue(closed: Closed) -> None:
         client.job(first)
 
 
+@pytest.mark.slow
 def test_the_number_of_requests_a_minute_is_limited(tmp_path: Path) -> None:
     """For each key, or for each address without a right key. The service believes a proxy on its
     own machine about addresses, which gives this test several of them."""

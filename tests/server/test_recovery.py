@@ -50,6 +50,7 @@ def plan() -> remat.Plan:
     return jobs.expected_plan()
 
 
+@pytest.mark.slow
 def test_killing_server_and_worker_loses_no_job(tmp_path: Path, plan: remat.Plan) -> None:
     settings = {"REMAT_LEASE_S": "1", "REMAT_CONCURRENT_SOLVES": "2"}
     server = servers.start(tmp_path, **settings)
@@ -347,6 +348,7 @@ def test_a_killed_solve_fails_with_a_reason_and_the_next_one_works(tmp_path: Pat
         assert finished(http, post(http, budget="72%").json()["id"])["status"] == "succeeded"
 
 
+@pytest.mark.slow
 def test_a_worker_without_its_store_logs_it(tmp_path: Path) -> None:
     nobody = f"postgresql://ann:secret@/name?host={tmp_path}"
     ended = subprocess.run(

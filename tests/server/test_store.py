@@ -110,6 +110,7 @@ def test_a_new_file_may_be_opened_concurrently(tmp_path: Path) -> None:
             database.close()
 
 
+@pytest.mark.slow
 def test_processes_may_migrate_concurrently(url: str) -> None:
     code = (
         "import sys; from remat_server.store.database import Database; "

@@ -102,6 +102,7 @@ def agree(graph: Graph, budget: int, *, rel: float = 1e-7) -> bool:
     return needs_recomputation
 
 
+@pytest.mark.slow
 def test_budgets_are_exact_to_the_byte() -> None:
     cases: list[bool] = []
 

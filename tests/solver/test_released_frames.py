@@ -109,6 +109,7 @@ assert reference() is None
 """
 
 
+@pytest.mark.slow
 def test_the_function_that_imports_remat() -> None:
     """PuLP stores the import errors of solvers that are not installed, for good."""
     subprocess.run([sys.executable, "-c", PULP], check=True)

@@ -48,6 +48,7 @@ def test_plans_fit_and_respect_their_bound(name: str, strategy: Strategy, budget
         assert plan.bound_scope == "all orders"
 
 
+@pytest.mark.slow
 def test_no_strategy_beats_the_exact_bound() -> None:
     graph = uneven_layers(4)
     for budget in ("90%", "70%", "min"):
@@ -99,6 +100,7 @@ def test_a_trace_solves_like_its_graph() -> None:
     assert "made up" in plan.describe()
 
 
+@pytest.mark.slow
 @needs_cbc
 def test_cbc_agrees_with_highs() -> None:
     graph = uneven_layers(4)
@@ -124,6 +126,7 @@ def test_progress_is_reported() -> None:
     assert all(progress.gap is None or progress.gap >= 0 for progress in seen)
 
 
+@pytest.mark.slow
 def test_progress_of_a_sweep_names_the_current_budget() -> None:
     seen: list[Progress] = []
     strategy = Auto(order="off", gap=0.0, time_limit=5)

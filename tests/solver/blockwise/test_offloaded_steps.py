@@ -132,6 +132,7 @@ def check(offloaded: OffloadedStep, choice: VariantChoice, budget_bytes: int) ->
         assert choice.outcome.host_bytes <= offloaded.host_bytes
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @hypothesis.given(offloaded_steps(), st.integers(0, 150))
 def test_the_choice_is_the_best_of_all(offloaded: OffloadedStep, budget_bytes: int) -> None:

@@ -100,6 +100,7 @@ def _differences(path: Path) -> Iterator[tuple[Call, str, int, int]]:
                 yield call, device, size, recorded
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", RECORDINGS, ids=lambda path: path.name)
 def test_formulas_equal_what_torch_allocates(path: Path) -> None:
     different = [

@@ -79,6 +79,7 @@ def is_allowed(graph: Graph, schedule: Schedule) -> bool:
     return set(order[:cut]) == set(range(graph.boundary))
 
 
+@pytest.mark.slow_cases("with_fixed_order")
 @pytest.mark.parametrize("frame", [with_order_constraints, with_fixed_order])
 @settings(max_examples=60, deadline=None)
 @hypothesis.given(
@@ -191,6 +192,7 @@ def test_search_in_a_fixed_order_refuses_a_start_in_another_order() -> None:
         anneal_recomputations(graph, 0, Schedule.of(order))
 
 
+@pytest.mark.slow
 def test_auto_anneals_in_the_graph_order() -> None:
     graph = random_forward_graph(60, seed=1)
     budget_bytes = int(0.75 * peak_and_time(graph, Schedule.keep_all(graph))[0])
@@ -251,6 +253,7 @@ def test_small_peak_order_finds_the_optimum(seed: int) -> None:
     assert peak_and_time(graph, Schedule.of(order))[0] == min(peaks)
 
 
+@pytest.mark.slow
 def test_small_peak_order_ends_at_its_target() -> None:
     graph = random_forward_graph(30, seed=1)
     start = Schedule.keep_all(graph)

@@ -117,6 +117,7 @@ LATE_READERS = Graph(
 """A graph in which the inputs of g1 must be computed while nothing else is in memory."""
 
 
+@pytest.mark.slow
 def test_eviction_reaches_the_peak_of_recomputing_everything() -> None:
     """On `LATE_READERS`, and on nearly all random graphs: it misses that peak on 75 of 3,000."""
     misses: list[bool] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hypothesis
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from tests.helpers.graphs import chain, small_graphs
@@ -14,6 +15,7 @@ NEXT_USE = float("inf")
 MIN_COST_S = 1e-12
 
 
+@pytest.mark.slow
 @settings(
     derandomize=True,
     database=None,

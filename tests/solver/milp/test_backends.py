@@ -60,6 +60,7 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, s
     return solver_scripts(tmp_path, monkeypatch)
 
 
+@pytest.mark.slow_cases("0.85-uneven-CBC")
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("graph", SMALL.values(), ids=SMALL)
 @pytest.mark.parametrize("share", [0.75, 0.85])
@@ -94,6 +95,7 @@ def test_solver_names_are_case_insensitive(name: str) -> None:
     assert plan.time_s == solve(uneven_layers(3), "75%", Exact()).time_s
 
 
+@pytest.mark.slow
 @needs_cbc
 def test_another_solver_finds_the_smallest_peak() -> None:
     graph = uneven_layers(3)
@@ -159,6 +161,7 @@ def test_optimality_is_not_believed_after_the_time_limit(
     assert answer.schedule is not None
 
 
+@pytest.mark.slow
 @needs_cbc
 def test_a_stopped_solver_returns_its_incumbent() -> None:
     """Also one that crashes then: CBC 2.10.3 ends with SIGSEGV at some short limits."""
@@ -202,6 +205,7 @@ def test_an_interrupt_inside_of_highs_is_raised(where: str) -> None:
         HighsSolver(gap=0.0, time_limit=60.0, threads=1, **calls).solve(program.arrays)
 
 
+@pytest.mark.slow_cases("None")
 @pytest.mark.parametrize("budget", [0.55, 0.7, 0.9, None])
 def test_the_values_of_a_schedule_are_a_solution(budget: float | None) -> None:
     for graph in (*SMALL.values(), uneven_layers(8), chain(25, size=7)):
@@ -235,6 +239,7 @@ def test_availability_is_probed_quickly_and_without_output(
     assert capfd.readouterr() == ("", "")
 
 
+@pytest.mark.slow
 def test_a_crashed_or_hanging_probe_does_not_affect_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -256,6 +261,7 @@ def test_a_crashed_or_hanging_probe_does_not_affect_the_others(
     assert "did not answer" in facts["COPT"].reason
 
 
+@pytest.mark.slow
 def test_the_first_solve_of_a_process_prints_nothing() -> None:
     code = (
         "from remat.milp.solvers import pulp_versions\n"
@@ -269,12 +275,14 @@ def test_the_first_solve_of_a_process_prints_nothing() -> None:
     assert (completed.returncode, completed.stdout, completed.stderr) == (0, "", "")
 
 
+@pytest.mark.slow
 def test_threads_may_change_from_solve_to_solve() -> None:
     graph = uneven_layers(5)
     for threads in (1, 2, 1):
         assert solve(graph, "70%", Exact(threads=threads)).status is Status.OPTIMAL
 
 
+@pytest.mark.slow
 def test_concurrent_solves_give_the_same_times() -> None:
     graphs = [uneven_layers(4), uneven_layers(5), chain(12, size=5)]
     one_at_a_time = [solve(graph, "65%", Exact(threads=1)).time_s for graph in graphs]

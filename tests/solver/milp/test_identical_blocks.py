@@ -201,6 +201,7 @@ def test_nothing_is_recomputed_where_everything_fits() -> None:
     assert schedule == Schedule.keep_all(graph)
 
 
+@pytest.mark.slow
 def test_a_tied_program_is_no_worse_than_checkpointing_each_block() -> None:
     graph, identical = blocks(24)
     per_block = PerBlock().run(Task(graph)).schedule

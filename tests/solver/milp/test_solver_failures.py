@@ -68,6 +68,7 @@ def check(plan: Plan, solver: str = "CBC") -> None:
     assert plan.status is Plan.from_json(plan.to_json()).status
 
 
+@pytest.mark.slow_cases("min-while_solving")
 @needs_cbc
 @needs_procfs
 @pytest.mark.parametrize(
@@ -145,6 +146,7 @@ def test_a_solver_killed_right_after_writing_its_solution_leaves_a_plan(
     raise AssertionError("CBC was always faster")
 
 
+@pytest.mark.slow
 @needs_cbc
 @needs_procfs
 @pytest.mark.parametrize("when", [at_once, pytest.param(while_solving, marks=pytest.mark.slow)])
@@ -203,6 +205,7 @@ def test_a_licence_lost_during_the_search_leaves_a_plan(command, budget: str) ->
     check(plan, "COIN_CMD")
 
 
+@pytest.mark.slow
 def test_a_solver_that_disappears_after_its_first_program_leaves_a_plan(command) -> None:
     """For "min" two searches use the solver; the second has a schedule to start from."""
     command("cbc", '/bin/rm "$0"; exit 1')

@@ -120,6 +120,7 @@ def test_nothing_is_sifted_where_nothing_fits() -> None:
     assert relaxation_support(graph, slots.build_complete_slots(graph), 1, time_limit=30.0) is None
 
 
+@pytest.mark.slow_cases("40%")
 @pytest.mark.parametrize("budget", ["60%", "40%"])
 def test_a_plan_that_retains_small_values_fits_and_is_near_the_optimum(budget: str) -> None:
     graph = with_statistics()
@@ -130,6 +131,7 @@ def test_a_plan_that_retains_small_values_fits_and_is_near_the_optimum(budget: s
     assert exact.time_s <= search.time_s <= exact.time_s * 1.15
 
 
+@pytest.mark.slow
 def test_programs_decide_on_small_values_only_where_needed() -> None:
     graph = with_statistics()
     tightest = smallest_peak_schedule(graph, target_bytes=0)
@@ -160,6 +162,7 @@ def test_programs_decide_on_small_values_only_where_needed() -> None:
     )
 
 
+@pytest.mark.slow
 def test_the_smallest_peak_may_be_as_much_larger_as_the_strategy_tolerates() -> None:
     graph = with_statistics()
     auto = remat.Auto(time_limit=10.0, threads=1, complete_slots=0, peak_gap=0.1)

@@ -105,6 +105,7 @@ def within(graph: Graph, strategy: Strategy, budget_bytes: int) -> Schedule | in
         return error.min_feasible_bytes or 0
 
 
+@pytest.mark.slow
 @settings(LAWS, max_examples=40)
 @hypothesis.given(layered_graphs(), st.floats(0.3, 1.1))
 def test_baseline_schedules_are_valid_and_fit(graph: Graph, share: float) -> None:
@@ -150,6 +151,7 @@ def test_no_baseline_is_cheaper_than_the_optimum(graph: Graph, share: float) -> 
             assert plan.lower_bound <= exact.overhead + 1e-6
 
 
+@pytest.mark.slow_cases("0.5")
 @pytest.mark.parametrize("share", [0.85, 0.7, 0.5])
 def test_no_baseline_is_cheaper_than_auto_on_a_chain(share: float) -> None:
     graph = random_stages(7)

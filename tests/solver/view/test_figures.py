@@ -125,6 +125,7 @@ def test_degenerate_plans_have_figures_and_settings_are_restored(odd: Plan) -> N
     assert dict(matplotlib.rcParams) == settings
 
 
+@pytest.mark.slow
 def test_matplotlib_is_imported_at_the_first_figure_and_its_state_is_unchanged() -> None:
     code = """
 import sys

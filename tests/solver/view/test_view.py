@@ -61,6 +61,7 @@ def plan() -> Plan:
     return solve(chain(8, size=1 << 20, cost=0.001), "60%")
 
 
+@pytest.mark.slow
 @hypothesis.given(plans())
 def test_the_layers_add_up_to_the_simulated_memory_at_every_run(plan: Plan) -> None:
     occupied = memory_layers(plan)
@@ -388,6 +389,7 @@ def test_the_backward_begins_at_the_boundary_or_the_first_backward_operation() -
     assert earlier_run_counts(plan.schedule)[:7] == [0, 0, 0, 0, 1, 0, 0]
 
 
+@pytest.mark.slow
 def test_pictures_of_5000_operations_are_fast_and_small() -> None:
     plan = half_recomputed(2500)
     assert len(plan.graph) == 5000

@@ -42,6 +42,7 @@ def test_enable_returns_the_same_model_with_the_same_gradients() -> None:
         assert torch.equal(model(batch()), eager.eval()(batch()))
 
 
+@pytest.mark.slow_cases("blocks")
 @pytest.mark.parametrize("scope", ["model", "blocks"])
 def test_a_model_in_evaluation_mode_is_planned_if_gradients_are_enabled(scope: str) -> None:
     """As LoRA of diffusers is trained, and networks with frozen batch norms."""
@@ -68,6 +69,7 @@ def test_the_measured_peak_is_that_of_the_plan() -> None:
     assert peak <= plan.budget_bytes
 
 
+@pytest.mark.slow
 def test_a_disabled_model_is_as_before() -> None:
     model = net()
     before = set(model.__dict__)
@@ -193,6 +195,7 @@ def test_wrong_use_raises_an_error() -> None:
     assert_equal(gradients(refused), gradients(net()))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_torch_compile_breaks_the_graph_around_an_enabled_model_and_compiles_once() -> None:
     from torch._dynamo.testing import CompileCounter
@@ -272,6 +275,7 @@ class _SelfCheckpointed(nn.Module):
         return x + self.layers(x)
 
 
+@pytest.mark.slow_cases("blocks")
 @pytest.mark.parametrize("scope", ["model", "blocks"])
 def test_layers_that_checkpoint_themselves_are_planned_once(
     scope: str, caplog: pytest.LogCaptureFixture

@@ -30,6 +30,7 @@ def _estimated_and_allocated(model: nn.Module, x: torch.Tensor) -> tuple[Estimat
     return estimate, allocated_bytes + constant_bytes
 
 
+@pytest.mark.slow_cases("gpt2")
 @pytest.mark.parametrize("family", ["gpt2", pytest.param("t5", marks=pytest.mark.slow), "resnet"])
 def test_eager_mode_has_the_estimated_peak(family: str) -> None:
     torch.manual_seed(0)
@@ -227,6 +228,7 @@ def test_a_sum_within_a_backward_formula_is_not_made_in_place() -> None:
     assert estimate.peak_bytes >= 0.98 * measured_bytes
 
 
+@pytest.mark.slow
 def test_dropout_masks_have_the_size_that_eager_mode_saves() -> None:
     """4 bytes per element of the mask, where plans have 1."""
     case, without = gpt2(layers=1), gpt2(layers=1, dropout=0.0)
@@ -263,6 +265,7 @@ def test_fits_compares_the_estimate_with_a_budget() -> None:
             estimate.fits(budget)
 
 
+@pytest.mark.slow
 def test_a_model_on_the_meta_device_has_the_estimate_of_the_real_one() -> None:
     with torch.device("meta"):
         shapes = gpt2(layers=1)

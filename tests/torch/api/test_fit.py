@@ -95,6 +95,7 @@ def test_a_loop_with_enough_memory_needs_no_options() -> None:
     assert "fits      yes," in str(answer)
 
 
+@pytest.mark.slow_cases("adamw-AdamW")
 @pytest.mark.parametrize(
     ("name", "make"),
     [
@@ -132,6 +133,7 @@ def test_convolutions_have_the_predicted_peak(family: str, tolerance: float) -> 
     assert answer.memory.peak_bytes == pytest.approx(peak_bytes, rel=tolerance)
 
 
+@pytest.mark.slow
 def test_the_optimizer_in_8_bits_keeps_its_promise(answer: Fit) -> None:
     bitsandbytes = pytest.importorskip("bitsandbytes")
     promised = option(answer, "optimizer adamw-8bit")
@@ -157,6 +159,7 @@ def test_the_first_option_is_the_fastest_that_fits(answer: Fit) -> None:
         assert o.fits == (o.reserved_bytes <= answer.usable_bytes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     ["plan of remat", pytest.param("plan that returns the loss only", marks=pytest.mark.slow)],
@@ -247,6 +250,7 @@ def test_checkpointing_keeps_its_promise(answer: Fit) -> None:
     assert promised.peak_bytes == pytest.approx(peak_bytes, rel=TOLERANCE)
 
 
+@pytest.mark.slow
 def test_smaller_batches_keep_their_promise(answer: Fit) -> None:
     (promised,) = [o for o in answer.options if "batches of" in o.name]
     count, _, _, batch = promised.name.split()
@@ -280,6 +284,7 @@ def test_blocks_may_be_sequences_of_layers() -> None:
     assert option(answer, "checkpoint each block").peak_bytes < 0.8 * needed
 
 
+@pytest.mark.slow
 def test_of_options_that_do_not_fit_the_smallest_is_first() -> None:
     """Also if its time is unknown, as that of a plan for which the memory is too small."""
     model, args, _ = narrow_and_wide(1000)
@@ -294,6 +299,7 @@ def test_of_options_that_do_not_fit_the_smallest_is_first() -> None:
     assert plan.reserved_bytes < checkpoints.reserved_bytes
 
 
+@pytest.mark.slow
 def test_no_budget_is_solved_twice() -> None:
     """AdamW and its fused form have the same state, so the same budget remains for the step."""
     tasks: list[tuple[int, int | None]] = []
@@ -361,6 +367,7 @@ def test_each_stage_is_reported() -> None:
     assert {r.stage for r in reports if r.phase == "cost"} >= {"option 7 of 8: plan"}
 
 
+@pytest.mark.slow
 def test_shards_of_more_gpus_are_smaller() -> None:
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(4096, 4096) for _ in range(32)))
@@ -457,6 +464,7 @@ def answer_of_lengths(memory: int | str, lengths: dict[int, float], traced: list
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_the_longest_sequences_fit_and_longer_ones_do_not() -> None:
     """Each length has the answer that it has alone, though few of them are traced."""
     lengths = {1000 * n: 20.0 for n in range(1, 6)}

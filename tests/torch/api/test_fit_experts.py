@@ -53,6 +53,7 @@ def trained_peak(model: nn.Module, inputs: dict[str, torch.Tensor]) -> int:
     return meter.peak_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm"])
 def test_both_routings_need_the_predicted_memory(implementation: str) -> None:
     model, inputs = mixtral(implementation)
@@ -68,6 +69,7 @@ def test_both_routings_need_the_predicted_memory(implementation: str) -> None:
     assert answer.memory.peak_bytes == pytest.approx(peaks[0], rel=0.005)
 
 
+@pytest.mark.slow
 def test_checkpoints_of_experts_need_the_predicted_memory() -> None:
     """Autograd's copies of the router's weights, which only the backward reads, do not recompute
     all layers at once."""

@@ -53,6 +53,7 @@ def _batches_with_a_plan(
     return fitting_batches
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("budget", "most"), [(120_000, 6), pytest.param(BUDGET, MOST, marks=pytest.mark.slow)]
 )
@@ -94,6 +95,7 @@ def test_max_overhead_limits_the_batch() -> None:
     assert "too slow, proved" in str(largest)
 
 
+@pytest.mark.slow
 def test_a_step_of_the_largest_batch_runs_within_the_budget() -> None:
     largest = _largest_batch()
     model, args = _mlp(largest.batch)
@@ -108,6 +110,7 @@ def _case(model: nn.Module, args: tuple[Any, ...]) -> Case:
     return Case(model, args, loss=lambda out: out["loss"])
 
 
+@pytest.mark.slow
 def test_the_search_goes_down_from_a_start_that_does_not_fit() -> None:
     largest = remat.max_batch(_mlp, "200kB", start=60, costs=COSTS, strategy=STRATEGY)
     assert (largest.batch, largest.eager_batch) == (

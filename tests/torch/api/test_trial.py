@@ -39,6 +39,7 @@ def assert_equal(trial: Trial) -> None:
     assert trial.reference.loss == trial.remat.loss
 
 
+@pytest.mark.slow
 def test_gpt2_with_dropout_is_compared_with_eager_mode() -> None:
     torch.manual_seed(0)
     case = models.gpt2()
@@ -72,6 +73,7 @@ def test_gpt2_with_dropout_is_compared_with_eager_mode() -> None:
     )
 
 
+@pytest.mark.slow
 def test_resnet_with_batch_norm_is_compared_with_eager_mode() -> None:
     torch.manual_seed(0)
     case = models.resnet()

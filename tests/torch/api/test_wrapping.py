@@ -90,6 +90,7 @@ ONE_DOOR = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.slow
 @not_a_leaf  # dynamo asks
 @pytest.mark.parametrize(
     "compile_it", [around, in_place, pytest.param(in_a_function, marks=pytest.mark.slow)]
@@ -172,6 +173,7 @@ def test_a_compiled_model_may_contain_an_optimised_block() -> None:
     assert counter.frame_count == 2
 
 
+@pytest.mark.slow
 def test_the_module_inside_of_a_compiled_one_is_planned() -> None:
     counter = CompileCounter()
     expected = optimized(net(), (batch(32),))
@@ -262,6 +264,7 @@ def with_hooks_that_compute() -> nn.Sequential:
     return model
 
 
+@pytest.mark.slow
 @ONE_DOOR
 def test_computations_in_hooks_are_planned_without_a_warning(plan: Any) -> None:
     eager, model = with_hooks_that_compute(), with_hooks_that_compute()
@@ -273,6 +276,7 @@ def test_computations_in_hooks_are_planned_without_a_warning(plan: Any) -> None:
     assert not torch.equal(of_rows(fast)[0], of_rows(plain)[0])
 
 
+@pytest.mark.slow
 @ONE_DOOR
 def test_hooks_without_effect_on_the_graph_are_warned_of_once(plan: Any) -> None:
     model = layers()

@@ -90,6 +90,7 @@ def test_published_results_are_complete_rows_of_their_graphs(model: str) -> None
     assert problems_of(model, folder.folder) == []
 
 
+@pytest.mark.slow
 def test_selective_ends_where_the_presolve_of_highs_loops() -> None:
     program = (
         "from benchmarks.atlas.graph_file import AtlasGraph, path_of\n"

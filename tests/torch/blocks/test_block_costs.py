@@ -45,6 +45,7 @@ def plan_of(branches: list[bool], budget: str) -> BlocksPlan:
     return plan
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("branches", "budget"),
     [

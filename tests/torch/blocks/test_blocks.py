@@ -113,6 +113,7 @@ class Normed(nn.Module):
         return x + (F.gelu(F.gelu(output)) if x.sum() < 1e9 else output)
 
 
+@pytest.mark.slow_cases("True")
 @pytest.mark.parametrize("is_mixed", [False, True])
 def test_an_uncapturable_block_with_state_is_recomputed_only_if_that_is_exact(
     is_mixed: bool,
@@ -131,6 +132,7 @@ def test_an_uncapturable_block_with_state_is_recomputed_only_if_that_is_exact(
     assert peak_of(model, ids) <= plan_of(model).peak_bytes
 
 
+@pytest.mark.slow
 def test_uncapturable_blocks_run_in_eager_mode_and_are_named(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -215,6 +217,7 @@ class Sealed(nn.Module):
         return x + output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hides", [False, True])
 @pytest.mark.parametrize("budget", ["min", pytest.param("75%", marks=pytest.mark.slow)])
 def test_blocks_with_uncapturable_parts_are_checkpointed_as_a_whole(
@@ -313,6 +316,7 @@ def test_an_infeasible_budget_names_the_smallest_feasible_one() -> None:
     step(model, ids, 1)
 
 
+@pytest.mark.slow
 def test_auto_is_the_free_memory_of_the_device() -> None:
     model, ids = net()
     enabled(model, "auto")
@@ -322,6 +326,7 @@ def test_auto_is_the_free_memory_of_the_device() -> None:
     assert plan.peak_bytes == plan.baseline_bytes
 
 
+@pytest.mark.slow
 def test_blocks_that_are_called_twice_or_share_parameters_are_planned() -> None:
     torch.manual_seed(0)
     block = Block(32)
@@ -338,6 +343,7 @@ def test_blocks_that_are_called_twice_or_share_parameters_are_planned() -> None:
     assert peak_of(model, ids) <= plan_of(model).peak_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("in_flight", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_batches_in_flight_are_part_of_the_plan(in_flight: int) -> None:
     """As in a pipeline stage: several forwards first, then backward and forward alternate."""
@@ -401,6 +407,7 @@ def test_a_model_with_frozen_first_blocks_is_planned() -> None:
     assert_same(step(model, ids, 1), expected)
 
 
+@pytest.mark.slow
 def test_other_lengths_are_planned_and_evaluation_runs_eagerly() -> None:
     model, ids = net()
     wanted = [step(model, batch, 1) for batch in (ids, ids[:100])]
@@ -476,6 +483,7 @@ def test_hooks_of_blocks_run_once_a_step() -> None:
     assert seen == [f"forward {n}" for n in range(4)] + [f"backward {n}" for n in (3, 2, 1, 0)]
 
 
+@pytest.mark.slow
 def test_checkpointing_inside_of_planned_blocks_is_disabled() -> None:
     model, ids = net()
     expected = step(model, ids, 1)
@@ -514,6 +522,7 @@ def test_calls_that_are_not_as_planned_are_checkpointed(caplog: pytest.LogCaptur
     assert caplog.text.count("called differently than when the step was planned") == 3
 
 
+@pytest.mark.slow
 def test_batch_norm_statistics_of_unplanned_calls_are_updated_once() -> None:
     torch.manual_seed(0)
     blocks = [nn.Sequential(nn.Linear(32, 32), nn.BatchNorm1d(32), nn.GELU()) for _ in range(3)]
@@ -528,6 +537,7 @@ def test_batch_norm_statistics_of_unplanned_calls_are_updated_once() -> None:
         assert torch.equal(model.get_buffer(name), buffer), name
 
 
+@pytest.mark.slow
 def test_identical_blocks_share_one_program() -> None:
     model, ids = net()
     enabled(model, "75%")
@@ -635,6 +645,7 @@ class _Stateful(Sealed):
         return super().forward(x) * scale
 
 
+@pytest.mark.quick_cases("number")
 @pytest.mark.parametrize("kind", ["number", "plain", "draws", "python", "mean"])
 def test_blocks_that_depend_on_their_state_are_not_recomputed_and_planning_restores_it(
     kind: str,
@@ -706,6 +717,7 @@ class ThreeProducts(nn.Module):
         return self.norm(x + weight * self.value(x))
 
 
+@pytest.mark.slow
 def test_under_autocast_gradients_are_eager_modes_bit_for_bit() -> None:
     """Autocast casts the input of a block at each use: it caches only the casts of leaves. So the
     gradients of the uses are summed in float32."""

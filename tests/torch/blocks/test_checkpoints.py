@@ -48,6 +48,7 @@ class Around(Net):
         return Output(F.cross_entropy(logits, ids), logits)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reentrant", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "place",

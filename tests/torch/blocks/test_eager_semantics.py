@@ -174,6 +174,7 @@ class Skipping(nn.Module):
         return x.square().mean()
 
 
+@pytest.mark.slow
 def test_blocks_that_the_first_step_skipped_are_checkpointed(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -86,6 +86,7 @@ def planned(eager: Breakable, batch: torch.Tensor) -> Breakable:
     return enabled(copy.deepcopy(eager), "45%", batch)
 
 
+@pytest.mark.slow
 def test_a_budget_below_the_smallest_without_offloading(
     eager: Breakable, batch: torch.Tensor
 ) -> None:
@@ -106,6 +107,7 @@ def test_a_budget_below_the_smallest_without_offloading(
     assert raised.value.min_feasible_bytes < budget
 
 
+@pytest.mark.slow
 def test_offloading_is_faster_where_both_fit(
     eager: Breakable, planned: Breakable, batch: torch.Tensor
 ) -> None:
@@ -130,6 +132,7 @@ def test_the_plan_says_what_it_offloads(planned: Breakable) -> None:
     assert pickle.loads(pickle.dumps(plan)).describe() == text
 
 
+@pytest.mark.slow
 def test_gradients_accumulate_with_evaluation_between(
     eager: Breakable, planned: Breakable, batch: torch.Tensor
 ) -> None:
@@ -210,6 +213,7 @@ def test_steps_after_an_error(
     assert _count_reloads_in_backward(model, batch) == offloaded
 
 
+@pytest.mark.slow
 def test_slow_copies_make_the_step_wait_and_need_no_memory(
     eager: Breakable, planned: Breakable, batch: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -228,6 +232,7 @@ def test_slow_copies_make_the_step_wait_and_need_no_memory(
     assert_same(step(model, batch, 1), step(eager, batch, 1))
 
 
+@pytest.mark.slow
 def test_the_host_budget_is_respected(
     eager: Breakable, batch: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -372,6 +377,7 @@ class Linked:
         assert torch.equal(self.saved[call][0], self.tensors[call])
 
 
+@pytest.mark.slow
 def test_copies_come_back_in_the_order_of_the_plan_and_in_another() -> None:
     for order in ((1, 0), (0, 1), (0,), (1,)):
         linked = Linked()

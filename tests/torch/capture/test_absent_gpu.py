@@ -93,6 +93,7 @@ EXPECTED: dict[tuple[str, torch.dtype], set[str]] = {
 QUICK = {("gpt2", torch.bfloat16), ("llama", torch.bfloat16), ("resnet", torch.float32)}
 
 
+@pytest.mark.quick_cases("gpt2-dtype1")
 @pytest.mark.parametrize(
     ("family", "dtype"),
     [pytest.param(*key, marks=[] if key in QUICK else pytest.mark.slow) for key in EXPECTED],
@@ -142,6 +143,7 @@ def test_a_trace_for_the_cpu_has_the_operations_of_the_cpu() -> None:
     assert [name for name in targets(trace) for word in _ON_CPU if word in name]
 
 
+@pytest.mark.slow
 def test_a_large_model_on_the_meta_device_is_traced_for_a_gpu() -> None:
     """GPT-2 at 8 x 1024: on the CPU attention has 7 values of tokens x tokens, on the GPU none."""
     from transformers import GPT2Config, GPT2LMHeadModel
@@ -163,6 +165,7 @@ def test_a_large_model_on_the_meta_device_is_traced_for_a_gpu() -> None:
     assert all(p.is_meta for p in model.parameters())
 
 
+@pytest.mark.slow_cases("resnet")
 @pytest.mark.parametrize("family", ["gpt2", "resnet"])
 def test_a_trace_for_a_gpu_is_solved_for_that_gpu(family: str) -> None:
     case = case_of(family, torch.bfloat16)
@@ -385,6 +388,7 @@ def test_recomputed_attention_samples_on_the_gpu_wherever_its_seeds_are() -> Non
 # -- other kernels --------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_cuda_batch_norm_trains_as_eager_mode() -> None:
     """Its operation also runs on the CPU, where a plan that recomputes it is tested."""
     case = case_of("resnet")

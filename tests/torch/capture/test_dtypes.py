@@ -58,6 +58,7 @@ def test_every_model_is_exact_in_lower_precision(name: str, mode: str) -> None:
     assert_eager_when_recomputed(in_mode(ALL[name](), mode))
 
 
+@pytest.mark.slow_cases("eager-0.1-autocast")
 @pytest.mark.parametrize(
     ("attention", "dropout", "mode"),
     [

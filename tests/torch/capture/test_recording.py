@@ -37,6 +37,7 @@ _CASES: list[Any] = [
 ]
 
 
+@pytest.mark.slow_cases("resnet-False", "llama-False")
 @pytest.mark.parametrize(("name", "autocast"), _CASES)
 def test_torch_records_the_same_operators(
     name: str, autocast: bool, monkeypatch: pytest.MonkeyPatch

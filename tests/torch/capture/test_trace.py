@@ -44,6 +44,7 @@ def test_mutated_buffers_are_written_once_in_the_forward() -> None:
     assert not any(node.backward or node.recomputable for node in writes)
 
 
+@pytest.mark.slow
 def test_only_the_loss_of_a_loss_model_is_differentiated() -> None:
     case = FAMILIES["gpt2"]()
     trace = remat.trace(case.model, kwargs_of(case))

@@ -132,6 +132,7 @@ def report_of_process(directory: Path) -> dict[str, Check]:
     return {check.name: check for check in checks}
 
 
+@pytest.mark.slow
 def test_a_broken_torch_is_reported(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("raise OSError('libtorch.so: cannot open')")
     report = report_of_process(tmp_path)

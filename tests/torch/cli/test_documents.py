@@ -45,6 +45,7 @@ def test_help_lists_every_command_without_importing_torch() -> None:
         assert f" {name} " in completed.stdout
 
 
+@pytest.mark.slow
 def test_the_help_of_every_command_has_an_example() -> None:
     ended = quick("solve", "--help")
     assert ended.code == 0
@@ -129,6 +130,7 @@ def test_compare_prints_a_table_and_writes_files(documents: Documents, tmp_path:
     assert int(rows[2]["peak_bytes"]) <= int(rows[2]["budget_bytes"])
 
 
+@pytest.mark.slow
 def test_explain_prints_what_the_library_explains(documents: Documents) -> None:
     plan = Plan.load(documents.plan)
     recomputed = plan.schedule.recomputed(plan.graph)
@@ -239,6 +241,7 @@ def test_a_closed_pipe_is_no_error(documents: Documents) -> None:
     assert err == b""
 
 
+@pytest.mark.slow
 def test_shells_can_complete_names() -> None:
     env = {"_REMAT_COMPLETE": "complete_bash", "COMP_WORDS": "remat solve --strategy ch",
            "COMP_CWORD": "3"}  # fmt: skip

@@ -136,6 +136,7 @@ def test_an_infeasible_budget_has_its_own_exit_code(documents: Documents) -> Non
     assert "infeasible" in ended.error
 
 
+@pytest.mark.slow
 def test_a_time_limit_without_a_plan_has_its_own_exit_code(
     documents: Documents, tmp_path: Path
 ) -> None:
@@ -166,6 +167,7 @@ def test_output_that_cannot_be_written_is_an_error(documents: Documents) -> None
     assert completed.stderr == "remat: No space left on device\n"
 
 
+@pytest.mark.slow
 def test_a_missing_package_is_named(tmp_path: Path) -> None:
     """The service's commands need what its extra installs; the others do not."""
     (tmp_path / "pydantic_settings.py").write_text("raise ModuleNotFoundError(name=__name__)")

@@ -63,6 +63,7 @@ def test_an_unknown_command_says_which_commands_are_missing() -> None:
     assert line.endswith(f"({reason})")
 
 
+@pytest.mark.slow
 def test_doctor_wraps_its_lines() -> None:
     ended = quick("doctor", env={"COLUMNS": "80"})
     long = [line for line in ended.out.splitlines() if len(line) > 80]

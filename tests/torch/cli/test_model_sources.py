@@ -108,6 +108,7 @@ def test_a_model_type_gives_a_training_step(name: str) -> None:
     assert all(torch.equal(a, b) for a, b in weights), "the seed determines the weights"
 
 
+@pytest.mark.slow_cases("whisper")
 @pytest.mark.parametrize("name", ["gpt2", "whisper"])
 def test_the_step_of_a_model_type_can_be_traced(name: str) -> None:
     step = tiny(name)

@@ -27,6 +27,7 @@ SMALL = ("--set", "n_layer=1", "--batch", 1, "--tokens", 16)
 GPT2 = ("hf:gpt2", "--batch", 4, "--tokens", 64, *(word for s in SIZES for word in ("--set", s)))
 
 
+@pytest.mark.slow
 def test_a_model_becomes_a_measured_trace(tmp_path: Path) -> None:
     bare, measured = tmp_path / "bare.json.gz", tmp_path / "measured.json.gz"
     ended = quick("trace", *GPT2, *SMALL, "-o", bare)
@@ -172,6 +173,7 @@ def test_a_training_loop_fits_or_has_options() -> None:
     assert any("batches of" in name for name in names)
 
 
+@pytest.mark.slow
 def test_estimates_are_available_for_an_absent_gpu(tmp_path: Path) -> None:
     output = tmp_path / "h100.json.gz"
     device_options = ("--device", "h100", "--autocast", "bfloat16")
@@ -211,6 +213,7 @@ def test_a_failing_factory_is_an_error(tmp_path: Path) -> None:
     assert "RuntimeError: no way" in ended.error
 
 
+@pytest.mark.slow
 def test_doctor_reports_this_machine() -> None:
     ended = run("doctor", "--json")
     decoded = json.loads(ended.out)

@@ -114,6 +114,7 @@ def members(group: int) -> set[int]:
 needs_procfs = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="has no /proc")
 
 
+@pytest.mark.slow
 @needs_procfs
 @pytest.mark.parametrize(
     ("signum", "code", "word"),
@@ -199,6 +200,7 @@ def catches(pid: int, signum: int) -> bool:
     return bool(caught >> (signum - 1) & 1)
 
 
+@pytest.mark.slow
 @needs_procfs
 def test_no_progress_is_printed_without_a_terminal(file: Path, tmp_path: Path) -> None:
     with interrupts_enabled():

@@ -26,6 +26,7 @@ def factory(tmp_path: Path) -> str:
     return f"{tmp_path / 'script.py'}:step"
 
 
+@pytest.mark.quick_cases("estimate---tokens")
 @pytest.mark.parametrize(
     ("command", "option"),
     [("trace", "--batch"), ("estimate", "--tokens"), ("fit", "--batch"), ("fit", "--image")],
@@ -37,6 +38,7 @@ def test_a_function_has_no_sizes_to_choose(factory: str, command: str, option: s
     assert "is a function, which creates its own batch" in ended.err
 
 
+@pytest.mark.slow
 def test_a_function_without_sizes_is_accepted(factory: str) -> None:
     ended = quick("fit", factory, "--device", "cpu", "--memory", "1GiB", "--json")
     assert ended.code == 0, ended.err
@@ -45,6 +47,7 @@ def test_a_function_without_sizes_is_accepted(factory: str) -> None:
     assert (ended.code, "--lengths 8,16 has no effect" in ended.err) == (2, True)
 
 
+@pytest.mark.slow
 def test_the_default_batch_is_two_sequences_of_128_tokens() -> None:
     ended = quick("trace", *GPT2, "--json")
     assert ended.code == 0, ended.err
@@ -52,6 +55,7 @@ def test_the_default_batch_is_two_sequences_of_128_tokens() -> None:
     assert {tuple(p["tensor"]["shape"]) for p in inputs} == {(2, 128)}
 
 
+@pytest.mark.slow
 def test_lengths_replace_the_number_of_tokens() -> None:
     device = ("--device", "h100", "--memory", "1GiB")
     ended = quick("fit", *GPT2, *device, "--lengths", "16:3,32:1", "--json")
@@ -64,6 +68,7 @@ def test_lengths_replace_the_number_of_tokens() -> None:
     assert "tokens, but the longest of --lengths is 5,000; use at most" in ended.err
 
 
+@pytest.mark.quick_cases("n_layer=100000")
 @pytest.mark.parametrize("change", ["n_layer=0", "num_hidden_layers=-1", "n_layer=100000"])
 def test_sizes_of_a_configuration_are_checked(change: str) -> None:
     ended = quick("trace", "hf:gpt2", "--set", change)
@@ -71,6 +76,7 @@ def test_sizes_of_a_configuration_are_checked(change: str) -> None:
     assert f"has {change}, and no model of that size can be built" in ended.err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "command", ["trace", *(pytest.param(c, marks=pytest.mark.slow) for c in ("estimate", "fit"))]
 )

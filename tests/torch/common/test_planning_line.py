@@ -63,6 +63,7 @@ def slow_except(*quick: str, among: Iterable[str]) -> list[Any]:
     return [pytest.param(name, marks=[] if name in quick else pytest.mark.slow) for name in among]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("door", slow_except("enable, model", among=DOORS))
 def test_planning_shows_a_line_and_erases_it(door: str) -> None:
     text = shown(door)
@@ -78,12 +79,14 @@ SWITCHES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("switch", slow_except("REMAT_PROGRESS=0", among=SWITCHES))
 @pytest.mark.parametrize("door", slow_except("enable, model", among=("enable, model", "compile")))
 def test_the_line_can_be_turned_off(door: str, switch: str) -> None:
     assert shown(door, **SWITCHES[switch]) == ""
 
 
+@pytest.mark.slow
 def test_without_a_terminal_nothing_is_written() -> None:
     code = SETUP.format(delay_s=0, options="") + DOORS["optimize"] + RUN
     ended = subprocess.run(

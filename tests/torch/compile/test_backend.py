@@ -46,6 +46,7 @@ QUICK = {"tied", "norms", "two-heads"}
 # -- without Inductor -----------------------------------------------------------------------------
 
 
+@pytest.mark.quick_cases("tied-min")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize(
     ("name", "budget"),
@@ -151,6 +152,7 @@ class Counting(nn.Module):
         return (x * self.weight * self.steps).square().mean()
 
 
+@pytest.mark.slow_cases("True-True")
 @pytest.mark.parametrize(
     ("inductor", "by_a_view"),
     [
@@ -173,6 +175,7 @@ def layers() -> Case:
     return Case(nn.Sequential(*made_of), (torch.randn(512, 32),), loss=lambda out: out.sum())
 
 
+@pytest.mark.slow
 @needs_compiler
 @pytest.mark.parametrize("times", [pytest.param(1, marks=pytest.mark.slow), 99])
 def test_kernels_that_take_more_memory_trigger_a_replan(
@@ -279,6 +282,7 @@ class Wide(nn.Module):
         return x + self.down(torch.relu(self.up(x)))
 
 
+@pytest.mark.slow
 def test_a_graph_that_is_not_the_last_saves_at_most_its_share() -> None:
     """Its share of a percentage, its outputs included."""
     block = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(6)))
@@ -365,6 +369,7 @@ def test_reading_a_large_graph_does_not_use_up_the_time_limit(
     assert solver.solve(graph, budget_bytes).peak_bytes <= budget_bytes
 
 
+@pytest.mark.slow
 def test_an_infeasible_budget_names_the_smallest_feasible_one() -> None:
     case, _ = with_state(PLAIN["checkpointed"]())
     run = remat.compile(case.model, "10%", inductor=False, split="off")
@@ -408,6 +413,7 @@ def test_a_plan_is_for_the_largest_size(marked: bool) -> None:
         assert len(remat.compiled_plans()) == len(before) + 2
 
 
+@pytest.mark.slow
 def test_a_step_that_does_not_fit_at_twice_its_size_is_planned_for_its_own() -> None:
     linear = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh())
     before = len(remat.compiled_plans())

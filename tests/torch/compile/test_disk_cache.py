@@ -89,6 +89,7 @@ def solved(caplog: pytest.LogCaptureFixture) -> int:
     return count
 
 
+@pytest.mark.slow
 def test_plans_are_cached_with_the_code(caplog: pytest.LogCaptureFixture) -> None:
     """The bytes that one graph retains are available to the next."""
     caplog.set_level(logging.INFO, "remat")

@@ -139,6 +139,7 @@ def plans_of(blocks: nn.Sequential, options: list[dict[str, Any]], x: torch.Tens
     return remat.compiled_plans()[before:]
 
 
+@pytest.mark.slow_cases("False")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("needs_gradient", [True, False])
 def test_blocks_of_one_class_have_one_plan(needs_gradient: bool) -> None:
@@ -151,6 +152,7 @@ def test_blocks_of_one_class_have_one_plan(needs_gradient: bool) -> None:
     assert all(plan.external_bytes == 0 for plan in plans)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("is_shared", [True, False])
 def test_blocks_with_the_same_options_object_share_its_budget(is_shared: bool) -> None:

@@ -208,12 +208,14 @@ def with_marks(names: Iterable[str]) -> list[Any]:
     return [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in names]
 
 
+@pytest.mark.quick_cases("a dataclass-100%")
 @BY_OPTIONS
 @pytest.mark.parametrize("name", with_marks(OUTPUTS))
 def test_outputs_of_every_kind(name: str, options: dict[str, Any]) -> None:
     check(OUTPUTS[name], lambda _: (), options)
 
 
+@pytest.mark.quick_cases("None-100%")
 @BY_OPTIONS
 @pytest.mark.parametrize("name", with_marks(INPUTS))
 def test_inputs_of_every_kind(name: str, options: dict[str, Any]) -> None:
@@ -221,6 +223,7 @@ def test_inputs_of_every_kind(name: str, options: dict[str, Any]) -> None:
     check(case.outputs, case.make, options)
 
 
+@pytest.mark.slow_cases("views")
 @pytest.mark.parametrize(
     "name", ["a size first", pytest.param("across a graph break", marks=pytest.mark.slow), "views"]
 )

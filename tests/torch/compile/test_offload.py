@@ -138,6 +138,7 @@ def copies_of_plan(plan: CompiledPlan) -> list[str]:
     return [kind for kind in kinds if kind == "product" or kind in COPY_OPERATORS]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("empty_compile_caches")  # costs, and so the plan, differ from run to run
 def test_a_budget_below_the_smallest_without_is_met() -> None:
     """Memory is as verified; the numbers are those of a plan that neither recomputes nor offloads;
@@ -200,6 +201,7 @@ def test_the_generated_code_has_the_planned_order() -> None:
     assert recomputing.overhead > plan.plan.overhead + 0.01
 
 
+@pytest.mark.slow
 def test_a_program_whose_order_was_changed_is_refused(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -228,6 +230,7 @@ def test_a_program_whose_order_was_changed_is_refused(
         step(case, torch.compile(case.model, options=settings))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("inductor", "budget"),
     [(False, "80%"), pytest.param(True, "50%", marks=pytest.mark.slow)],
@@ -247,6 +250,7 @@ def test_a_language_model_trains_with_its_tensors_on_the_host(inductor: bool, bu
     assert expected_bytes <= (plan.budget_bytes or 0)
 
 
+@pytest.mark.slow
 def test_no_more_than_the_host_budget_is_on_the_host() -> None:
     case = layers()
     options = {"inductor": False, "split": "off"}

@@ -138,6 +138,7 @@ MODELS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", MODELS)
 def test_plain_torch_compile_is_a_candidate(make: Callable[[], Case]) -> None:
     """A budget of its peak is met, with nothing recomputed, and no smallest peak is above it."""
@@ -157,6 +158,7 @@ def test_an_unrolled_cell_fits_in_half_of_its_plain_peak(every_output: bool) -> 
     assert compiled.plan.peak_bytes <= compiled.baseline_bytes // 2
 
 
+@pytest.mark.slow
 def test_an_infeasible_budget_says_what_it_is_proved_of() -> None:
     """Inductor may make other kernels than those that are planned."""
     with pytest.raises(Exception, match="proved of the kernels that remat plans with") as caught:

@@ -77,6 +77,7 @@ def test_planning_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     assert f"{len(plan.plan.schedule) - len(plan.plan.graph)} recomputations" in solved
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_inductors_verified_peak_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     torch.manual_seed(0)
@@ -205,6 +206,7 @@ def trained_by_function() -> Callable[..., torch.Tensor]:
     return train
 
 
+@pytest.mark.slow_cases("trained_by_function-names11", "<lambda>-names0")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize(
     ("make", "names"),
@@ -239,6 +241,7 @@ def test_plans_have_the_name_inside_decorators(
 # -- progress -------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_progress_is_reported_to_the_callback() -> None:
     solving.solve_cached.cache_clear()  # another test may have planned the same
     reports: list[remat.Progress] = []
@@ -249,6 +252,7 @@ def test_progress_is_reported_to_the_callback() -> None:
         remat.compile(nn.Linear(2, 2), "50%", progress="bar")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("progress", [True, None])
 def test_a_terminal_shows_progress_at_once_on_request(
     progress: bool | None, monkeypatch: pytest.MonkeyPatch
@@ -284,6 +288,7 @@ def test_progress_is_not_written_to_files(monkeypatch: pytest.MonkeyPatch) -> No
 # -- errors ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_an_infeasible_budget_says_what_uses_the_memory() -> None:
     with pytest.raises(Exception, match="Pass a budget of at least") as caught:
         run(checkpointed(), "10%")
@@ -331,6 +336,7 @@ def test_an_infeasible_budget_names_graph_breaks_and_outputs() -> None:
     assert "outputs=" not in str(cause_of_type(caught.value, InfeasibleBudget))
 
 
+@pytest.mark.slow
 def test_a_gpt2_with_labels_is_one_graph() -> None:
     """Transformers has no loss type for it, and Dynamo would break it at a warning about that."""
     transformers = pytest.importorskip("transformers")
@@ -376,6 +382,7 @@ class Failing:
         raise ZeroDivisionError("no strategy at all")
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec")
 @pytest.mark.parametrize(
     "inductor", [False, pytest.param(True, marks=[pytest.mark.slow, needs_compiler])]
@@ -421,6 +428,7 @@ class Branches(nn.Module):
         return x.tanh().sin().square().sum()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_a_higher_order_operator_runs_once() -> None:
     torch.manual_seed(0)
@@ -448,6 +456,7 @@ def plans() -> list[Plan]:
     return [run(case, budget)[0].plan for budget in ("100%", "min")]
 
 
+@pytest.mark.slow
 def test_a_compiled_plan_is_described_and_explained(plans: list[Plan]) -> None:
     _, plan = plans
     assert "costs of operations, measured" in plan.describe()
@@ -466,6 +475,7 @@ def test_a_compiled_plan_is_described_and_explained(plans: list[Plan]) -> None:
     assert graph.operations[graph.boundary or 0].name == "backward_start"
 
 
+@pytest.mark.slow
 def test_a_compiled_plan_has_pictures(plans: list[Plan], tmp_path: Path) -> None:
     _, plan = plans
     for draw_picture in (view.timeline_svg, view.schedule_svg, view.modules_svg):

@@ -89,6 +89,7 @@ def plan_of(case: Case, budget: str, **options: Any) -> CompiledPlan | None:
     return plan
 
 
+@pytest.mark.slow
 def test_the_smallest_budget_tries_pieces(caplog: pytest.LogCaptureFixture) -> None:
     """The peak is that of the logits without pieces, and far smaller with them."""
     whole = plan_of(language_model(), "min", split="off", time_limit=1.0)

@@ -41,6 +41,7 @@ def measured_peak(case: Case, run: Any) -> int:
     return peak + sum(t.nbytes for t in (*case.args, *case.model.parameters()))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("empty_compile_caches")  # costs, and so the plan, differ from run to run
 def test_a_budget_that_is_infeasible_without_is_met() -> None:
     """With dropout and ignored labels: the loss, the gradients and the random samples are those of
@@ -74,6 +75,7 @@ def test_inductor_keeps_one_piece_at_a_time() -> None:
     assert plan.plan.graph.splits[0].pieces == 16
 
 
+@pytest.mark.slow
 def test_nothing_is_split_where_the_budget_is_met_without() -> None:
     torch._dynamo.reset()
     case = language_model()
@@ -81,6 +83,7 @@ def test_nothing_is_split_where_the_budget_is_met_without() -> None:
     assert not remat.compiled_plans()[-1].plan.graph.splits
 
 
+@pytest.mark.slow
 def test_what_cannot_be_split_is_planned_as_it_is() -> None:
     """A number of pieces is for the graphs of a model that have operations to split."""
     model, images = nn.Sequential(nn.Conv2d(2, 8, 3), nn.Conv2d(8, 8, 3)), torch.randn(2, 2, 16, 16)
@@ -112,6 +115,7 @@ def test_a_second_process_loads_the_plan_with_its_pieces(
     assert run is not None
 
 
+@pytest.mark.slow
 def test_without_inductor_pieces_compute_the_same() -> None:
     case, state = with_state(language_model())
     expected = two_steps(case, state, backend="aot_eager_decomp_partition")
@@ -158,6 +162,7 @@ class Computed(nn.Module):
         return self.function(x.tanh(), labels, self.head)
 
 
+@pytest.mark.slow_cases("5-gated")
 @pytest.mark.parametrize(
     "function",
     [gated, attention, *(pytest.param(f, marks=pytest.mark.slow) for f in (smoothed, binary))],

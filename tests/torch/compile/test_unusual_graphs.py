@@ -32,6 +32,7 @@ def planned(before: int) -> list[CompiledPlan]:
     return remat.compiled_plans()[before:]
 
 
+@pytest.mark.slow
 def test_random_operations_without_a_seed_run_once() -> None:
     """Eager mode's own dropout, under Inductor: output and mask come from one sample."""
 
@@ -215,6 +216,7 @@ class Two(nn.Module):
         return self.second(y).square().mean() + h.square().mean()
 
 
+@pytest.mark.slow
 def test_bounds_that_the_user_sets_on_sizes_are_kept() -> None:
     """Unbounded sizes are planned for a smaller maximum, where the budget requires it."""
     at_call, at_twice = 2_000, 4_096
@@ -237,6 +239,7 @@ def test_bounds_that_the_user_sets_on_sizes_are_kept() -> None:
     assert not planned(before)
 
 
+@pytest.mark.slow
 def test_a_recompiled_later_graph_leaves_memory_for_the_earlier_ones() -> None:
     run = torch.compile(Two(64, 4, True), dynamic=False, **options(str(4 << 20), inductor=False))
     x = torch.randn(512, 64)

@@ -175,6 +175,7 @@ assert not cache._disabled
 """
 
 
+@pytest.mark.slow
 def test_processes_write_concurrently(path: Path) -> None:
     writers = [
         subprocess.Popen([sys.executable, "-c", WRITER, str(path), str(n)]) for n in range(3)

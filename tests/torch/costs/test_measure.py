@@ -858,6 +858,7 @@ def test_cuda_times_are_measured(warned: pytest.LogCaptureFixture) -> None:
     assert 8 * n / 10e12 < (add.cost_s or 0) < 1e-2
 
 
+@pytest.mark.slow
 def test_every_operation_of_a_traced_gpt2_can_be_measured(
     warned: pytest.LogCaptureFixture,
 ) -> None:
@@ -904,6 +905,7 @@ def test_garbage_that_is_freed_during_a_call_is_not_its_workspace() -> None:
     assert workspace_bytes == 0
 
 
+@pytest.mark.slow
 def test_a_process_that_only_measures_knows_the_operations_that_add_pieces() -> None:
     """As the service's: it lowers no program."""
     code = (

@@ -72,6 +72,7 @@ def changed(data: dict[str, Any], path: str, value: object) -> str:
 # -- round trips ----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow_cases("vit", "llama", "resnet", "gpt2-mask", "bert", "unet")
 @pytest.mark.parametrize("name", CASES)
 def test_the_round_trip_is_the_identity(name: str, tmp_path: Path) -> None:
     _, trace, program = documents(name)
@@ -404,6 +405,7 @@ def mutate(data: st.DataObject, document: dict[str, Any]) -> None:
         container[key], container[at] = container[at], container[key]
 
 
+@pytest.mark.slow
 @FUZZ
 @hypothesis.given(st.sampled_from(SMALL), st.data())
 def test_a_mutated_program_is_valid_or_refused(name: str, data: st.DataObject) -> None:

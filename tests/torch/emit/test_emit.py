@@ -103,6 +103,7 @@ def emitted(model: nn.Module, budget: int | str, *batch: Any, **more: Any) -> Po
     return remat.emit(model, budget, batch or None, **options)
 
 
+@pytest.mark.slow_cases("min-regions")
 @pytest.mark.parametrize("rules", ["operators", "regions"])
 @pytest.mark.parametrize("budget", [pytest.param("80%", marks=pytest.mark.slow), "65%", "min"])
 def test_gradients_are_eager_modes_and_the_peak_is_as_planned(budget: str, rules: str) -> None:
@@ -271,6 +272,7 @@ def test_blocks_that_change_their_state_get_no_policy() -> None:
         assert torch.equal(model.get_buffer(name), buffer), name
 
 
+@pytest.mark.slow_cases("2-operators")
 @pytest.mark.parametrize("rules", ["operators", pytest.param("regions", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("frozen", [1, 2])
 def test_frozen_blocks_are_profiled_separately(frozen: int, rules: str) -> None:
@@ -473,6 +475,7 @@ def _language_model(kind: str) -> tuple[Any, dict[str, torch.Tensor]]:
     return model, {"input_ids": ids, "labels": ids}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", ["gpt2", *(pytest.param(k, marks=pytest.mark.slow) for k in ("bert", "llama", "t5"))]
 )

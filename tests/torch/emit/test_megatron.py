@@ -125,6 +125,7 @@ def emitted(model: nn.Module, budget: int | str, **more: Any) -> Policies:
     return remat.emit(model, budget, example_kwargs=batch(), rules="megatron", **more)
 
 
+@pytest.mark.slow_cases("gpt-90%")
 @pytest.mark.parametrize(
     ("name", "budget"),
     [
@@ -152,6 +153,7 @@ def test_a_model_with_the_options_has_the_predicted_peak(core: Any, name: str, b
     assert least * policies.peak_bytes < measured_bytes <= policies.peak_bytes
 
 
+@pytest.mark.slow
 def test_where_everything_fits_nothing_is_recomputed(core: Any) -> None:
     policies = emitted(gpt(), "100%")
     assert megatron.options(policies) == {}

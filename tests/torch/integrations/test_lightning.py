@@ -78,6 +78,7 @@ def assert_same_weights(one: torch.nn.Module, other: torch.nn.Module) -> None:
     assert all(torch.equal(p, q) for p, q in pairs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "scope"),
     [

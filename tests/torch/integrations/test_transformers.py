@@ -195,6 +195,7 @@ class _Looking(TrainerCallback):
         self.found[:] = remat.plans(model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "budget", "scope"),
     [
@@ -430,6 +431,7 @@ def test_a_step_of_the_trainer_has_the_planned_peak(tmp_path: Path) -> None:
     assert peak + sum(t.nbytes for t in resident) <= plan.budget_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [

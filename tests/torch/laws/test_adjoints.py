@@ -116,6 +116,7 @@ def assert_equal_gradients(model: nn.Module, run: Any, eager: nn.Module) -> None
             assert torch.equal(gradient, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "door",
     ["optimize", *(pytest.param(d, marks=pytest.mark.slow) for d in ("model", "blocks", "auto"))],

@@ -27,6 +27,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow_cases("gpt2-75%")
 @pytest.mark.parametrize(("family", "budget"), CASES)
 def test_every_family_trains_as_eager_mode_within_the_budget(family: str, budget: str) -> None:
     torch.manual_seed(0)
@@ -54,6 +55,7 @@ def test_every_family_trains_as_eager_mode_within_the_budget(family: str, budget
     assert plan.peak_bytes < eager.peak_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "family", ["gpt2", *(pytest.param(f, marks=pytest.mark.slow) for f in ("resnet", "unet"))]
 )
@@ -86,6 +88,7 @@ class Branches(nn.Module):
         return (dropped_out * brief).square().mean()
 
 
+@pytest.mark.slow_cases("70%")
 @pytest.mark.parametrize("budget", ["90%", "70%"])
 def test_random_operations_keep_their_order(budget: str) -> None:
     torch.manual_seed(0)

@@ -211,6 +211,7 @@ def _dynamo_reset() -> Iterator[None]:
     torch._dynamo.reset()
 
 
+@pytest.mark.quick_cases("solve-solved", "Lightning-door", "emit-emitted", "tags-tagged")
 @pytest.mark.parametrize(("name", "door"), EVERY_DOOR)
 def test_smallest_gives_the_peak_of_min_with_one_warning(
     name: str, door: Callable[..., Outcome]
@@ -242,6 +243,7 @@ def test_the_default_is_an_error(name: str, door: Callable[..., Outcome]) -> Non
 HOSTILE = ("smalest", "", None, True, ["smallest"])
 
 
+@pytest.mark.slow_cases("tags-tagged")
 @pytest.mark.parametrize(("name", "door"), EVERY_DOOR)
 def test_an_unknown_value_is_a_clear_error(name: str, door: Callable[..., Outcome]) -> None:
     for value in HOSTILE:
@@ -275,6 +277,7 @@ def test_the_error_does_not_contradict_itself() -> None:
     assert "so neither was tried" in str(error.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["solve", pytest.param("run", marks=pytest.mark.slow)])
 def test_commands_take_the_smallest_peak(command: str, tmp_path: Path) -> None:
     (tmp_path / "net.py").write_text(

@@ -27,6 +27,7 @@ LATE = {"mlp", "mlp-input-grad", "shared", "tied", "weights"}
 EXTERNAL_LOSS = {"two-heads", "alias"}
 
 
+@pytest.mark.slow_cases("checkpointed-min", "mlp-bf16-min")
 @pytest.mark.parametrize("budget", [pytest.param("100%", marks=pytest.mark.slow), "min"])
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in LATE)) for n in PLAIN]

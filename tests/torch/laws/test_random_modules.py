@@ -138,6 +138,7 @@ def reruns(name: str, schedule: remat.Schedule) -> int:
     return sum(schedule.recomputed(traced(name)[1].graph()).values())
 
 
+@pytest.mark.slow_cases("gpt2", "resnet")
 @pytest.mark.parametrize("name", SCHEDULED)
 def test_schedules_that_retain_a_random_share_run_as_simulated(name: str) -> None:
     graph = traced(name)[1].graph()

@@ -153,6 +153,7 @@ STEPS_WITHOUT_BACKWARD = {
 }
 
 
+@pytest.mark.slow_cases("output of last step-optimize")
 @pytest.mark.parametrize(
     ("name", "door"),
     [
@@ -188,6 +189,7 @@ def test_a_call_without_a_backward_counts_from_the_third_step_that_has_it(
     assert max(result[:3]) > budget
 
 
+@pytest.mark.slow
 def test_outputs_that_a_program_never_releases_cause_no_replans(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

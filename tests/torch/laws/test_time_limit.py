@@ -41,6 +41,7 @@ def auto(limit_s: float) -> remat.Auto:
     return remat.Auto(gap=GAP, time_limit=limit_s)
 
 
+@pytest.mark.slow_cases("auto-Auto", "auto-Exact")
 @pytest.mark.parametrize("strategy", [remat.Auto, remat.Exact])
 @pytest.mark.parametrize("split", ["off", "auto"])
 def test_without_any_time_the_smallest_peak_is_below_that_without_recomputation(

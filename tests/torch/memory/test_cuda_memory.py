@@ -319,6 +319,7 @@ class Wide(nn.Module):
         return self.layers(x).mean()
 
 
+@pytest.mark.slow
 def test_auto_counts_the_memory_of_the_model_once(monkeypatch: pytest.MonkeyPatch):
     """Free memory is read while the model exists: its own bytes are not free, and are added."""
     models: list[weakref.ref[nn.Module]] = []

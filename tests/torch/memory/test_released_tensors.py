@@ -145,6 +145,7 @@ def cases(named: Mapping[str, object], *, slow: Collection[str]) -> list[Any]:
     ]
 
 
+@pytest.mark.slow_cases("enable blocks 80%")
 @pytest.mark.parametrize(
     "make_run",
     cases(
@@ -184,6 +185,7 @@ CALLS: dict[str, Callable[[nn.Module], object]] = {
 }
 
 
+@pytest.mark.slow_cases("rewrite", "optimize")
 @pytest.mark.parametrize("call", cases(CALLS, slow={"max_batch", "measure", "solve", "estimate"}))
 def test_planning_leaves_no_tensor(
     call: Callable[[nn.Module], object], model: Model, no_collector: None
@@ -205,6 +207,7 @@ COMPILED: dict[str, Callable[[nn.Module], Run]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make_run", cases(COMPILED, slow={"plain", "min", "90%", "100%"}))
 @pytest.mark.usefixtures("empty_compile_caches")
 def test_nothing_of_a_compiled_step_outlives_it(
@@ -260,6 +263,7 @@ FAILURES: dict[str, Callable[[nn.Module, torch.Tensor], object]] = {
 }
 
 
+@pytest.mark.slow_cases("an error of the progress callback", "enable blocks at the first call")
 @pytest.mark.parametrize(
     "call", cases(FAILURES, slow={"optimize", "max_batch", "no model", "another operation"})
 )

@@ -59,6 +59,7 @@ def test_tensors_of_any_size_come_back(direct_file: HostFile, size_bytes: int) -
         direct_file.drop_reference(number)
 
 
+@pytest.mark.slow
 def test_a_step_with_direct_io_equals_one_without(
     direct_file: HostFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -81,6 +82,7 @@ def test_a_step_with_direct_io_equals_one_without(
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
 
+@pytest.mark.slow
 def test_the_bandwidth_of_direct_io_is_measured_separately(
     direct_file: HostFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

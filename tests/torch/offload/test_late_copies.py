@@ -66,6 +66,7 @@ def late_plan(trace: Trace, budget_bytes: int, host_bytes: int | None = None) ->
     return None if chosen is None else chosen.plan
 
 
+@pytest.mark.slow
 def test_a_tight_budget_costs_less_than_any_recomputation(trace: Trace) -> None:
     budget_bytes = int(0.2 * peak_bytes(trace))
     plan = late_plan(trace, budget_bytes)
@@ -74,6 +75,7 @@ def test_a_tight_budget_costs_less_than_any_recomputation(trace: Trace) -> None:
     assert plan.time_s < least_time_s(trace.graph(), budget_bytes)
 
 
+@pytest.mark.slow
 def test_the_host_budget_is_kept(trace: Trace) -> None:
     budget_bytes, host_bytes = int(0.22 * peak_bytes(trace)), 2 << 30
     plan = late_plan(trace, budget_bytes, host_bytes)

@@ -86,6 +86,7 @@ def test_a_fast_link_is_cheaper_than_recomputation(trace: Trace, budget: str) ->
     assert chosen.plan.lower_bound <= chosen.plan.overhead
 
 
+@pytest.mark.slow_cases("70%")
 @pytest.mark.parametrize("budget", ["100%", "70%"])
 def test_nothing_is_offloaded_where_it_does_not_pay(trace: Trace, budget: str) -> None:
     chosen = choose(trace, budget, SLOWEST if budget == "70%" else FAST)
@@ -122,6 +123,7 @@ def test_the_host_has_a_budget(trace: Trace) -> None:
     assert "offload   nothing is offloaded: the host budget is 0" in none.plan.describe()
 
 
+@pytest.mark.slow
 def test_the_smallest_peak_does_not_take_more_time(trace: Trace) -> None:
     smallest = solve_in_full(trace, Budget.parse("min"))
     chosen = choose(trace, "min", FAST)
@@ -209,6 +211,7 @@ def test_a_smallest_peak_that_takes_long_has_to_save_one_percent() -> None:
     assert below.overhead > 1.0
 
 
+@pytest.mark.slow
 def test_the_gradient_of_a_skip_connection_is_offloaded_for_the_smallest_peak() -> None:
     case, trace = skip_case(Skip(), 1024)
     smallest = solve_in_full(trace, Budget.parse("min"))
@@ -227,6 +230,7 @@ def test_the_gradient_of_a_skip_connection_is_offloaded_for_the_smallest_peak() 
         assert torch.equal(p.grad, q.grad)
 
 
+@pytest.mark.slow
 def test_an_infeasible_budget_is_that_of_the_step_without_copies(trace: Trace) -> None:
     smallest = solve_in_full(trace, Budget.parse("min")).peak_bytes
     with pytest.raises(remat.InfeasibleBudget) as chosen:

@@ -64,6 +64,7 @@ def plan_with_offload(trace: Trace, budget_bytes: int, limits: OffloadLimits) ->
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rates", "examples"),
     [

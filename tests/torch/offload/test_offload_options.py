@@ -185,6 +185,7 @@ def test_a_strategy_that_does_not_know_copies_plans_without_them() -> None:
     run(module, case)
 
 
+@pytest.mark.slow
 def test_the_command_line_offloads(tmp_path: Path) -> None:
     case = large_case()
     trace = remat.measure(remat.trace(case.model, case.args), remat.Roofline("gh200"))

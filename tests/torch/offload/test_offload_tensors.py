@@ -89,6 +89,7 @@ def run(module: nn.Module, case: Case) -> torch.Tensor:
     return loss.detach()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[] if n in QUICK else pytest.mark.slow) for n in FAMILIES]
 )

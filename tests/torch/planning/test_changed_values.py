@@ -36,6 +36,7 @@ class Scaled(nn.Module):
         return (self.blocks(x) * scale * value).square().mean()
 
 
+@pytest.mark.slow_cases("blocks")
 @pytest.mark.parametrize("scope", ["model", "blocks"])
 def test_a_value_that_changes_in_each_step_is_reported_once(
     scope: Literal["model", "blocks"], caplog: pytest.LogCaptureFixture
@@ -51,6 +52,7 @@ def test_a_value_that_changes_in_each_step_is_reported_once(
     assert "pass it as a tensor" in warning
 
 
+@pytest.mark.slow_cases("value3-changed3-value is a numpy.ndarray of shape (3,) with other content")
 @pytest.mark.parametrize(
     ("value", "changed", "text"),
     [

@@ -62,6 +62,7 @@ def assert_trains_as_eager(case: Case) -> remat.Plan:
     return plan
 
 
+@pytest.mark.slow
 def test_ten_lengths_need_two_captures() -> None:
     """In twenty batches."""
     torch.manual_seed(0)
@@ -195,6 +196,7 @@ def test_attributes_that_a_forward_sets_have_the_current_sizes() -> None:
     pickle.dumps(model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [Branching, Padding, ByItsSize])
 def test_a_model_that_branches_on_a_size_is_captured_per_size(make: type[nn.Module]) -> None:
     torch.manual_seed(0)
@@ -204,6 +206,7 @@ def test_a_model_that_branches_on_a_size_is_captured_per_size(make: type[nn.Modu
         assert_trains_as_eager(Case(model, (torch.randn(rows, 8),), loss=lambda out: out))
 
 
+@pytest.mark.slow
 def test_a_model_that_branches_on_a_derived_size_is_captured_per_size() -> None:
     torch.manual_seed(0)
     model = Constants()
@@ -280,6 +283,7 @@ def test_the_limit_is_on_programs_not_on_lengths(caplog: pytest.LogCaptureFixtur
     assert planner_of(case.model).trace_cache.capture_count == 2
 
 
+@pytest.mark.slow
 def test_a_size_that_does_not_fit_raises_before_it_runs() -> None:
     case = gpt2(layers=1, dropout=0.0)
     smallest = remat.optimize(

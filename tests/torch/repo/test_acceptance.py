@@ -45,6 +45,7 @@ def collected() -> tuple[Report, list[Check]]:
 # -- the parts ------------------------------------------------------------------------------
 
 
+@pytest.mark.slow_cases("01-gpt2-bf16-mask")
 @pytest.mark.parametrize(
     "key",
     [
@@ -202,6 +203,7 @@ def test_lines_before_a_crash_are_kept(tmp_path: Path) -> None:
     assert verdicts.read_checks(tmp_path / "nothing") == []
 
 
+@pytest.mark.slow
 def test_a_failed_part_is_a_row_and_is_not_stored(tmp_path: Path) -> None:
     part = Part(2, "unknown", lambda setting, report: None)  # the child knows no such part
     (result,) = run_all([part], tmp_path, 60.0, dry=True)
@@ -245,6 +247,7 @@ def test_finished_parts_are_stored_and_written_to_the_results(
 # -- machines without a GPU, or without other packages --------------------------------------
 
 
+@pytest.mark.slow
 @without_gpu
 def test_without_a_gpu_the_command_says_so() -> None:
     completed = subprocess.run(
@@ -302,6 +305,7 @@ def _with_imported(files: list[Path]) -> set[Path]:
     return seen
 
 
+@pytest.mark.slow
 def test_tests_marked_gpu_are_collected_without_pytest_timeout() -> None:
     """Its setting in pyproject.toml must not be an unknown one."""
     code = (

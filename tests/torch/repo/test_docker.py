@@ -216,6 +216,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield running
 
 
+@pytest.mark.slow
 def test_the_dashboard_shows_existing_metrics(server: Server) -> None:
     with server.http() as http:
         for _ in range(2):  # the second request is answered from the store
@@ -280,6 +281,7 @@ def test_the_server_runs_without_torch(server: Server) -> None:
             client.solve(trace, "85%", costs="measure")
 
 
+@pytest.mark.slow
 def test_torch_is_absent_in_that_environment(server: Server) -> None:
     def run(code: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-c", code]

@@ -115,6 +115,17 @@ SLOW_PAGES = {
 }
 
 
+@pytest.mark.slow_cases(
+    "docs/how-to/budget.md",
+    "docs/how-to/tracing.md",
+    "docs/index.md",
+    "docs/how-to/split.md",
+    "docs/how-to/look.md",
+    "docs/how-to/randomness.md",
+    "docs/how-to/infeasible.md",
+    "docs/how-to/offload.md",
+    "docs/how-to/compile.md",
+)
 @pytest.mark.parametrize(
     "page",
     [
@@ -186,6 +197,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.mark.slow
 def test_the_site_builds_and_needs_no_network(site: Path) -> None:
     """Check pages, and links between them; nothing is loaded from other sites."""
     html = {page: page.read_text() for page in site.rglob("*.html")}
@@ -287,6 +299,7 @@ def test_pictures_of_the_docs_are_up_to_date(tmp_path: Path) -> None:
         assert _title(committed_picture) == _title(new_picture)
 
 
+@pytest.mark.slow
 def test_the_timeline_of_the_docs_is_below_eager_mode() -> None:
     picture_root = ElementTree.parse(DOCS / "images" / "timeline.svg").getroot()
     classes = {element.get("class") for element in picture_root.iter()}

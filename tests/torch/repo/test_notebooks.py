@@ -70,6 +70,7 @@ def test_committed_notebooks_have_outputs_and_no_machine_names(name: str) -> Non
     assert user == "root" or not re.search(rf"\b{re.escape(user)}\b", text)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [pytest.param(n, marks=pytest.mark.slow if n.startswith(SLOW) else []) for n in NAMES],

@@ -41,6 +41,7 @@ SMALL = PublishedCase(
 )
 
 
+@pytest.mark.slow
 def test_figures_of_a_case_are_within_the_published_peak() -> None:
     row = case_figures(SMALL, lambda line: None)
     assert row["checkpoints"]["peak_bytes"] <= row["eager"]["peak_bytes"]

@@ -41,6 +41,7 @@ def test_a_plan_with_dropped_outputs_takes_less_and_computes_the_same() -> None:
     assert measured_peak(model, gm) <= plans["dropped"].peak_bytes
 
 
+@pytest.mark.slow
 def test_dropped_outputs_exist_until_the_backward_starts() -> None:
     trace = remat.measure(remat.trace(loss_and_logits(), (batch(),), outputs="dropped"), COSTS)
     graph = trace.graph()
@@ -58,6 +59,7 @@ def test_dropped_outputs_exist_until_the_backward_starts() -> None:
     assert torch.equal(planned_outputs["logits"], eager_outputs["logits"])
 
 
+@pytest.mark.slow
 def test_dropping_outputs_that_are_counted_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     gm = remat.optimize(loss_and_logits(), "92%", (batch(),), costs=COSTS)
 
@@ -77,6 +79,7 @@ def test_dropping_outputs_that_are_counted_is_logged_once(caplog: pytest.LogCapt
     assert "1.37 MiB" in message
 
 
+@pytest.mark.slow
 def test_nothing_is_logged_where_dropping_saves_nothing(caplog: pytest.LogCaptureFixture) -> None:
     all_of_it = remat.optimize(loss_and_logits(), "100%", (batch(),), costs=COSTS)
     planned_so = remat.optimize(

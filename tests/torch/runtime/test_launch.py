@@ -183,6 +183,7 @@ def test_versions_and_views_are_tracked_below_autograd() -> None:
     assert y_._version == z_._version == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2", "resnet"])
 def test_graphs_can_be_read_copied_and_pickled(name: str) -> None:
     case = FAMILIES[name]()

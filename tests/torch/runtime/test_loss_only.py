@@ -65,6 +65,7 @@ def test_the_step_takes_less_and_computes_the_same() -> None:
     assert peaks["loss"] <= peaks["dropped"]
 
 
+@pytest.mark.slow
 def test_with_pieces_the_logits_never_exist_as_a_whole() -> None:
     model = loss_and_logits()
     expected = gradients_of_step(copy.deepcopy(model))
@@ -197,6 +198,7 @@ def test_policies_of_other_libraries_return_everything() -> None:
         remat.emit(loss_and_logits(), "80%", (batch(),), outputs="loss")
 
 
+@pytest.mark.slow
 def test_other_sizes_are_planned_alike() -> None:
     model = loss_and_logits()
     gm = remat.optimize(model, "90%", (batch(),), **LOSS_ONLY, split="off")
@@ -228,6 +230,7 @@ class Layers(LossAndLogits):
         )
 
 
+@pytest.mark.slow
 def test_blocks_return_the_loss_only() -> None:
     torch.manual_seed(0)
     model = Layers()
@@ -253,6 +256,7 @@ def test_an_infeasible_budget_mentions_the_option() -> None:
     assert "outputs=" not in str(error.value)
 
 
+@pytest.mark.slow
 def test_a_graph_without_a_loss_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     """Dynamo may break the graph of a model before its loss: all of that graph is returned."""
     torch._dynamo.reset()
@@ -262,6 +266,7 @@ def test_a_graph_without_a_loss_is_warned_of(caplog: pytest.LogCaptureFixture) -
     assert 'outputs="loss" has no effect on this graph' in caplog.text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("outputs", ["dropped", "loss"])
 def test_without_inductor_the_measured_peak_is_the_planned_one(outputs: str) -> None:
     """Saved tensors are freed as soon as the backward has read them."""
@@ -273,6 +278,7 @@ def test_without_inductor_the_measured_peak_is_the_planned_one(outputs: str) -> 
     assert measured_peak(model, run) == remat.compiled_plans()[-1].plan.peak_bytes
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_compiled_steps_return_the_loss_only() -> None:
     model = loss_and_logits()

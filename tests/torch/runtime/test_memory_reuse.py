@@ -108,6 +108,7 @@ def test_writing_over_the_first_argument_gives_the_same_result(
             assert result.stride() == expected.stride()
 
 
+@pytest.mark.slow
 def test_reuse_lowers_the_peak_and_changes_no_gradient() -> None:
     torch.manual_seed(0)
     model = Activations()

@@ -72,6 +72,7 @@ def test_an_optimizer_trains_an_optimised_module() -> None:
         assert torch.equal(a, b)
 
 
+@pytest.mark.slow_cases("resnet")
 @pytest.mark.parametrize("name", ["gpt2", "resnet"])
 def test_gradient_accumulation_allocates_no_second_copy(name: str) -> None:
     torch.manual_seed(0)
@@ -114,6 +115,7 @@ def test_hooks_and_autograd_grad_see_every_gradient() -> None:
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
+@pytest.mark.slow
 def test_retain_graph_runs_the_backward_twice() -> None:
     torch.manual_seed(0)
     model = Mlp()
@@ -154,6 +156,7 @@ def test_two_forwards_may_precede_their_backwards() -> None:
         assert torch.equal(p, q)
 
 
+@pytest.mark.slow
 def test_dropout_is_replayed_whatever_the_generator_did_since() -> None:
     """A generator that has advanced does not matter, and neither does the first step's seed."""
     torch.manual_seed(0)
@@ -232,6 +235,7 @@ def test_a_model_in_eval_mode_can_be_planned() -> None:
     assert_same(run_step(gm, case), run_step(reference, case))
 
 
+@pytest.mark.slow
 def test_new_shapes_are_replanned_and_logged(caplog: pytest.LogCaptureFixture) -> None:
     torch.manual_seed(0)
     model = Mlp(dropout=0.0)
@@ -297,6 +301,7 @@ def test_other_sizes_reuse_the_plan(caplog: pytest.LogCaptureFixture) -> None:
         gm(torch.randn(4096, 32))
 
 
+@pytest.mark.slow
 def test_changed_modes_and_values_are_replanned() -> None:
     """Autocast, a frozen parameter, a Python value, an input that now requires a gradient."""
     torch.manual_seed(0)
@@ -346,6 +351,7 @@ def test_outputs_may_be_unused() -> None:
         assert q.grad is None or torch.allclose(p.grad, q.grad), name
 
 
+@pytest.mark.slow
 def test_deepcopy_and_pickle_keep_the_plan() -> None:
     torch.manual_seed(0)
     case = PLAIN["mlp"]()
@@ -376,6 +382,7 @@ def test_a_saved_program_runs_in_a_later_process(tmp_path) -> None:
     assert_same(run_step(lowered, case), eager)
 
 
+@pytest.mark.slow
 def test_a_lowered_program_checks_its_calls() -> None:
     model = Mlp()
     gm = optimized(model, "70%", (torch.randn(64, 32),))
@@ -422,6 +429,7 @@ def test_to_converts_the_original_model() -> None:
     assert out["loss"].dtype == torch.float64
 
 
+@pytest.mark.slow
 def test_a_custom_output_type_of_the_model_is_kept() -> None:
     case = FAMILIES["bert"]()
     gm = optimized(case.model, "90%")
@@ -439,6 +447,7 @@ def test_invalid_budgets_are_refused(budget: object) -> None:
         remat.optimize(Mlp(), budget)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_an_infeasible_budget_names_the_smallest() -> None:
     with pytest.raises(remat.InfeasibleBudget) as caught:
         optimized(Mlp(), 1000, (torch.randn(64, 32),))

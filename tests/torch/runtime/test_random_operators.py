@@ -115,6 +115,7 @@ def test_every_distribution_has_a_sample() -> None:
     assert is_distribution - abstract == DISTRIBUTIONS.keys()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "start",
     [
@@ -126,6 +127,7 @@ def test_operators_sample_as_in_eager_mode(start: int) -> None:
     assert is_replayed(assert_eager(*chain_of(*existing(CAPTURED[start : start + GROUP_SIZE]))))
 
 
+@pytest.mark.slow
 def test_functions_sample_as_in_eager_mode() -> None:
     assert is_replayed(assert_eager(*chain_of(*FUNCTIONS, *MODULES)))
 
@@ -147,6 +149,7 @@ def test_what_cannot_be_captured_is_refused(name: str) -> None:
     assert_eager(model, x)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
 @pytest.mark.parametrize(
     "name",
@@ -198,6 +201,7 @@ IN_PLACE: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.quick_cases("every second column")
 @pytest.mark.parametrize(
     "layout",
     [

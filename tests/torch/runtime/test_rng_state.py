@@ -86,6 +86,7 @@ def random_statements(gm: remat.RematModule) -> list[str]:
     return [s.rng_action for s in (*gm.program.forward, *gm.program.backward) if s.rng_action]
 
 
+@pytest.mark.slow
 def test_for_cuda_graphs_no_random_operation_is_recomputed() -> None:
     x = torch.randn(256, 16)
     costs = remat.Roofline("h200")

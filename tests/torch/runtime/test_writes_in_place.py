@@ -66,6 +66,18 @@ def assert_same(actual: Any, expected: Any) -> None:
         assert gradient is None or torch.equal(gradient, eager)
 
 
+@pytest.mark.quick_cases(
+    "masked_fill_of_a_view",
+    "strided",
+    "indexed_copies",
+    "read_between_writes",
+    "no_grad",
+    "integers",
+    "attention_mask",
+    "view_of_other_type",
+    "in_place_in_grad_mode",
+    "fused",
+)
 @pytest.mark.parametrize("fill", FILLS)
 def test_a_step_without_recomputation_takes_at_most_eager_mode_memory(fill: str) -> None:
     model, x = WritingModel(FILLS[fill]), batch()
@@ -80,6 +92,7 @@ def test_a_step_without_recomputation_takes_at_most_eager_mode_memory(fill: str)
     assert result[2] + constant_bytes(gm) == gm.plan.peak_bytes
 
 
+@pytest.mark.quick_cases("index_put_accumulate-optimize")
 @pytest.mark.parametrize(
     ("fill", "door"),
     [

@@ -30,6 +30,7 @@ KIB = 1 << 10
 MIB = 1 << 20
 
 
+@pytest.mark.slow
 def test_each_job_measures_its_costs_within_its_memory_limit(tmp_path: Path) -> None:
     """Another worker's device has other costs, so the answer is not shared."""
     case = PLAIN["mlp"]()
@@ -72,6 +73,7 @@ def data_limit(pid: int) -> int | None:
 # -- concurrent requests ----------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_bytes_of_concurrent_bodies_are_limited(tmp_path: Path) -> None:
     """To four of the largest: a further client has to retry, and small bodies still pass."""
     settings = {"REMAT_BODY_BYTES": str(256 * KIB)}
@@ -123,6 +125,7 @@ def connection(server: Server) -> Iterator[socket.socket]:
         yield plain
 
 
+@pytest.mark.slow
 def test_the_number_of_event_streams_is_limited(tmp_path: Path) -> None:
     with ExitStack() as stack:
         server = stack.enter_context(servers.running(tmp_path, "--workers", "0"))
@@ -178,6 +181,7 @@ def test_a_waiting_client_sends_one_request(tmp_path: Path) -> None:
         assert len(watched) == 1
 
 
+@pytest.mark.slow
 def test_a_cancellation_with_a_lost_answer_deletes_no_job(tmp_path: Path) -> None:
     """The second DELETE of a job deletes it."""
     with ExitStack() as stack:

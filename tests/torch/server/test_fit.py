@@ -44,6 +44,7 @@ def posted(http: httpx2.Client, **request: Any) -> httpx2.Response:
     return http.post("/fit", json=request, headers={"Prefer": "wait=60"})
 
 
+@pytest.mark.slow
 def test_the_answer_is_that_of_the_library(http: httpx2.Client) -> None:
     request = {"trace": trace_data("h100"), "memory_bytes": MEMORY_BYTES, "batch": 2048}
     answer = posted(http, **request)
@@ -87,6 +88,7 @@ def test_the_client_returns_the_librarys_answer(server: Server) -> None:
             client.fit(model)
 
 
+@pytest.mark.slow
 def test_another_gpu_has_its_own_memory_and_a_note(http: httpx2.Client) -> None:
     trace = trace_data("h100")
     answers = [posted(http, trace=trace, gpu=gpu).json()["fit"] for gpu in ("a100", "h200")]

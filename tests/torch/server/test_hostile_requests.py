@@ -307,6 +307,7 @@ DENSE = {
 QUICK_DENSE = {"one text", "long numbers", "values"}
 
 
+@pytest.mark.quick_cases("one text")
 @pytest.mark.parametrize(
     "name",
     [n if n in QUICK_DENSE else pytest.param(n, marks=pytest.mark.slow) for n in DENSE],
@@ -410,6 +411,7 @@ def test_mutated_graphs_are_solved_or_refused(server: Server, data: st.DataObjec
         refused_or_ended(http, json.dumps(changed).encode(), where)
 
 
+@pytest.mark.slow_cases("values-0-succeeded", "operations-0-succeeded")
 @pytest.mark.parametrize(
     ("name", "amount", "end"),
     [
@@ -439,6 +441,7 @@ def test_extreme_graphs_are_solved_or_refused(
     assert refused_or_ended(http, json.dumps(sweep).encode(), "/sweeps") == end
 
 
+@pytest.mark.slow_cases("changes8-succeeded")
 @pytest.mark.parametrize(
     ("changes", "end"),
     [
@@ -518,6 +521,7 @@ def test_invalid_budgets_are_refused(http: httpx2.Client, budget: object) -> Non
         refused(http.post(where, content=request_with(**body), headers=JSON), 422)
 
 
+@pytest.mark.slow_cases("9000000TiB", "18446744073709551616")
 @pytest.mark.parametrize("budget", [2**62, 2**64, 10**30, 1e99, "9" * 99, "9000000TiB"])
 def test_huge_budgets_are_solved_or_refused(http: httpx2.Client, budget: float | str) -> None:
     assert refused_or_ended(http, request_with(budget=budget)) == "succeeded"

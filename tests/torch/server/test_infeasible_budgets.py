@@ -49,6 +49,7 @@ DOORS = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("door", DOORS)
 def test_smallest_gives_the_peak_of_min_with_one_warning(server: Server, door: Door) -> None:
     with server.client() as client:

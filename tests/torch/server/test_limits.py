@@ -172,6 +172,7 @@ def test_dry_runs_price_traces_by_a_data_sheet(http: httpx2.Client, trace: dict[
 # -- limits of solves -----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_waits_and_concurrent_solves_are_limited(server: Server, http: httpx2.Client) -> None:
     options = {"strategy": {**HARD, "time_limit": 6.0}}
     body = {"graph": chain(30), "budget": "22%", "options": options}
@@ -275,6 +276,7 @@ def test_a_starting_worker_deletes_old_jobs_and_fails_lost_ones(tmp_path: Path) 
 # -- hosts and keys -------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_listening_for_other_machines_needs_keys_or_a_permission(tmp_path: Path) -> None:
     environment = {k: v for k, v in os.environ.items() if not k.startswith("REMAT_")}
     environment |= {"REMAT_DATA_DIR": str(tmp_path), "REMAT_PORT": str(servers.free_port())}

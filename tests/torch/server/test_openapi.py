@@ -77,6 +77,7 @@ def described(server: Server) -> Any:
 # -- the document ---------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_openapi_document_is_valid(server: Server) -> None:
     document = httpx2.get(f"{server.url}/openapi.json").json()
     assert document["openapi"].startswith("3.1")
@@ -227,6 +228,7 @@ def changed(document: Any, path: str, value: Any) -> Any:
     return copied
 
 
+@pytest.mark.slow
 def test_schema_and_service_accept_the_same_documents(server: Server) -> None:
     document = httpx2.get(f"{server.url}/openapi.json").json()
     schema = {"$ref": "#/components/schemas/SolveRequest", "components": document["components"]}
@@ -243,6 +245,7 @@ def test_schema_and_service_accept_the_same_documents(server: Server) -> None:
     assert not wrong, "\n".join(map(str, wrong))
 
 
+@pytest.mark.slow
 def test_a_percentage_of_no_memory_is_a_budget(server: Server) -> None:
     """An empty graph, and one without memory, have a peak of 0 bytes: each budget is feasible."""
     empty = {**chain(0), "operations": [], "values": [], "results": [], "boundary": None}
@@ -255,6 +258,7 @@ def test_a_percentage_of_no_memory_is_a_budget(server: Server) -> None:
             assert finished(http, job["id"])["status"] == "succeeded"
 
 
+@pytest.mark.slow
 def test_schema_and_service_accept_the_same_requests(server: Server) -> None:
     """`oneOf` the graph and the trace; null is equal to leaving it out."""
     document = httpx2.get(f"{server.url}/openapi.json").json()
@@ -283,6 +287,7 @@ def test_schema_and_service_accept_the_same_requests(server: Server) -> None:
 # -- answers of the service -----------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "has_key",
     [pytest.param(True, marks=pytest.mark.slow), False, pytest.param(None, marks=pytest.mark.slow)],

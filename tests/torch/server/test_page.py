@@ -174,6 +174,7 @@ def test_a_trace_is_solved_and_its_result_is_shown(
     expect(page.get_by_role("row", name="Tiny").first).to_contain_text("succeeded")
 
 
+@pytest.mark.slow
 def test_the_library_reads_the_downloaded_files(
     page: Page, server: Server, trace_file: Path, tmp_path: Path
 ) -> None:
@@ -215,6 +216,7 @@ def test_an_infeasible_budget_shows_the_smallest_feasible_one(
     expect(page.locator(".state")).to_contain_text("Succeeded")
 
 
+@pytest.mark.slow
 def test_a_bare_graph_and_a_sweep_are_solved(page: Page, server: Server, tmp_path: Path) -> None:
     choose(page, server, write(tmp_path / "graph.json", chain(10)))
     expect(page.get_by_label("Costs of the operations")).to_be_disabled()
@@ -227,6 +229,7 @@ def test_a_bare_graph_and_a_sweep_are_solved(page: Page, server: Server, tmp_pat
     expect_pictures(page, 1)
 
 
+@pytest.mark.slow
 def test_a_training_loop_fits_a_gpu_or_has_options(
     page: Page, server: Server, tmp_path: Path
 ) -> None:
@@ -248,6 +251,7 @@ def test_a_training_loop_fits_a_gpu_or_has_options(
     expect(page.get_by_role("button", name="Complete answer")).to_be_visible()
 
 
+@pytest.mark.slow
 def test_check_only_shows_the_sizes(page: Page, server: Server, trace_file: Path) -> None:
     choose(page, server, trace_file)
     page.get_by_label("Costs of the operations").select_option("roofline:a100")
@@ -259,6 +263,7 @@ def test_check_only_shows_the_sizes(page: Page, server: Server, trace_file: Path
 # -- errors ------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick_cases("\\x80\\x04\\x95-not text")
 @pytest.mark.parametrize(
     ("content", "words"),
     [
@@ -283,6 +288,7 @@ def test_a_broken_file_is_reported_next_to_its_field(
     expect(page.get_by_label("Trace or graph")).to_be_focused()
 
 
+@pytest.mark.slow
 def test_refusals_of_the_service_are_shown_next_to_their_field(
     page: Page, server: Server, trace_file: Path, tmp_path: Path
 ) -> None:
@@ -300,6 +306,7 @@ def test_refusals_of_the_service_are_shown_next_to_their_field(
     expect(problem).to_contain_text("os.system")
 
 
+@pytest.mark.slow
 def test_a_missing_job_is_reported(page: Page, server: Server) -> None:
     page.goto(f"{server.url}/#/jobs/0123456789abcdef")
     expect(page.get_by_role("alert").filter(has_text="you have no job")).to_be_visible()
@@ -307,6 +314,7 @@ def test_a_missing_job_is_reported(page: Page, server: Server) -> None:
     expect(page.get_by_role("heading", name="Solve a training step")).to_be_visible()
 
 
+@pytest.mark.slow
 def test_names_are_shown_as_text(
     page: Page, server: Server, trace_file: Path, tmp_path: Path
 ) -> None:
@@ -330,6 +338,7 @@ def test_names_are_shown_as_text(
 # -- the queue and running jobs ----------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_running_job_can_be_followed_and_cancelled(page: Page, server: Server) -> None:
     with server.http() as http:
         body = {"graph": chain(100), "budget": "30%", "options": {"strategy": HARD}}
@@ -390,6 +399,7 @@ def test_the_queue_updates_and_has_pages(page: Page, tmp_path: Path, browser: Br
 # -- access ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_page_can_be_used_by_keyboard_alone(
     page: Page, server: Server, trace_file: Path
 ) -> None:
@@ -460,6 +470,7 @@ def test_a_key_is_requested_and_remembered(page: Page, tmp_path: Path, trace_fil
         wait_until(page, "Object.keys(sessionStorage).length === 0")
 
 
+@pytest.mark.slow_cases("dark")
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_colours_have_enough_contrast(page: Page, server: Server, scheme: Any) -> None:
     page.emulate_media(color_scheme=scheme)
@@ -506,6 +517,7 @@ def test_a_narrow_screen_does_not_scroll_sideways(
     assert page.evaluate(width) <= 360
 
 
+@pytest.mark.slow
 def test_the_page_loads_nothing_from_other_sites(page: Page, server: Server) -> None:
     urls: list[str] = []
     page.on("request", lambda request: urls.append(request.url))

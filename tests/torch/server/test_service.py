@@ -128,6 +128,7 @@ def test_the_client_optimizes_as_the_library_does(server: Server) -> None:
     assert actual.peak_bytes <= gm.plan.budget_bytes
 
 
+@pytest.mark.slow
 def test_the_client_applies_reserve_and_rng_options(server: Server) -> None:
     case = gpt2(layers=1)
     with server.client() as client:
@@ -141,6 +142,7 @@ def test_the_client_applies_reserve_and_rng_options(server: Server) -> None:
     assert gm.plan.stats["cuda_graphs"] is True
 
 
+@pytest.mark.slow
 def test_the_service_measures_costs_where_it_has_the_device(server: Server) -> None:
     case = gpt2(layers=1, dropout=0.0)
     with server.client() as client:
@@ -152,6 +154,7 @@ def test_the_service_measures_costs_where_it_has_the_device(server: Server) -> N
     assert_same(run_step(gm, case), eager_step(case))
 
 
+@pytest.mark.slow
 def test_the_service_prices_traces_by_a_data_sheet(server: Server) -> None:
     case = gpt2(layers=1, dropout=0.0)
     trace = remat.trace(case.model, case.args, case.kwargs)
@@ -162,6 +165,7 @@ def test_the_service_prices_traces_by_a_data_sheet(server: Server) -> None:
     assert plan.schedule == local.schedule
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "costs",
     [
@@ -200,6 +204,7 @@ def test_pieces_need_a_trace_and_costs(server: Server, graph: remat.Graph) -> No
         SolveRequest(graph=GraphRecord.of(graph), budget="40%", split="auto")  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_a_trace_for_a_device_that_no_worker_has_is_refused(server: Server) -> None:
     case = gpt2(layers=1, dropout=0.0)
     trace = remat.trace(case.model, case.args, case.kwargs)
@@ -261,6 +266,7 @@ def test_the_client_reports_an_address_of_another_service(server: Server) -> Non
 # -- solving ----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_results_of_the_service_are_those_of_the_library(
     server: Server, graph: remat.Graph
 ) -> None:
@@ -274,6 +280,7 @@ def test_results_of_the_service_are_those_of_the_library(
             assert remote.lower_bound == local.lower_bound
 
 
+@pytest.mark.slow
 def test_a_sweep_of_the_service_is_that_of_the_library(server: Server, graph: remat.Graph) -> None:
     budgets = [200, "min", "50%", "70%", "100%"]
     with server.client() as client:
@@ -345,6 +352,7 @@ def test_a_result_before_the_end_is_a_conflict(http: httpx2.Client) -> None:
     http.delete(f"/jobs/{job['id']}")
 
 
+@pytest.mark.slow
 def test_an_unchanged_job_is_answered_with_304(http: httpx2.Client) -> None:
     id = post(http, budget="75%").json()["id"]
     finished(http, id)
@@ -410,6 +418,7 @@ def test_cancellation_frees_the_core(server: Server, http: httpx2.Client) -> Non
     assert http.get(f"/jobs/{job['id']}").status_code == 404
 
 
+@pytest.mark.slow
 def test_a_cancelled_client_cancels_its_job(server: Server, http: httpx2.Client) -> None:
     cancel = threading.Event()
     threading.Timer(1.0, cancel.set).start()
@@ -490,6 +499,7 @@ def test_html_results_cannot_run_scripts(http: httpx2.Client, form: str) -> None
     assert response.text.lower().startswith(begin)
 
 
+@pytest.mark.slow
 def test_the_list_has_positions_in_the_queue(tmp_path: Path) -> None:
     with servers.running(tmp_path, "--workers", "0") as server, server.http() as http:
         ids = [post(http, budget=f"{n}%").json()["id"] for n in (60, 61, 62)]

@@ -36,6 +36,7 @@ def test_only_listed_differences_are_explained(family: str, text: str, is_explai
     assert explain(family, "storages", [text]) == ([], [text])
 
 
+@pytest.mark.slow
 def test_the_trace_for_the_absent_gpu_has_the_switches_of_the_software_gpu(tmp_path: Path) -> None:
     """cuDNN's attention is disabled for both, as its library needs a device."""
     is_cudnn_enabled = torch.backends.cudnn.enabled

@@ -13,6 +13,7 @@ from benchmarks.software_gpu.planted_faults.fault import Fault
 FAULTS = [fault for fault in all_faults("cpu") if isinstance(fault, Fault)]
 
 
+@pytest.mark.slow_cases("no fault")
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 def test_a_planted_fault_is_noticed(fault: Fault) -> None:
     row = row_of(fault, "cpu")

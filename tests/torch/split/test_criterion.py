@@ -71,6 +71,7 @@ def squares(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return F.mse_loss(logits.sigmoid(), target.expand_as(logits))
 
 
+@pytest.mark.quick_cases("cross_entropy-30%")
 @pytest.mark.parametrize(
     ("criterion", "budget"),
     [
@@ -152,6 +153,7 @@ def test_keyword_arguments_are_those_of_the_model() -> None:
             step(*args, **({} if args else {"scale": 1.0}))
 
 
+@pytest.mark.slow
 def test_copies_and_pickles_keep_the_loss() -> None:
     ids, target = inputs()[0], torch.zeros(8, 32, WORDS)
     step = remat.optimize(model(), "90%", (ids, target), loss=nn.MSELoss(), costs=COSTS)

@@ -104,6 +104,7 @@ def shifted_and_transposed(logits: torch.Tensor, ids: torch.Tensor) -> torch.Ten
     return F.cross_entropy(logits[:, :-1].transpose(1, 2), ids[:, 1:])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("loss", "verb"), [(transposed, "transposed"), (shifted_and_transposed, "sliced")]
 )

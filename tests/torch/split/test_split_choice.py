@@ -66,6 +66,7 @@ def test_a_budget_that_is_infeasible_without_is_met(trace: remat.Trace) -> None:
     assert split.pieces in PIECES
 
 
+@pytest.mark.slow
 def test_the_smallest_peak_is_smaller_with_more_pieces(trace: remat.Trace) -> None:
     whole = remat.solve(trace, "min", STRATEGY)
     chosen = choose(trace, "min")
@@ -97,6 +98,7 @@ def test_nothing_is_split_for_a_budget_below_the_gradients(trace: remat.Trace) -
     assert "so neither was tried" in str(raised.value)
 
 
+@pytest.mark.slow
 def test_an_infeasible_budget_raises_the_error_of_the_smallest_pieces(trace: remat.Trace) -> None:
     with pytest.raises(remat.InfeasibleBudget) as raised:
         choose(trace, "2%")
@@ -178,6 +180,7 @@ def test_without_splitting_the_budget_is_an_error_that_suggests_it() -> None:
         remat.optimize(case.model, "40%", case.args, costs=COSTS, split="off")
 
 
+@pytest.mark.slow
 def test_other_sizes_reuse_the_splits(module: remat.RematModule) -> None:
     case = language_model()
     x, labels = case.args

@@ -147,6 +147,7 @@ def regions(trace: Trace) -> list[Region]:
     return candidates
 
 
+@pytest.mark.slow
 @settings(max_examples=8, deadline=None)
 @hypothesis.given(
     layers=st.lists(st.sampled_from(sorted(LAYERS)), min_size=1, max_size=3),
@@ -294,6 +295,7 @@ def test_a_region_is_the_same_from_each_of_its_large_tensors() -> None:
         assert other.split_calls.keys() == region.split_calls.keys()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pieces", [2, pytest.param(15, marks=pytest.mark.slow)])
 def test_a_split_step_runs_where_one_operation_made_the_smallest_peak(pieces: int) -> None:
     """The logits of 64 x 500 make the peak; the smallest one falls with the number of pieces."""

@@ -33,6 +33,7 @@ def plan(module: remat.RematModule) -> remat.Plan:
     return module.plan
 
 
+@pytest.mark.slow
 def test_a_schedule_has_one_row_for_all_pieces(plan: remat.Plan) -> None:
     grid = ScheduleGrid.of(plan)
     operations = plan.graph.operations

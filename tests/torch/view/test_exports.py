@@ -84,6 +84,7 @@ def gpt2_plan() -> Plan:
 # -- Chrome traces ------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_chrome_trace_follows_the_trace_event_format(gpt2_plan: Plan) -> None:
     schema = json.loads((DATA / "trace_event.schema.json").read_text())
     validator = jsonschema.Draft202012Validator(schema)
@@ -97,6 +98,7 @@ def test_a_chrome_trace_follows_the_trace_event_format(gpt2_plan: Plan) -> None:
         assert not validator.is_valid({"traceEvents": [event | wrong]})
 
 
+@pytest.mark.slow
 @hypothesis.given(plans())
 def test_a_chrome_trace_has_every_run_and_the_memory(plan: Plan) -> None:
     document = json.loads(chrome_trace(plan))
@@ -145,6 +147,7 @@ def live_bytes(events: list[dict[str, Any]]) -> Iterator[tuple[int, int]]:
         yield event["frames"][0]["line"], sum(live.values())
 
 
+@pytest.mark.slow
 @hypothesis.given(plans())
 def test_a_snapshot_allocates_and_frees_as_simulated(plan: Plan) -> None:
     snapshot = memory_snapshot(plan)

@@ -99,6 +99,7 @@ def test_a_budget_below_every_schedule_is_proved_infeasible(missed: Graph) -> No
     assert error.value.is_proved
 
 
+@pytest.mark.slow
 def test_a_program_solved_to_the_end_proves_the_smallest_peak(
     missed: Graph, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -195,6 +195,7 @@ def test_incumbents_are_sorted_by_time() -> None:
     assert small.objective == 3
 
 
+@pytest.mark.slow
 def test_a_schedule_that_fits_only_with_nothing_set_aside_may_be_the_best() -> None:
     at_work = search_state_of(CHAIN, SlotSource(), 5)
     cheap, expensive = (
@@ -206,6 +207,7 @@ def test_a_schedule_that_fits_only_with_nothing_set_aside_may_be_the_best() -> N
     assert at_work.best_overall() == (cheap, time_s(CHAIN, cheap))
 
 
+@pytest.mark.slow
 def test_a_finished_program_over_all_slots_is_a_proof(cancelled: threading.Event) -> None:
     """Also where its bound is below the time by a rounding error. An unfinished program proves
     nothing."""
@@ -218,6 +220,7 @@ def test_a_finished_program_over_all_slots_is_a_proof(cancelled: threading.Event
     assert not solution.proved
 
 
+@pytest.mark.slow
 def test_where_eviction_fails_a_fitting_incumbent_is_the_answer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -316,6 +319,7 @@ def test_a_budget_that_eviction_does_not_reach_needs_a_program(budget_bytes: int
     assert affordable_s == math.inf
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("peak_gap", [0.0, 1e-4])
 def test_a_program_over_all_slots_proves_infeasibility(peak_gap: float) -> None:
     with pytest.raises(InfeasibleBudget, match="no schedule of this order") as error:
@@ -342,6 +346,7 @@ def test_incomplete_slots_prove_no_infeasibility() -> None:
     assert 50 < smallest_bytes <= 54
 
 
+@pytest.mark.slow
 def test_a_peak_within_its_gap_proves_no_smaller_one_infeasible() -> None:
     """These peaks are feasible; a program with a gap of a half often ends before it finds them."""
     refused = []

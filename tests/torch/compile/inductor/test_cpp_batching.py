@@ -70,6 +70,7 @@ def test_several_kernels_are_compiled_into_one_file() -> None:
         double(torch.zeros(1), torch.zeros(1), "1")
 
 
+@pytest.mark.slow
 def test_kernels_that_cannot_be_batched_are_compiled_separately() -> None:
     """A kernel with more than one function is not batched; where the compiler refuses a file, its
     kernels are compiled one by one. (Symbols that are not sizes are left to Inductor.)"""
@@ -83,6 +84,7 @@ def test_kernels_that_cannot_be_batched_are_compiled_separately() -> None:
     assert file_of(triple) != file_of(fill)
 
 
+@pytest.mark.slow
 def test_one_compile_thread_is_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a machine with one core, where nothing is compiled concurrently."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
