@@ -13,7 +13,7 @@ from remat.strategies.base import Strategy
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """A question to `plan_step`, the same from each door.
+    """The input of `plan_step`, for all entry points.
 
     `limits` are the budget and what others need of it; `segments_bytes`, if given, limits what
     torch's allocator reserves. Operations may be split into one of these numbers of `pieces`, and

@@ -99,7 +99,7 @@ class Program(Document):
         for store in self.stores:
             if self.outputs[number].is_stored and number in store.value.leaves():
                 place = ".".join(str(step) for step in store.place if step != "")
-                return f"the stored {place!r}"
+                return f"the tensor {place!r}"
         return f"the output {self.result.path_of(number)!r}"
 
     @model_validator(mode="after")

@@ -65,10 +65,10 @@ DOORS = {
 
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"costs": "h100"}, r"'h100' is no device of this machine.*remat.Roofline\('h100'\)"),
-    ({"costs": "H-200"}, r"remat.Roofline\('h200'\) estimates for it"),
+    ({"costs": "H-200"}, r"pass 'cpu', 'cuda' or remat.Roofline\('h200'\)"),
     ({"costs": "roofline:h1000"}, r"h1000"),
     ({"costs": "gpu"}, r"remat.Roofline\('h100'\)"),
-    ({"costs": "meta"}, "cannot measure on meta; use cpu, cuda"),
+    ({"costs": "meta"}, "cannot measure on meta; pass 'cpu', 'cuda'"),
     ({"costs": 3}, r'costs needs a device or a remat.Roofline; got an int: .*Roofline\("h100"\)'),
     ({"costs": remat.Roofline}, "costs needs a device or a remat.Roofline; got a type"),
     ({"strategy": remat.Auto}, "pass an instance, such as remat.Auto"),

@@ -96,9 +96,9 @@ def enable(
     "auto" (the default): the whole model if it can be captured, else its blocks, with the rest in
     eager mode and a warning with a table. `in_flight` is the number of calls of the
     model before the backward, as for a triplet loss or the discriminator of a GAN. In pipeline
-    parallelism with 1F1B it is the number of stages from this one on. If a step has more calls, a
-    warning says so, and the next step is planned for them. `split` applies to plans of the
-    whole model: operations of blocks stay whole.
+    parallelism with 1F1B it is the number of stages from this one to the last. If a step has more
+    calls, a warning says so, and the next step is planned for them. `split` applies to plans of
+    the whole model: operations of blocks stay whole.
 
     Raises `TraceError` if the model is enabled, optimised or compiled already, `InfeasibleBudget`
     if its parameters alone do not fit, and the errors of `remat.optimize`.

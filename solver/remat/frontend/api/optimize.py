@@ -86,16 +86,16 @@ def optimize(
     and `remat.measure`.
 
     A terminal shows a progress line if planning takes more than two seconds; with `progress=True`,
-    it shows the line at once. A function as `progress` receives a `remat.Progress` several times
-    instead. `progress=False` or the environment variable `REMAT_PROGRESS=0` turns the line off.
+    it shows the line at once. A function `progress` is called with each `remat.Progress` instead.
+    `progress=False` or the environment variable `REMAT_PROGRESS=0` turns the line off.
 
     `in_flight` is the number of calls of the model before the backward, as for a triplet loss or
     the discriminator of a GAN. The saved tensors of all calls count in the peak. If a step has more
     calls, a warning says so, and the next step is planned for them.
 
-    If no plan fits the budget, the first step raises `InfeasibleBudget`. With
-    `infeasible="smallest"`, it is planned for the smallest feasible peak, as for "min", and a
-    `BudgetWarning` names the budget and that peak.
+    If no plan fits the budget, planning raises `InfeasibleBudget`. With `infeasible="smallest"`,
+    the step is planned for the smallest feasible peak, as for "min", and a `BudgetWarning` names
+    the budget and that peak.
 
     `loss` is the criterion of a training loop that computes the loss outside of the model, such as
     `torch.nn.CrossEntropyLoss()`. The result then computes `loss(model(*inputs), target)`: its
@@ -219,7 +219,7 @@ def check_planning_options(strategy: object, costs: object, progress: object) ->
         check_cost_source(costs)
     if not (callable(progress) or isinstance(progress, bool | None)):
         remedy = "pass progress=print, or leave it out"
-        raise wrong_type("progress", "a function of a remat.Progress", progress, remedy)
+        raise wrong_type("progress", "a bool or a callable", progress, remedy)
 
 
 def check_in_flight(in_flight: object) -> None:

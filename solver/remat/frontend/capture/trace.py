@@ -206,7 +206,7 @@ def check_differentiable(model: nn.Module, args: object, kwargs: object) -> None
     if lazy:
         raise TraceError(
             f"the parameter {lazy[0]} of {type(model).__name__} gets its shape in the first call "
-            "(a lazy module): call the model once with a batch before, under torch.no_grad()"
+            "(a lazy module): first call the model with a batch under torch.no_grad()"
         )
     leaves, _ = flatten((args, kwargs), "the example inputs ")
     if not any(t.requires_grad for t in (*model.parameters(), *leaves)):

@@ -119,11 +119,11 @@ def _parse_device(device: str | torch.device) -> torch.device:
     except RuntimeError:
         name = str(device).removeprefix("roofline:")
         try:
-            estimate = f"remat.Roofline({find_device(name).name!r}) estimates for it"
+            estimate = f"remat.Roofline({find_device(name).name!r})"
         except ValueError:
-            estimate = "remat.Roofline('h100') estimates for a GPU that this machine does not have"
+            estimate = "remat.Roofline('h100') for a GPU that this machine does not have"
         raise RematError(
-            f"cannot measure: {str(device)!r} is no device of this machine, use cpu or cuda; "
+            f"cannot measure: {str(device)!r} is no device of this machine; pass 'cpu', 'cuda' or "
             + estimate
         ) from None
 
@@ -153,9 +153,7 @@ def _check_can_measure(device: torch.device) -> None:
             "estimate with remat.Roofline('h200') or another data sheet"
         )
     if device.type not in ("cpu", "cuda"):
-        raise RematError(
-            f"cannot measure on {device.type}; use cpu, cuda or an estimate by remat.Roofline"
-        )
+        raise RematError(f"cannot measure on {device.type}; pass 'cpu', 'cuda' or a remat.Roofline")
 
 
 def _open_cache(cache: CostCache | str | os.PathLike[str] | bool | None) -> CostCache | None:

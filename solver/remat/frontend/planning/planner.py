@@ -183,9 +183,9 @@ class Planner:
             logger.warning(
                 "%s is called again before the backward of its last call. The saved tensors of all "
                 "calls are in memory, so this step may exceed its budget. A later step is planned "
-                "for as many calls as each step has; pass in_flight= to plan the first one for "
-                "them. If a call has no backward, run it under torch.no_grad(), or release its "
-                "outputs before the next call: its saved tensors are then not in memory",
+                "for the number of calls that each step has; pass in_flight= to plan the first "
+                "step for it. Run calls without a backward under torch.no_grad(), or release "
+                "their outputs before the next call, which frees their saved tensors",
                 name,
             )
 

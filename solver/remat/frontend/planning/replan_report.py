@@ -46,12 +46,12 @@ class ReplanReport:
         value = self.count_value(signature, entries, timings_s)
         if ACCUMULATION in changes:
             purpose = ""
-        changed = value or " and ".join(changes or ["inputs"])
+        changed = value or f"{' and '.join(changes or ['inputs'])} changed"
         if is_reused:
             strategy = plan.stats["strategy"]
-            logger.info("%s changed%s: %r by %s (%s)", changed, purpose, plan, strategy, phases)
+            logger.info("%s%s: %r by %s (%s)", changed, purpose, plan, strategy, phases)
         else:
-            logger.info("%s changed: replanned%s: %r (%s)", changed, purpose, plan, phases)
+            logger.info("%s: replanned%s: %r (%s)", changed, purpose, plan, phases)
 
     def count_value(
         self,
@@ -68,9 +68,9 @@ class ReplanReport:
             self._counts[name] += 1
             if self._counts[name] == _MAX_VALUES:
                 logger.warning(
-                    "%s: the step was captured for each of its last %d values, which took %.2f s "
-                    "this time. If it changes in each step, pass it as a tensor (an argument, or a "
-                    "buffer of the module): a tensor is an input of the plan",
+                    "%s: each new value needs a capture of the step (%d so far, %.2f s for this "
+                    "one). If it changes in each step, pass it as a tensor (an argument, or a "
+                    "buffer of the module), which needs no new capture",
                     value,
                     _MAX_VALUES + 1,
                     sum(timings_s.values()),

@@ -113,9 +113,9 @@ class _StepFunction(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise GuardError(
                 "create_graph=True (double backward) through a remat module is not supported: its "
-                "backward is a fixed schedule. Call the original model for this step: the one that "
-                "was passed to remat.optimize, or, with remat.enable, the model after "
-                "remat.disable(model); remat.enable(model, budget) plans it again"
+                "backward is a fixed schedule. Run this step on the original model: the one that "
+                "was passed to remat.optimize; or, with remat.enable, call remat.disable(model) "
+                "before the step and remat.enable(model, budget) after it"
             )
         lowered: LoweredProgram = ctx.lowered
         ctx.monitor.check_released(ctx.output_refs)
@@ -191,10 +191,10 @@ def _check_observed(
         if output is not None and (output.retains_grad or output._backward_hooks):
             observer = "retain_grad()" if output.retains_grad else "register_hook()"
             raise GuardError(
-                f"{observer} was called for {lowered.program.output_label(number)}, and its "
-                "gradient is not computed: a planned step only has gradients of the outputs that "
-                "the loss is computed from. Compute the loss from this output, or run this step "
-                "with the original model"
+                f"{observer} was called for {lowered.program.output_label(number)}, but no "
+                "gradient reaches it: a planned step has gradients only of outputs that the loss "
+                "uses directly. Compute the loss from this output, or run this step with the "
+                "original model"
             )
 
 
@@ -213,10 +213,10 @@ def _tangents(
         grads[index] = None
         if not output.tangent:
             if grad is not None:
-                path = program.result.path_of(index)
+                path = "" if output.is_stored else f"{program.result.path_of(index)!r}, or "
                 raise GuardError(
                     f"a gradient arrived at {program.output_label(index)}, but the plan "
-                    f'differentiates other outputs only. Pass differentiate={path!r}, or "all", to '
+                    f'differentiates other outputs only. Pass differentiate={path}"all" to '
                     "remat.enable or remat.optimize"
                 )
             continue

@@ -81,12 +81,12 @@ class StepMonitor:
         if saved_bytes > self._min_bytes:
             _reported_graphs.add(type(self._model))
             logger.warning(
-                "a backward of this %s retains its graph (retain_graph=True): up to %s of saved "
-                "tensors, which the plan counts as freed by the backward, stay in memory, and the "
-                "step may exceed the budget by as much. Add the losses and call backward once, or "
-                "pass reserve=",
+                "a backward of this %s has retain_graph=True: up to %s of saved tensors stay in "
+                "memory, which the plan counts as freed, so the step may exceed the budget by as "
+                "much. Add the losses and call backward once, or leave room for them: reserve=%d",
                 type(self._model).__name__,
                 format_bytes(saved_bytes),
+                saved_bytes,
             )
 
     def check_released(self, refs: dict[StorageWeakRef, int]) -> None:

@@ -50,9 +50,8 @@ class StoreWriter:
                 _write(root, steps, build(leaves), store.is_content)
             except (LookupError, AttributeError, TypeError) as error:
                 raise GuardError(
-                    f"the step stores a value in {path_label(store.place)}, which does not exist "
-                    f"any more ({error}). Plan the model once more: remat.disable, then "
-                    "remat.enable"
+                    f"the planned step sets {path_label(store.place)}, and what contains it was "
+                    f"removed or replaced ({error}). Replan: remat.disable, then remat.enable"
                 ) from error
 
 

@@ -150,8 +150,8 @@ def _no_tensors_stored(model: nn.Module) -> Iterator[None]:
         state.remove_tensors_of_capture()
     if stored:
         raise TraceError(
-            f"a hook inside of this {type(model).__name__} stores a tensor in {stored}, where a "
-            "planned step would not store it. Remedy: return the tensor from the forward of the "
+            f"a hook inside of this {type(model).__name__} stores a tensor in {stored}, which a "
+            "planned step does not set. Remedy: return the tensor from the forward of the "
             "model, or store it in an attribute of a module there; or plan the blocks inside, "
             "which runs the model's own code and hooks around them: "
             'remat.enable(model, budget, scope="blocks")'

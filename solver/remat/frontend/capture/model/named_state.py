@@ -113,10 +113,9 @@ class _Cells(Mapping[str, Any]):
 class NamedTable(NamedTuple):
     """Variables whose reads by the model's code are not intercepted.
 
-    `variables` are the values by name, of a module, class or function with the name `owner`, and
-    `names` those that the code names. For the user's own code, `attributes` are all names in it, of
-    which attributes of objects may be read; None for installed packages, whose objects are not
-    compared.
+    `variables` maps names to values in the module, class or function `owner`; `names` are those
+    that the code uses. `attributes` are all names in the user's code, so the attributes of objects
+    that it may read; None for installed packages, whose objects are not compared.
     """
 
     owner: str

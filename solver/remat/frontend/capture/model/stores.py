@@ -29,9 +29,9 @@ from remat.frontend.capture.model.python_state import (
 from remat.frontend.common.pytree import flatten
 
 _REMEDY = (
-    "Remedy: do this outside of the forward; or use a buffer (a tensor that is changed in place), "
-    "which is part of a plan; or plan the blocks inside, which runs the model's own code around "
-    'them: remat.enable(model, budget, scope="blocks")'
+    "Remedy: do this outside of the forward; or keep the value in a buffer and change it in place; "
+    "or plan the blocks, so that the code around them runs in each step: "
+    'remat.enable(model, budget, scope="blocks")'
 )
 
 _OBJECT_DEPTH = 3
@@ -67,14 +67,15 @@ def stored_attributes(model: nn.Module, changes: Iterable[Change]) -> list[Store
         if id(change.now) in tensors:
             raise TraceError(
                 f"the forward of {type(model).__name__} stores a parameter or buffer in "
-                f"{path_label(change.path)}: use it where it is registered"
+                f"{path_label(change.path)}, which a planned step does not set; read it from the "
+                "module that has it"
             )
         if (place := _place_of(model, change)) is not None:
             stored.append(StoredValue("attribute", place, change.now, change.key is None))
         elif contains_capture(change.now):
             raise TraceError(
                 f"the forward of {type(model).__name__} stores a tensor in "
-                f"{path_label(change.path)}, where a planned step would not store it. {_REMEDY}"
+                f"{path_label(change.path)}, which a planned step does not set. {_REMEDY}"
             )
     return stored
 

@@ -67,9 +67,9 @@ def text_output_reported(model: nn.Module) -> Iterator[None]:
         if line not in _reported_lines:
             _reported_lines.add(line)
             log.warning(
-                "the forward of %s %s a text at %s, which happens when a step is planned, and not "
-                "in planned steps. Remedy: call it outside of what is planned: outside of the "
-                'model or, with scope="blocks", in the code around the blocks',
+                "the forward of %s %s a text at %s: planning runs this code, and planned steps do "
+                "not. Remedy: move it out of the forward or, with "
+                'scope="blocks", into the code around the blocks',
                 type(model).__name__,
                 action,
                 line,
