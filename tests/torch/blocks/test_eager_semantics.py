@@ -188,3 +188,49 @@ def test_blocks_that_the_first_step_skipped_are_checkpointed(
     with caplog.at_level(logging.INFO, "remat"):
         assert_same_steps(model, other, x)
     assert "blocks.2 is called differently" in caplog.text
+
+
+class FrozenOrSkipped(nn.Module):
+    """The blocks are frozen, or skipped by an argument or an attribute, in some steps."""
+
+    skips = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3))
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor, skips: bool = False) -> torch.Tensor:
+        if not (skips or self.skips):
+            for block in self.blocks:
+                x = block(x)
+        return self.head(x).square().mean()
+
+
+@pytest.mark.parametrize("steps", ["first", "every other", "later"])
+@pytest.mark.parametrize("kind", ["frozen", "argument", "attribute"])
+def test_steps_in_which_no_block_has_a_backward_run_without_a_plan(
+    kind: str, steps: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    without = {"first": [True, True], "later": [False, True, True]}
+    torch.manual_seed(0)
+    model = FrozenOrSkipped()
+    model, other = enabled(model)
+    x = torch.randn(16, 8)
+    sequence = [*without.get(steps, [True, False, True]), False, False]
+    with caplog.at_level(logging.INFO, logger="remat"):
+        for is_without in sequence:
+            for module in (model, other):
+                module.zero_grad(set_to_none=True)
+                if kind == "frozen":
+                    module.blocks.requires_grad_(not is_without)
+                elif kind == "attribute":
+                    module.skips = is_without
+                module(x, kind == "argument" and is_without).backward()
+            for one, two in zip(model.parameters(), other.parameters(), strict=True):
+                assert (one.grad is None) == (two.grad is None)
+                assert two.grad is None or torch.equal(one.grad, two.grad)
+    assert len(remat.plans(model)) == 1
+    messages = [m for m in caplog.messages if "none of the 3 blocks has a backward" in m]
+    assert messages or (kind, steps) == ("attribute", "later")  # runs the plan, of no blocks
+    assert len(messages) <= 1 + (kind == "attribute")

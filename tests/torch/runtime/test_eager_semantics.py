@@ -371,3 +371,55 @@ def test_evaluation_takes_any_argument() -> None:
 
     model = remat.enable(Caching(), "100%", costs=COSTS).eval()
     assert model(torch.randn(2, 4), cache=object()).shape == (2, 4)
+
+
+def target_without_gradient(model: nn.Module, h: torch.Tensor) -> torch.Tensor:
+    return F.mse_loss(model.inside(h.detach()), h.detach().flatten())
+
+
+def unused_argument(model: nn.Module, h: torch.Tensor) -> torch.Tensor:
+    return model.inside(torch.ones_like(h)).square().mean()
+
+
+def refilled_dict(model: nn.Module, h: torch.Tensor, values: dict[str, Any]) -> torch.Tensor:
+    values["hidden"] = model.inside(h.detach())
+    return values["hidden"].square().mean()
+
+
+@pytest.mark.parametrize("scope", ["model", "blocks"])
+@pytest.mark.parametrize("forward", [target_without_gradient, unused_argument, refilled_dict])
+def test_a_step_depends_on_no_graph_whose_gradients_it_does_not_compute(
+    forward: Any, scope: str
+) -> None:
+    """An input that the forward only reads detached: its graph may be freed already."""
+
+    class Probe(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inside = layers()
+
+        def forward(self, *args: Any) -> torch.Tensor:
+            return forward(self, *args)
+
+    class Repeated(nn.Module):  # two blocks to plan
+        def __init__(self) -> None:
+            super().__init__()
+            self.probes = nn.ModuleList([Probe(), Probe()])
+
+        def forward(self, *args: Any) -> torch.Tensor:
+            return torch.stack([probe(*args) for probe in self.probes]).sum()
+
+    torch.manual_seed(1)
+    encoder, eager = nn.Linear(8, 8), Repeated()
+    planned = remat.enable(copy.deepcopy(eager), "100%", scope=scope, split="off", costs=COSTS)
+    arguments: tuple[Any, ...] = ({},) if forward is refilled_dict else ()
+    for _ in range(3):
+        results = []
+        for model in (eager, planned):
+            encoder.zero_grad()
+            model.zero_grad()
+            h = encoder(torch.ones(4, 8)).tanh()
+            h.square().mean().backward()
+            model(h, *arguments).backward()
+            results.append([p.grad for m in (encoder, model) for p in m.parameters()])
+        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))

@@ -58,6 +58,15 @@ class DryRun:
     library_bytes: int = 0
 
 
+class NoBackwardOfBlocks(TraceError):
+    """No block of the step has a backward: their parameters are frozen, or the forward calls none.
+    `modules` are the blocks."""
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        super().__init__(f"none of the {len(modules)} blocks has a backward in this step")
+        self.modules = modules
+
+
 def head_growth_bytes(events: Sequence[StepEvent]) -> int:
     """Return the bytes that the code between the last block's forward and the first backward of a
     block, such as a head and a loss, needs in addition to the bytes that are live before it."""
@@ -112,9 +121,7 @@ def run_dry(
         with patched_forwards({s.module: recorder.stub_forward(s) for s in blocks}):
             outputs = [run_post_forward(model, call.args, model.forward(*call.args, **call.kwargs))]
         if not recorder.calls:
-            raise TraceError(
-                f"the forward of this {type(model).__name__} calls none of its {len(blocks)} blocks"
-            )
+            raise NoBackwardOfBlocks([block.module for block in blocks])
         non_block_leaves = _non_block_leaves(model, blocks, call)
         recorder.run_backward(non_block_leaves, outputs, differentiate, outputs_dropped)
     return DryRun(

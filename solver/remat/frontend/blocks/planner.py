@@ -15,6 +15,7 @@ from remat.blockwise.blocks_plan import BlocksPlan
 from remat.errors import DocumentError, InfeasibleBudget, TraceError
 from remat.frontend.blocks.block_options import short_reason
 from remat.frontend.blocks.block_planning import PlannedBlocks, plan_blocks
+from remat.frontend.blocks.dry_run import NoBackwardOfBlocks
 from remat.frontend.blocks.fsdp2 import (
     check_unsharded,
     is_dtensor,
@@ -22,12 +23,18 @@ from remat.frontend.blocks.fsdp2 import (
     unreduced_gradients,
 )
 from remat.frontend.blocks.patching import layer_checkpointing_disabled
-from remat.frontend.blocks.runtime import BoundBlocks, PlannedCall
+from remat.frontend.blocks.runtime import BoundBlocks, PlannedCall, StepWithoutBlocks
 from remat.frontend.capture.model.attribute_guards import AttributeGuards
 from remat.frontend.planning.plan_cache import PlanEntry
 from remat.frontend.planning.planner import Planner
 from remat.frontend.planning.schedule_reuse import BlockScheduleCache
-from remat.frontend.runtime.guards import CallSignature, ModelCall, ModelTracker
+from remat.frontend.runtime.guards import (
+    CallSignature,
+    ModelCall,
+    ModelTracker,
+    call_signature,
+)
+from remat.frontend.runtime.module import PlannedStep
 from remat.limits.infeasible import INFEASIBLE_ERROR
 from remat.limits.outputs import OUTPUTS_LOSS, differentiated_with
 
@@ -59,6 +66,8 @@ def _errors_explained(not_whole_reason: str, remedy: str) -> Iterator[None]:
     that, and how it could be planned as a whole."""
     try:
         yield
+    except NoBackwardOfBlocks:
+        raise
     except (TraceError, InfeasibleBudget) as error:
         if not not_whole_reason:
             raise
@@ -116,6 +125,30 @@ class ScopedPlanner(Planner):
     @cached_property
     def _schedule_cache(self) -> BlockScheduleCache:
         return BlockScheduleCache()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._steps_without_blocks: dict[CallSignature, StepWithoutBlocks] = {}
+
+    def step_for(self, tracker: ModelTracker, call: ModelCall) -> PlannedStep:
+        """Return the planned step for a call, and a step without a plan for one in which no block
+        has a backward."""
+        signature = call_signature(tracker, call.structure, call.leaves)
+        step = self._steps_without_blocks.get(signature)
+        if step is None or step.is_outdated:
+            try:
+                return super().step_for(tracker, call)
+            except NoBackwardOfBlocks as error:
+                name = type(tracker.model).__name__
+                logger.info("%s: %s, so it runs without a plan", name, error)
+                step = StepWithoutBlocks(error.modules, tracker.model.training)
+                self._steps_without_blocks[signature] = step
+        return step
+
+    def rebind(self, model: nn.Module) -> None:
+        """Bind the plans to the model's current submodules, after some were replaced."""
+        self._steps_without_blocks.clear()
+        super().rebind(model)
 
     def _adds_to_gradients(self, tracker: ModelTracker) -> bool:
         """True also with unreduced gradients of FSDP2: the sharded parameters then have no

@@ -18,6 +18,7 @@ from remat.frontend.blocks.returned_outputs import without_other_outputs
 from remat.frontend.blocks.step_copies import PlannedCopies, StepCopies
 from remat.frontend.capture.model.attribute_guards import AttributeGuards, BoundGuards
 from remat.frontend.capture.model.checkpointing import checkpointing_disabled
+from remat.frontend.common.pytree import tensors_in
 from remat.frontend.runtime.guards import CallSignature, ModelCall, ModelTracker, call_signature
 from remat.frontend.runtime.lower import LoweredProgram
 from remat.frontend.runtime.module import BoundProgram
@@ -96,6 +97,34 @@ class BoundBlocks:
         finally:
             copies.abandon()
         return output if self._returned is None else without_other_outputs(output, self._returned)
+
+
+class StepWithoutBlocks:
+    """A step in which none of the `modules` has a backward: the model's own forward runs.
+
+    `is_outdated` is True once a call of a module has a backward, as after a change of an attribute.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], training: bool) -> None:
+        self.training = training
+        self.is_outdated = False
+        self._modules = modules
+
+    def run(self, call: ModelCall, original_forward: Callable[..., Any]) -> Any:
+        """Run one call of the model without a plan."""
+        with patched_forwards({module: self._observed(module) for module in self._modules}):
+            return original_forward(*call.args, **call.kwargs)
+
+    def _observed(self, module: nn.Module) -> Callable[..., Any]:
+        forward = module.forward
+
+        def observed_forward(*args: Any, **kwargs: Any) -> Any:
+            if torch.is_grad_enabled() and not self.is_outdated:
+                tensors = (*module.parameters(), *tensors_in((args, kwargs)))
+                self.is_outdated = any(t.requires_grad for t in tensors)
+            return forward(*args, **kwargs)
+
+        return observed_forward
 
 
 def _siblings(model: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:

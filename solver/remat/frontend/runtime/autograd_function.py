@@ -53,8 +53,14 @@ def run_step(
 ) -> tuple[torch.Tensor, ...]:
     """Run the forward and return its outputs, which require grad where the program differentiates.
 
-    `tensors` are the parameters, buffers and inputs in the order of `lowered.input_names`.
+    `tensors` are the parameters, buffers and inputs in the order of `lowered.input_names`. If the
+    step computes no gradient for one, the outputs do not depend on its autograd graph, as in eager
+    mode: another backward may have freed that graph.
     """
+    tensors = [
+        t.detach() if gradient is None and t.requires_grad else t
+        for t, gradient in zip(tensors, lowered.gradient_of_input, strict=True)
+    ]
     return _StepFunction.apply(  # type: ignore[no-any-return]
         lowered, monitor, copies, *tensors
     )
