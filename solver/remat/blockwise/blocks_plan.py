@@ -79,16 +79,21 @@ class BlocksPlan:
         return self.time_s / baseline_s - 1 if baseline_s else 0.0
 
     @property
+    def share(self) -> float:
+        """The peak as the percentage that a budget would name it by, as a fraction (0.6 is "60%"),
+        as `Plan.share`."""
+        return share_of_baseline(
+            self.peak_bytes, baseline_bytes=self.baseline_bytes, library_bytes=self.library_bytes
+        )
+
+    @property
     def unplanned(self) -> tuple[BlockCall, ...]:
         """The calls that run in eager mode, as they are or checkpointed."""
         return tuple(call for call in self.calls if call.how != PLANNED)
 
     def describe(self) -> str:
         """Return a table: budget, peak, time, the blocks' options, and why blocks are unplanned."""
-        share_of_peak = share_of_baseline(
-            self.peak_bytes, baseline_bytes=self.baseline_bytes, library_bytes=self.library_bytes
-        )
-        share = f"{share_of_peak:.1%}"
+        share = f"{self.share:.1%}"
         on_host = ("on host",) if self.host_bytes else ()
         lines = [
             f"budget  {format_bytes(self.budget_bytes)}",

@@ -813,6 +813,19 @@ def _attach_hooks(model: Chain) -> Chain:
     return model
 
 
+class AppendedTensors(Chain):
+    """Appends a tensor to a list in each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms: list[torch.Tensor] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result = super().forward(x)
+        self.norms.append(result.detach().norm())
+        return result
+
+
 _COUNTS = "which a planned step would not do"
 _REFUSED = {"optimize": _COUNTS, "model": _COUNTS}
 _RANDOM = {"optimize": "which a plan would do once", "model": "which a plan would do once"}
@@ -830,6 +843,11 @@ def _stored_by_hook(make: Callable[[], Hooked]) -> Effect:
 
 EFFECTS: dict[str, Effect] = {
     "nothing": Effect(Chain),
+    "tensors in a list": Effect(
+        AppendedTensors,
+        lambda m: [norm.clone() for norm in m.norms],
+        refused=dict.fromkeys(("optimize", "model"), "adds a tensor to norms, " + _COUNTS),
+    ),
     "frozen parameters": Effect(
         MomentumEncoder, lambda m: [p.detach().clone() for p in m.target.parameters()]
     ),

@@ -173,6 +173,14 @@ class OfPatchedMethod(Model):
         return x
 
 
+class OfPatchedInstance(Model):
+    pass
+
+
+class OfPatchedLayer(Model):
+    pass
+
+
 class OfBackward(Model):
     def scale(self, x: torch.Tensor) -> torch.Tensor:
         return ScaledGradient.apply(x)
@@ -180,6 +188,12 @@ class OfBackward(Model):
 
 def patch(scale: float) -> None:
     OfPatchedMethod.scale = lambda self, x: x * scale
+
+
+def patch_layer(layer: nn.Module, scale: float) -> None:
+    """Replace the layer's forward, as quantizers and adapters do."""
+    forward = type(layer).forward
+    layer.forward = lambda x: forward(layer, x) * scale
 
 
 Change = Callable[[Any, float], object]
@@ -202,6 +216,8 @@ CASES: dict[type[Model], Change] = {
     OfLongList: lambda model, scale: model.long.__setitem__(4000, scale),
     OfDefault: lambda model, scale: OfDefault.scale.__defaults__[0].__setitem__(0, scale),  # type: ignore[index]
     OfPatchedMethod: lambda model, scale: patch(scale),
+    OfPatchedInstance: lambda model, scale: setattr(model, "scale", lambda x: x * scale),
+    OfPatchedLayer: lambda model, scale: patch_layer(model.layers[0], scale),
     OfBackward: lambda model, scale: setattr(ScaledGradient, "factor", scale),
 }
 DOORS: dict[str, Callable[[nn.Module], Callable[..., Any]]] = {

@@ -109,7 +109,9 @@ def solved(trace: remat.Trace, share: float) -> remat.Plan:
     try:
         return remat.solve(trace, max(budget, 1) if share else "min", STRATEGY)
     except remat.InfeasibleBudget as error:
-        return remat.solve(trace, error.min_feasible_bytes or 0, STRATEGY)
+        # A loaded machine may find this peak only with more time.
+        strategy = remat.Auto(gap=0.02, time_limit=30.0)
+        return remat.solve(trace, error.min_feasible_bytes or 0, strategy)
 
 
 @functools.cache

@@ -47,9 +47,26 @@ def test_a_value_that_changes_in_each_step_is_reported_once(
         for step in range(6):
             model.zero_grad()
             run(torch.ones(64, 8), 1.0 + step).backward()
-    (warning,) = [r.message for r in caplog.records if "of its last" in r.message]
+    (warning,) = [
+        r.message for r in caplog.records if "each new value needs a capture" in r.message
+    ]
     assert warning.startswith("the argument args[1] is 4.0 instead of 3.0:")
     assert "pass it as a tensor" in warning
+
+
+def test_several_arguments_that_change_in_each_step_are_reported_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class ScaledTwice(Scaled):
+        def forward(self, x: torch.Tensor, scale: float = 1.0, shift: float = 0.0) -> torch.Tensor:
+            return super().forward(x, scale) + shift
+
+    run = remat.enable(ScaledTwice(), "100%", **OPTIONS)
+    with caplog.at_level(logging.WARNING, logger="remat"):
+        for step in range(6):
+            run(torch.ones(4, 8), 1.0 + step, 2.0 + step).backward()
+    (warning,) = [r.message for r in caplog.records if "each new value needs" in r.message]
+    assert "the argument args[1] is 5.0 instead of 4.0 and the argument args[2] is 6.0" in warning
 
 
 @pytest.mark.slow_cases("value3-changed3-value is a numpy.ndarray of shape (3,) with other content")
@@ -75,5 +92,5 @@ def test_a_changed_value_is_described_briefly(
             model.zero_grad()
             run(torch.ones(64, 8)).backward()
     (report,) = [r.message for r in caplog.records if r.message.startswith("value is ")]
-    assert report.startswith(f"{text} changed")
+    assert report.startswith(f"{text}:")
     assert len(report) < 300

@@ -4,9 +4,11 @@ tied weights, random numbers of Python, arguments and outputs of any kind."""
 from __future__ import annotations
 
 import copy
+import functools
 import random
 from collections import defaultdict
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -239,10 +241,10 @@ def test_seeding_inside_of_a_forward_is_followed() -> None:
             torch.manual_seed(3)
             return (self.layer(x) * torch.rand(4)).sum()
 
-    original_manual_seed = torch.manual_seed
-    with pytest.raises(TraceError, match="seeds torch's random numbers"):
+    original_functions = torch.manual_seed, torch.random.manual_seed
+    with pytest.raises(TraceError, match="calls torch's manual_seed"):
         optimized(Seeding())(torch.randn(2, 4))
-    assert torch.manual_seed is torch.random.manual_seed is original_manual_seed
+    assert (torch.manual_seed, torch.random.manual_seed) == original_functions
 
 
 class Indexing(nn.Module):
@@ -423,3 +425,86 @@ def test_a_step_depends_on_no_graph_whose_gradients_it_does_not_compute(
             model(h, *arguments).backward()
             results.append([p.grad for m in (encoder, model) for p in m.parameters()])
         assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_steps_follow_torchs_default_dtype() -> None:
+    class OfDefaultDtype(Summed):
+        def forward(self, *args: Any) -> torch.Tensor:
+            return super().forward(*args) * torch.linspace(0, 1, 3).sum()
+
+    eager = OfDefaultDtype(layers())
+    planned = remat.enable(copy.deepcopy(eager), "100%", scope="model", costs=COSTS)
+    x = torch.ones(4, 8)
+    for dtype in (torch.float32, torch.float64, torch.float32):
+        torch.set_default_dtype(dtype)
+        try:
+            assert_same_step(planned, eager, planned, x)
+        finally:
+            torch.set_default_dtype(torch.float32)
+    assert len(remat.plans(planned)) == 2
+
+
+@pytest.mark.parametrize("scope", ["model", "blocks"])
+def test_a_step_with_anomaly_detection_is_planned(scope: str) -> None:
+    eager = Summed(layers())
+    planned = remat.enable(copy.deepcopy(eager), "100%", scope=scope, costs=COSTS)
+    with torch.autograd.set_detect_anomaly(True):
+        assert_same_step(planned, eager, planned, torch.ones(4, 8))
+    assert len(remat.plans(planned)) == 1
+
+
+class SameMask(nn.Module):
+    """Draws the same mask twice, as reversible layers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        state = torch.get_rng_state()
+        y = F.dropout(self.linear(x), 0.5)
+        torch.set_rng_state(state)
+        return y + F.dropout(x, 0.5)
+
+
+def test_a_forward_that_sets_the_rng_state_is_refused_and_works_by_blocks() -> None:
+    torch.manual_seed(0)
+    eager = nn.Sequential(nn.Linear(8, 8), SameMask(), SameMask(), nn.Flatten(0))
+    model = Summed(copy.deepcopy(eager))
+    with pytest.raises(TraceError, match=r"calls torch's get_rng_state.*scope=\"blocks\""):
+        remat.optimize(model, "100%", (torch.ones(4, 8),), costs=COSTS)
+    planned = remat.enable(model, "100%", scope="blocks", costs=COSTS)
+    for seed in range(2):
+        losses = []
+        for module in (planned, Summed(eager)):
+            torch.manual_seed(seed)
+            losses.append(module(torch.ones(4, 8)))
+        assert torch.equal(*losses)
+
+
+def test_hooks_of_parameters_run_once_in_the_step_that_plans_blocks() -> None:
+    torch.manual_seed(0)
+    eager = nn.Sequential(
+        nn.Linear(8, 8),
+        *(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2)),
+        nn.Flatten(0),
+    )
+    model = remat.enable(Summed(eager), "100%", scope="blocks", costs=COSTS)
+    calls: list[str] = []
+    for name, parameter in model.named_parameters():
+        parameter.register_hook(functools.partial(lambda name, gradient: calls.append(name), name))
+    model(torch.ones(4, 8)).backward()
+    assert sorted(calls) == sorted(name for name, _ in model.named_parameters())
+
+
+def test_threads_may_call_an_enabled_model() -> None:
+    torch.manual_seed(0)
+    eager = Summed(layers())
+    planned = remat.enable(copy.deepcopy(eager), "100%", scope="blocks", costs=COSTS)
+    inputs = [torch.randn(4, 8) for _ in range(4)]
+    planned(inputs[0]).backward()
+    with ThreadPoolExecutor(4) as threads:
+        for _ in range(5):
+            for one, two in zip(threads.map(planned, inputs), map(eager, inputs), strict=True):
+                assert torch.equal(one, two)
+    assert "forward" not in planned.inside[0].__dict__

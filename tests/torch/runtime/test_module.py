@@ -467,3 +467,11 @@ def test_auto_is_the_free_memory_of_the_device() -> None:
 def test_optimising_twice_is_refused() -> None:
     with pytest.raises(remat.TraceError, match="optimised already"):
         optimized(optimized(Mlp()))
+
+
+def test_batched_gradients_are_refused() -> None:
+    gm = optimized(Mlp())
+    loss = gm(torch.randn(64, 32))["loss"]
+    parameters = [p for p in gm.parameters() if p.requires_grad]
+    with pytest.raises(remat.GuardError, match="is_grads_batched=True"):
+        torch.autograd.grad(loss, parameters, torch.ones(2), is_grads_batched=True)

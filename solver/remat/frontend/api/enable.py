@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
+import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MethodType
@@ -48,6 +49,8 @@ from remat.progress import ProgressCallback
 from remat.strategies import Strategy
 
 logger = logging.getLogger("remat")
+
+_new_dispatcher = threading.Lock()
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -115,7 +118,10 @@ def enable(
             model, () if example_inputs is None else example_inputs, example_kwargs
         )
         check_differentiable(model, args, kwargs)
-        planner.step_for(ModelTracker(model), ModelCall.of(args, kwargs, "the example inputs "))
+        planner.step_for(
+            ModelTracker(model, sees_patches=True),
+            ModelCall.of(args, kwargs, "the example inputs "),
+        )
     model.__dict__[FORWARD_ATTRIBUTE] = model.__dict__["forward"] = forward
     model.__dict__[_SCRIPTABLE_ATTRIBUTE] = forward.scriptable_model
     return model
@@ -220,8 +226,9 @@ class PlannedForward:
 
     @exclude_from_compile
     def _run_training_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._dispatcher is None:
-            self._dispatcher = StepDispatcher(self.model, self.planner, self.original_forward)
+        with _new_dispatcher:
+            if self._dispatcher is None:
+                self._dispatcher = StepDispatcher(self.model, self.planner, self.original_forward)
         return self._dispatcher.run(args, kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PlannedForward:

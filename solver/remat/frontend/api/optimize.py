@@ -143,7 +143,9 @@ def optimize(
         model, () if example_inputs is None else example_inputs, example_kwargs
     )
     check_differentiable(model, args, kwargs)
-    planner.step_for(ModelTracker(model), ModelCall.of(args, kwargs, "the example inputs "))
+    planner.step_for(
+        ModelTracker(model, sees_patches=True), ModelCall.of(args, kwargs, "the example inputs ")
+    )
     return RematModule(model, planner)
 
 

@@ -8,8 +8,8 @@ bytes in use at each of them. RNG states and buffers are restored afterwards.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import takewhile
 
@@ -123,7 +123,8 @@ def run_dry(
         if not recorder.calls:
             raise NoBackwardOfBlocks([block.module for block in blocks])
         non_block_leaves = _non_block_leaves(model, blocks, call)
-        recorder.run_backward(non_block_leaves, outputs, differentiate, outputs_dropped)
+        with nullcontext() if recorder.is_sharded else _tensor_hooks_removed(non_block_leaves):
+            recorder.run_backward(non_block_leaves, outputs, differentiate, outputs_dropped)
     return DryRun(
         tuple(recorder.calls),
         tuple(recorder.events),
@@ -132,6 +133,21 @@ def run_dry(
         recorder.constant_bytes,
         library_bytes,
     )
+
+
+@contextmanager
+def _tensor_hooks_removed(leaves: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Remove the user's hooks of these leaves (`Tensor.register_hook`) within the context: they
+    run in the step itself."""
+    tables = [t._backward_hooks for t in leaves if t._backward_hooks]
+    hooks = [dict(table) for table in tables]
+    for table in tables:
+        table.clear()
+    try:
+        yield
+    finally:
+        for table, before in zip(tables, hooks, strict=True):
+            table.update(before)
 
 
 def _non_block_leaves(

@@ -20,7 +20,7 @@ from remat.errors import RematError, TraceError, one_line
 from remat.frontend.capture.model.flat_model import FlatModel
 from remat.frontend.capture.model.preserved_state import model_state_preserved
 from remat.frontend.capture.model.python_state import path_label
-from remat.frontend.capture.model.stores import check_steady
+from remat.frontend.capture.model.stores import check_no_growth, check_steady
 from remat.frontend.capture.operator_recorder import ForeignTensorError
 from remat.frontend.capture.reading.constant_folding import ConstantFolding, ConstantQuery
 from remat.frontend.capture.reading.joint_graph import JointGraph
@@ -136,7 +136,12 @@ def _record(flat_model: FlatModel, leaves: Sequence[torch.Tensor]) -> JointGraph
             joint = first = record_joint_graph(flat_model, leaves)
             if changes := flat_model.changes:
                 flat_model.start_call()
-                joint = record_joint_graph(flat_model, leaves)
+                try:
+                    joint = record_joint_graph(flat_model, leaves)
+                except Exception as error:
+                    if _is_about_foreign_tensor(error):
+                        check_no_growth(model, changes)
+                    raise
                 check_steady(model, changes, flat_model.changes)
         if read := flat_model.access.reads_of_earlier_call:
             raise TraceError(

@@ -151,6 +151,8 @@ def capture_joint_graph(
         leaves = [t if t.is_leaf else t.detach().requires_grad_() for t in leaves]
         flat_model = FlatModel(model, inputs, differentiate, are_leaves)
         stack.enter_context(torch.enable_grad())
+        # It checks for NaN, which fake tensors do not have, and names the lines of a forward.
+        stack.enter_context(torch.autograd.set_detect_anomaly(False))
         stack.enter_context(model_state_preserved(model))
         stack.enter_context(python_rng_forbidden(model))
         stack.enter_context(checkpointing_disabled())

@@ -80,17 +80,19 @@ class ReplanReport:
     def _changed_value(
         self, signature: CallSignature, entries: OrderedDict[EntryKey, PlanEntry]
     ) -> str:
-        """Return the Python value that differs from the latest plan of such calls, as text: "tau
-        is 0.9 instead of 1.0"; "" if no value differs, or several arguments do."""
+        """Return the Python values that differ from the latest plan of such calls, as text: "tau
+        is 0.9 instead of 1.0"; "" if none does, or the arguments differ in structure."""
         for key in reversed(entries):
             if key.signature == signature:
                 return entries[key].guards.difference()
             if key.signature._replace(structure=signature.structure) == signature:
                 values = list(signature.structure.changed_values(key.signature.structure))
-                path, before, now = values[0]
-                if len(values) == 1 and before != now:
-                    return f"the argument {_argument(path)} is {now} instead of {before}"
-                return ""
+                if any(before == now for _, before, now in values):
+                    return ""
+                return " and ".join(
+                    f"the argument {_argument(path)} is {now} instead of {before}"
+                    for path, before, now in values
+                )
         return ""
 
 

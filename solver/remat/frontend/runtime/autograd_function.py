@@ -237,6 +237,14 @@ def _with_planned_layout(grad: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
     """Return the gradient with the planned strides, in a storage of its size: a copy if the layout
     differs. Autograd ensures its shape and dtype."""
     dtype = getattr(torch, meta.dtype)
+    try:
+        grad.untyped_storage()
+    except NotImplementedError:
+        raise GuardError(
+            "batched gradients (is_grads_batched=True) through a remat module are not supported: "
+            "its backward is a fixed schedule. Call torch.autograd.grad once for each gradient, "
+            "with retain_graph=True, or run this step on the original model"
+        ) from None
     same_layout = is_same_layout(meta.shape, grad.stride(), meta.stride)
     if same_layout and grad.untyped_storage().nbytes() == grad.numel() * grad.element_size():
         return grad

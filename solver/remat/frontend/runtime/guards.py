@@ -8,8 +8,10 @@ that; only a mismatch is examined field by field, for the error.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 from itertools import chain, compress
 from operator import is_
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -47,6 +49,8 @@ class CallSignature(NamedTuple):
     accumulates_gradients: bool
     buffers: tuple[TensorProperties | None, ...] = ()
     hook_ids: tuple[int, ...] = ()
+    patch_ids: tuple[tuple[str, str, int], ...] = ()
+    defaults: tuple[str, ...] = ()
 
 
 ACCUMULATION = "accumulation of gradients"
@@ -62,6 +66,8 @@ _CHANGES = {
     "accumulates_gradients": ACCUMULATION,
     "buffers": "buffers",
     "hook_ids": "hooks",
+    "patch_ids": "patched methods",
+    "defaults": "torch's default dtype or device",
 }
 
 
@@ -100,10 +106,15 @@ class ModelTracker:
     Walking a model of 150 parameters takes longer than launching a quarter of its forward. So the
     model is walked once; each later call compares lists, and walks the model again only if a module
     or a parameter was replaced.
+
+    With `sees_patches`, a signature includes the methods that instances replace, such as
+    `model.layer.forward = f`. Inside of a step, libraries replace methods temporarily.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, sees_patches: bool = False) -> None:
         self.model = model
+        self._sees_patches = sees_patches
+        self._patches: dict[int, object] = {}  # references, so that no id is given twice
         self._walk()
 
     def _walk(self) -> None:
@@ -118,6 +129,8 @@ class ModelTracker:
         self._buffer_tables = [m._buffers for m in self._modules]
         submodules = self._modules[1:]  # hooks of the model itself run around the plan
         self._hook_tables = [getattr(m, kind) for m in submodules for kind in HOOK_KINDS]
+        modules = self._modules if self._sees_patches else ()
+        self._methods = [(m.__dict__, _method_names(type(m))) for m in modules]
         self._last_hook_keys: list[int] = []
         self._hook_ids: tuple[int, ...] = ()
         self._last_buffers: list[object] = []
@@ -195,6 +208,20 @@ class ModelTracker:
             )
         return self._hook_ids
 
+    def patch_ids(self) -> tuple[tuple[str, str, int], ...]:
+        """Return a module's name, the method's name and an id for each method that an instance
+        replaces."""
+        patches = []
+        for index, (attributes, names) in enumerate(self._methods):
+            if not attributes.keys().isdisjoint(names):
+                for name in sorted(names & attributes.keys()):
+                    method = attributes[name]
+                    if type(method).__module__.startswith("remat."):
+                        continue  # the forward of an enabled model
+                    self._patches[id(method)] = method
+                    patches.append((self._module_names[index], name, id(method)))
+        return tuple(patches)
+
     def training_exceptions(self) -> tuple[str, ...]:
         """Return the names of the submodules whose training flag differs from the model's."""
         flags = [m.training for m in self._modules]
@@ -215,6 +242,19 @@ class ModelTracker:
         return any(p.is_leaf and p.grad is not None for p in self.parameters if p.requires_grad)
 
 
+@cache
+def _method_names(cls: type) -> frozenset[str]:
+    """Return the names of a module class's own methods, and "forward"."""
+    names = {
+        name
+        for base in cls.__mro__
+        if base is not nn.Module
+        for name, value in vars(base).items()
+        if isinstance(value, FunctionType) and not name.startswith("__")
+    }
+    return frozenset({*names, "forward"})
+
+
 def call_signature(
     tracker: ModelTracker, structure: Structure, leaves: Sequence[torch.Tensor]
 ) -> CallSignature:
@@ -230,6 +270,8 @@ def call_signature(
         accumulates_gradients=tracker.has_gradients,
         buffers=tracker.buffer_properties(),
         hook_ids=tracker.hook_ids(),
+        patch_ids=tracker.patch_ids(),
+        defaults=(str(torch.get_default_dtype()), str(torch.get_default_device())),
     )
 
 

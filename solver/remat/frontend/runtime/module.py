@@ -12,6 +12,7 @@ import contextlib
 import copy
 import inspect
 import logging
+import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -171,12 +172,15 @@ class StepDispatcher:
         self._original_forward = original_forward
         self._tracker: ModelTracker | None = None
         self._reported: set[str] = set()
+        # Planning, and plans of blocks, replace methods of the model's modules for a while.
+        self._lock = threading.RLock()
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the outputs of one call of the model, without running its own hooks."""
         if not torch.is_grad_enabled():  # torch.compile compiles this
             return self._run_original(*args, **kwargs)
-        return self._run_with_grad(args, kwargs)
+        with self._lock:
+            return self._run_with_grad(args, kwargs)
 
     @exclude_from_compile
     def _run_with_grad(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -188,7 +192,7 @@ class StepDispatcher:
                     logging.INFO,
                 )
                 return self._run_original(*args, **kwargs)
-            self._tracker = ModelTracker(self.model)
+            self._tracker = ModelTracker(self.model, sees_patches=True)
         step = call = None
         level = logging.WARNING
         reason = unplanned_reason(tensors_in((args, kwargs)))

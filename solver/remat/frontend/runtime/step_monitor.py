@@ -37,7 +37,9 @@ _reported_graphs: WeakSet[type[nn.Module]] = WeakSet()
 def _is_graph_retained() -> bool:
     """Return True in a backward with `retain_graph=True`. torch has no public function for this;
     its own AOTAutograd calls this one."""
-    is_retained = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
+    is_retained = getattr(
+        getattr(torch._C, "_autograd", None), "_get_current_graph_task_keep_graph", None
+    )
     return is_retained is not None and bool(is_retained())
 
 
@@ -81,12 +83,11 @@ class StepMonitor:
         if saved_bytes > self._min_bytes:
             _reported_graphs.add(type(self._model))
             logger.warning(
-                "a backward of this %s has retain_graph=True: up to %s of saved tensors stay in "
-                "memory, which the plan counts as freed, so the step may exceed the budget by as "
-                "much. Add the losses and call backward once, or leave room for them: reserve=%d",
+                "a backward of this %s has retain_graph=True: its saved tensors, %s, stay in "
+                "memory, which the plan counts as freed, so the step may exceed the budget. Add "
+                "the losses and call backward once, or lower the budget",
                 type(self._model).__name__,
                 format_bytes(saved_bytes),
-                saved_bytes,
             )
 
     def check_released(self, refs: dict[StorageWeakRef, int]) -> None:

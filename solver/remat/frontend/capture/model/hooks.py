@@ -230,8 +230,9 @@ def _warning_text(model: nn.Module, observers: list[_RegisteredHook]) -> str:
     )
     return (
         f"hooks inside of {type(model).__name__} compute nothing, so a planned step does not call "
-        f"them: {hooks}. They ran once, while the model was captured, on tensors without data. To "
-        "observe each step, use a hook of the model itself, on what the model returns. Calls "
+        f"them: {hooks}. Tensors that they store in attributes of modules are set in each step; "
+        "their other effects happened once, while the model was captured, on tensors without data. "
+        "To observe each step, use a hook of the model itself, on what the model returns. Calls "
         "without gradients run the original model with all hooks. If this is intended, ignore "
         "remat.HookWarning"
     )

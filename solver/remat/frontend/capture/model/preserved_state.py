@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from remat.errors import TraceError
+from remat.frontend.common.code_origin import is_framework_code
 
 _CAPTURE_TYPES = (FakeTensor, torch.SymInt, torch.SymFloat, torch.SymBool)
 """Types of values that are meaningless after the capture."""
@@ -27,21 +30,41 @@ def rng_state_preserved() -> Iterator[None]:
         yield
 
 
+_RNG_FUNCTIONS: list[tuple[Any, str]] = [
+    (torch, "manual_seed"),
+    (torch, "get_rng_state"),
+    (torch, "set_rng_state"),
+    (torch.random, "manual_seed"),
+    (torch.random, "get_rng_state"),
+    (torch.random, "set_rng_state"),
+    (torch.cuda, "get_rng_state"),
+    (torch.cuda, "set_rng_state"),
+    (torch.cuda.random, "get_rng_state"),
+    (torch.cuda.random, "set_rng_state"),
+]
+"""Functions of torch that seed, read or set the state of its generators."""
+
+
 @contextmanager
 def python_rng_forbidden(model: nn.Module) -> Iterator[None]:
-    """Raise `TraceError` if the context uses the random numbers of Python or NumPy, or seeds
-    torch's generator: in a plan that would happen once instead of in each step. The generators of
-    Python and NumPy are restored."""
+    """Raise `TraceError` if the context uses the random numbers of Python or NumPy, or seeds,
+    reads or sets the state of torch's generators: in a plan that would happen once instead of in
+    each step. The generators of Python and NumPy are restored."""
     python_state, numpy_state = random.getstate(), np.random.get_state()
-    manual_seed = torch.manual_seed
     thread = threading.get_ident()
+    originals = [(m, name, getattr(m, name)) for m, name in _RNG_FUNCTIONS]
 
-    def refuse_seed(seed: int) -> torch.Generator:
-        if threading.get_ident() != thread:
-            return manual_seed(seed)
-        raise TraceError(rng_error(model, "seeds torch's random numbers"))
+    def refusing(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def refuse(*args: Any, **kwargs: Any) -> Any:
+            caller = Path(sys._getframe(1).f_code.co_filename)
+            if threading.get_ident() != thread or is_framework_code(caller):
+                return original(*args, **kwargs)
+            raise TraceError(rng_error(model, f"calls torch's {name}"))
 
-    torch.manual_seed = torch.random.manual_seed = refuse_seed
+        return refuse
+
+    for module, name, original in originals:
+        setattr(module, name, refusing(name, original))
     use = ""
     try:
         yield
@@ -50,7 +73,8 @@ def python_rng_forbidden(model: nn.Module) -> Iterator[None]:
         if not all(map(np.array_equal, np.random.get_state(), numpy_state)):
             use = "draws NumPy's random numbers"
     finally:
-        torch.manual_seed = torch.random.manual_seed = manual_seed
+        for module, name, original in originals:
+            setattr(module, name, original)
         random.setstate(python_state)
         np.random.set_state(numpy_state)
     if use:

@@ -96,6 +96,17 @@ def check_steady(model: nn.Module, first: Sequence[Change], second: Sequence[Cha
             )
 
 
+def check_no_growth(model: nn.Module, changes: Iterable[Change]) -> None:
+    """Raise `TraceError` if a call left a tensor in a container that it has not replaced: after the
+    next call, the container would have tensors of both calls."""
+    for change in changes:
+        if change.key is None and contains_capture(change.now):
+            raise TraceError(
+                f"each call of {type(model).__name__} adds a tensor to {path_label(change.path)}, "
+                f"which a planned step would not do. {_REMEDY}"
+            )
+
+
 def check_unchanged_by_backward(model: nn.Module, changes: Iterable[Change]) -> None:
     """Raise `TraceError` if the backward changed Python values, which a plan would not change."""
     for change in changes:

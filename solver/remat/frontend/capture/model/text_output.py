@@ -14,7 +14,7 @@ from torch import nn
 
 from remat.frontend.capture.model.reached_code import is_user_module
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("remat")
 
 _reported_lines: set[str] = set()
 """Lines of code whose output was reported. Each capture runs them, and one warning is enough."""
