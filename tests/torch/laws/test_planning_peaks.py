@@ -66,8 +66,8 @@ class QuantizedLinear(nn.Module):
 
 @dataclass(frozen=True)
 class Shape:
-    """The traits of a model that decide how it is planned, and its peak. `branches` is
-    where the forward depends on data: in "block" or in "model", or nowhere."""
+    """The traits of a model that decide how it is planned, and its peak. `branches` is where the
+    forward depends on data: in a "block" or the "model", between "parts" of a block, or nowhere."""
 
     branches: str = ""
     vocabulary: int = 16
@@ -90,12 +90,34 @@ class Block(nn.Module):
         return x + self.down(nn.functional.gelu(self.up(y)))
 
 
+class BlockOfParts(nn.Module):
+    """Calls the items of its only child module, with a branch between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.Sequential(
+            *(
+                nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+                for _ in range(2)
+            )
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x + self.parts[0](x)
+        if float(y.detach().abs().max()) > 1e6:
+            y = 2 * y
+        return y + self.parts[1](y)
+
+
 class Network(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.branches, self.checkpoints = shape.branches == "model", False
         self.embedding = nn.Embedding(shape.vocabulary, WIDTH)
-        self.blocks = nn.ModuleList(Block(shape) for _ in range(BLOCKS))
+        has_parts = shape.branches == "parts"
+        self.blocks = nn.ModuleList(
+            BlockOfParts() if has_parts else Block(shape) for _ in range(BLOCKS)
+        )
         self.head = nn.Linear(WIDTH, shape.vocabulary, bias=False)
         if shape.is_quantized:
             frozen = [self.embedding, self.head, *(m.norm for m in self.blocks)]
@@ -115,6 +137,7 @@ SHAPES = {
     "chain": Shape(),
     "branch in blocks": Shape("block"),
     "branch in the model": Shape("model"),
+    "branch between parts of blocks": Shape("parts"),
     "large head": Shape(vocabulary=4000, rows=128),
     "large head, branch in blocks": Shape("block", vocabulary=4000, rows=128),
     "quantized": Shape(is_quantized=True),

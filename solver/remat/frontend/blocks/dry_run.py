@@ -118,7 +118,10 @@ def run_dry(
             recorder.accumulating_parameters = stack.enter_context(
                 inside_model_forward(model, call.args, call.kwargs)
             )
-        with patched_forwards({s.module: recorder.stub_forward(s) for s in blocks}):
+        limited = [] if limit_bytes is None else _leaf_modules(model)
+        forwards = {module: recorder.limited_forward(module) for module in limited}
+        forwards |= {s.module: recorder.stub_forward(s) for s in blocks}
+        with patched_forwards(forwards):
             outputs = [run_post_forward(model, call.args, model.forward(*call.args, **call.kwargs))]
         if not recorder.calls:
             raise NoBackwardOfBlocks([block.module for block in blocks])
@@ -133,6 +136,11 @@ def run_dry(
         recorder.constant_bytes,
         library_bytes,
     )
+
+
+def _leaf_modules(model: nn.Module) -> list[nn.Module]:
+    modules = (m for m in model.modules() if not isinstance(m, torch.jit.ScriptModule))
+    return [module for module in modules if next(module.children(), None) is None]
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from itertools import compress
 from typing import Any, Literal
 
 import torch
+from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from remat.blockwise.block_step import BlockOption, StepEvent
@@ -159,6 +160,20 @@ class StepRecorder:
             self.gauge.peak()
             leaves = [next(results) if isinstance(x, torch.Tensor) else x for x in leaves]
             return unflatten_objects(leaves, shape)
+
+        return forward
+
+    def limited_forward(self, module: nn.Module) -> Callable[..., Any]:
+        """Return a forward for a module that is no block. Before the first call of a block, it
+        checks the limit: the step may call no block at all."""
+        original_forward = module.forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if not self.calls and torch.is_grad_enabled():
+                if self._last_live_bytes:
+                    self._add_growth(self.constant_bytes + self.gauge.live())
+                self._check_limit()
+            return original_forward(*args, **kwargs)
 
         return forward
 
