@@ -305,3 +305,19 @@ def test_the_plan_of_the_smallest_peak_says_its_budget() -> None:
         plan = remat.solve(traced(), "5%", STRATEGY, infeasible="smallest")
     assert isinstance(plan, Plan)
     assert plan.peak_bytes <= plan.budget_bytes
+
+
+@pytest.mark.parametrize("scope", ["model", "blocks"])
+def test_the_error_of_a_step_that_accumulates_says_that_gradients_exist(scope: Any) -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(3)))
+    x = torch.ones(16, 64)
+    options: dict[str, Any] = {"scope": scope, "split": "off", "costs": COSTS}
+    remat.enable(model, "min", **options)
+    model(x).square().mean().backward()
+    peak_bytes = remat.plans(model)[0].peak_bytes
+    remat.disable(model)
+    model.zero_grad(set_to_none=True)
+    remat.enable(model, peak_bytes, **options)
+    model(x).square().mean().backward()
+    with pytest.raises(remat.InfeasibleBudget, match=r"\. This call accumulates into gradients"):
+        model(x).square().mean().backward()

@@ -26,7 +26,7 @@ from remat.frontend.blocks.patching import layer_checkpointing_disabled
 from remat.frontend.blocks.runtime import BoundBlocks, PlannedCall, StepWithoutBlocks
 from remat.frontend.capture.model.attribute_guards import AttributeGuards
 from remat.frontend.planning.plan_cache import PlanEntry
-from remat.frontend.planning.planner import Planner
+from remat.frontend.planning.planner import Planner, accumulation_explained
 from remat.frontend.planning.schedule_reuse import BlockScheduleCache
 from remat.frontend.runtime.guards import (
     CallSignature,
@@ -176,6 +176,7 @@ class ScopedPlanner(Planner):
             self._timed("blocks"),
             layer_checkpointing_disabled(model),
             _errors_explained(not_whole_reason, remedy),
+            accumulation_explained(key.accumulates_gradients and self._in_flight == 1),
         ):
             planned = self._plan_blocks(model, call, not_whole_reason)
         needs_warning = not planned.is_all_reused and (planned.plan.unplanned or not_whole_reason)

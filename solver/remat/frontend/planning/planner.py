@@ -77,6 +77,22 @@ def _derived_parameter_bytes(model: nn.Module) -> int:
     return unique_bytes(p for p in model.parameters() if p.grad_fn is not None)
 
 
+@contextmanager
+def accumulation_explained(accumulates_gradients: bool) -> Iterator[None]:
+    """Add to an `InfeasibleBudget` that gradients to accumulate into are in memory."""
+    try:
+        yield
+    except InfeasibleBudget as error:
+        if not accumulates_gradients:
+            raise
+        raise InfeasibleBudget(
+            f"{str(error).rstrip('.')}. This call accumulates into gradients that are already "
+            "there, which use memory during the whole step; if accumulation is not intended, call "
+            "zero_grad(set_to_none=True) before the forward.",
+            min_feasible_bytes=error.min_feasible_bytes,
+        ) from None
+
+
 class PlanLimits(NamedTuple):
     """The memory limits of a plan; with the budget "auto", also the largest size in bytes of the
     segments that torch's allocator reserves."""
@@ -302,21 +318,15 @@ class Planner:
         self, traced: Trace, budget: Budget, plan_limits: PlanLimits, accumulates_gradients: bool
     ) -> PlanningResult:
         """Solve a trace within `budget`, in this process or by the service."""
-        try:
-            with self._timed("solve"), plan_limits.limits.infeasible_with_reserve():
-                segments_bytes = plan_limits.segments_bytes
-                if self._in_flight == 1:
-                    return solve_trace(self.options, traced, budget, segments_bytes)
-                return self._solve_in_flight(traced, budget, segments_bytes)
-        except InfeasibleBudget as error:
-            if not accumulates_gradients or self._in_flight > 1:
-                raise
-            raise InfeasibleBudget(
-                f"{error} This call accumulates into gradients that are already there, which use "
-                "memory during the whole step; if accumulation is not intended, call "
-                "zero_grad(set_to_none=True) before the forward.",
-                min_feasible_bytes=error.min_feasible_bytes,
-            ) from None
+        with (
+            accumulation_explained(accumulates_gradients and self._in_flight == 1),
+            self._timed("solve"),
+            plan_limits.limits.infeasible_with_reserve(),
+        ):
+            segments_bytes = plan_limits.segments_bytes
+            if self._in_flight == 1:
+                return solve_trace(self.options, traced, budget, segments_bytes)
+            return self._solve_in_flight(traced, budget, segments_bytes)
 
     def _solve_in_flight(
         self, traced: Trace, budget: Budget, segments_bytes: int | None
