@@ -133,7 +133,7 @@ def test_a_tensor_that_a_call_stores_is_not_read_by_the_next(stores: Callable[[]
             return self.linear(x - means[0])
 
     model = Normalizes()
-    with pytest.raises(remat.TraceError, match="is no parameter, buffer or input"):
+    with pytest.raises(remat.TraceError, match="adds a tensor to statistics"):
         remat.trace(model, torch.randn(4, 4))
     model(torch.randn(4, 4)).sum().backward()  # on no tensor of the capture
     assert model.linear.weight.grad is not None
@@ -197,7 +197,7 @@ def test_a_global_variable_that_gives_no_attributes_is_left_alone() -> None:
 
 def test_a_tensor_in_a_global_variable_is_not_read_by_the_next_call() -> None:
     model, x = MasksByGlobal(), torch.randn(4, 4)
-    with pytest.raises(remat.TraceError, match=r"stores a tensor in .*\.mask, where a planned"):
+    with pytest.raises(remat.TraceError, match=r"stores a tensor in .*\.mask, which a planned"):
         remat.trace(model, x)
     assert mask is None
     model(x).sum().backward()
@@ -205,7 +205,7 @@ def test_a_tensor_in_a_global_variable_is_not_read_by_the_next_call() -> None:
 
 
 def test_a_tensor_of_the_capture_does_not_stay_in_a_global_variable() -> None:
-    with pytest.raises(remat.TraceError, match=r"stores a tensor in .*\.LAST, where a planned"):
+    with pytest.raises(remat.TraceError, match=r"stores a tensor in .*\.LAST, which a planned"):
         remat.trace(StoresInGlobal(), torch.randn(4, 4))
     assert not LAST
 

@@ -35,7 +35,7 @@ COSTS = remat.Roofline("cpu")
 STRATEGY = remat.Auto(gap=0.02, time_limit=3.0)
 EXAMPLES = int(os.environ.get("REMAT_EXAMPLES", "10"))
 LAWS = settings(
-    max_examples=EXAMPLES // 3,
+    max_examples=EXAMPLES // 5,
     derandomize=True,
     database=None,
     deadline=None,

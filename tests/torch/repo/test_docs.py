@@ -215,6 +215,7 @@ def test_the_site_builds_and_needs_no_network(site: Path) -> None:
                 assert anchor in ids[linked_file], f"{page.name} links to {target}"
 
 
+@pytest.mark.slow
 def test_everything_public_is_documented(site: Path) -> None:
     html = "".join(page.read_text() for page in (site / "api").glob("*.html"))
     for module in (remat, remat.view):
@@ -222,6 +223,7 @@ def test_everything_public_is_documented(site: Path) -> None:
             assert f'id="{module.__name__}.{name}"' in html, name
 
 
+@pytest.mark.slow
 def test_every_decision_is_listed(site: Path) -> None:
     listed = (site / "decisions.html").read_text()
     for decision in (DOCS / "decisions").glob("*.md"):

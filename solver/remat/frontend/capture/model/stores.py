@@ -102,7 +102,7 @@ def check_no_growth(model: nn.Module, changes: Iterable[Change]) -> None:
     for change in changes:
         if change.key is None and contains_capture(change.now):
             raise TraceError(
-                f"each call of {type(model).__name__} adds a tensor to {path_label(change.path)}, "
+                f"a call of {type(model).__name__} adds a tensor to {path_label(change.path)}, "
                 f"which a planned step would not do. {_REMEDY}"
             )
 

@@ -68,7 +68,7 @@ def text_output_reported(model: nn.Module) -> Iterator[None]:
             _reported_lines.add(line)
             log.warning(
                 "the forward of %s %s a text at %s: planning runs this code, and planned steps do "
-                "not. Remedy: move it out of the forward or, with "
+                "not. Remedy: put it outside of the forward or, with "
                 'scope="blocks", into the code around the blocks',
                 type(model).__name__,
                 action,
