@@ -43,11 +43,14 @@ demo: $(STAMP)  ## Train a small model within a budget, and show the extra time
 		--option stall=6 --device "$$($(BIN)/python -c \
 		'import torch; print("cuda" if torch.cuda.is_available() else "cpu")')"
 
-# In parallel where each check needs at most one core: pyright takes as long as a third of the tests.
+# The types, which take as long as a third of the tests, are checked beside the other checks.
 test: $(STAMP)  ## Format, lint, import contracts, types, tests
-	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target lint system-packages
-	@$(MAKE) --no-print-directory --jobs=2 MARKS='$(MARKS)' types pytest
+	@$(MAKE) --no-print-directory --jobs=3 MARKS='$(MARKS)' types checked-pytest
 	@$(MAKE) --no-print-directory pytest-gpu
+
+.PHONY: checked-pytest
+checked-pytest: lint system-packages
+	@$(MAKE) --no-print-directory MARKS='$(MARKS)' pytest
 
 test-all: MARKS := not gpu
 test-all: export REMAT_EXAMPLES := 50

@@ -95,6 +95,7 @@ def test_threads_may_migrate_concurrently(url: str) -> None:
     database.close()
 
 
+@pytest.mark.slow
 def test_a_new_file_may_be_opened_concurrently(tmp_path: Path) -> None:
     """Where two processes switch a new file to WAL at the same moment, SQLite reports to one that
     it is locked."""

@@ -139,6 +139,7 @@ def test_idle_values_are_live_and_not_read(graph: Graph, seed: int) -> None:
             assert reader < 0 or v in graph.operations[profile.slots[reader]].inputs
 
 
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None)
 @hypothesis.given(small_graphs(renews=False), st.floats(0.3, 1.0), st.integers(0, 9))
 def test_search_is_valid_and_never_worse(graph: Graph, part: float, seed: int) -> None:

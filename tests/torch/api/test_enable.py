@@ -42,7 +42,7 @@ def test_enable_returns_the_same_model_with_the_same_gradients() -> None:
         assert torch.equal(model(batch()), eager.eval()(batch()))
 
 
-@pytest.mark.slow_cases("blocks")
+@pytest.mark.slow
 @pytest.mark.parametrize("scope", ["model", "blocks"])
 def test_a_model_in_evaluation_mode_is_planned_if_gradients_are_enabled(scope: str) -> None:
     """As LoRA of diffusers is trained, and networks with frozen batch norms."""

@@ -143,6 +143,7 @@ def test_the_optimizer_in_8_bits_keeps_its_promise(answer: Fit) -> None:
     assert promised.peak_bytes == pytest.approx(trained_peak(call, optimizer), rel=0.001)
 
 
+@pytest.mark.slow
 def test_the_first_option_is_the_fastest_that_fits(answer: Fit) -> None:
     assert not answer.fits
     names = {o.name for o in answer.options}

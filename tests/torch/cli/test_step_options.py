@@ -26,7 +26,7 @@ def factory(tmp_path: Path) -> str:
     return f"{tmp_path / 'script.py'}:step"
 
 
-@pytest.mark.quick_cases("estimate---tokens")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "option"),
     [("trace", "--batch"), ("estimate", "--tokens"), ("fit", "--batch"), ("fit", "--image")],

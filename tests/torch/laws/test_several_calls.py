@@ -153,7 +153,7 @@ STEPS_WITHOUT_BACKWARD = {
 }
 
 
-@pytest.mark.slow_cases("output of last step-optimize")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "door"),
     [
@@ -203,6 +203,7 @@ def test_outputs_that_a_program_never_releases_cause_no_replans(
     assert not [r for r in caplog.records if "calls before a backward" in r.message]
 
 
+@pytest.mark.slow_cases("model", "blocks")
 @pytest.mark.parametrize("door", DOORS)
 def test_a_backward_that_retains_the_graph_is_reported_once(
     door: str, caplog: pytest.LogCaptureFixture

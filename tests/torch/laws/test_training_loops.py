@@ -283,6 +283,7 @@ def train_adversaries(wrap: Wrap, wrap_generator: Wrap) -> dict[str, Training]:
     return trainings
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scope", ["model", pytest.param("blocks", marks=pytest.mark.slow)])
 def test_a_discriminator_that_is_called_twice(scope: str) -> None:
     expected = train_adversaries(identity, identity)

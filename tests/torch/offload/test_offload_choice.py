@@ -260,6 +260,7 @@ def test_nothing_is_tried_where_one_operation_does_not_fit(trace: Trace) -> None
     assert offloaded_forms([TraceStep(trace)], smallest // 3, limits, None, 60.0) == []
 
 
+@pytest.mark.slow
 def test_the_chosen_plan_runs_with_eager_modes_numbers() -> None:
     case = net_case()
     reference = copy.deepcopy(case.model)

@@ -233,6 +233,7 @@ def test_sizes_that_are_equal_by_chance_may_differ_later() -> None:
         assert_trains_as_eager(Case(model, arguments, loss=lambda out: out))
 
 
+@pytest.mark.slow
 def test_strided_inputs_are_captured_symbolically() -> None:
     torch.manual_seed(0)
     model = Mlp(dropout=0.0)

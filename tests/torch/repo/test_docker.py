@@ -271,6 +271,7 @@ def test_prometheus_authenticates_with_the_key() -> None:
 # -- the server's image, without an engine ---------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_server_runs_without_torch(server: Server) -> None:
     case = gpt2(layers=1, dropout=0.0)
     trace = remat.trace(case.model, case.args, case.kwargs)

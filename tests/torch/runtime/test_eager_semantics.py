@@ -508,3 +508,17 @@ def test_threads_may_call_an_enabled_model() -> None:
             for one, two in zip(threads.map(planned, inputs), map(eager, inputs), strict=True):
                 assert torch.equal(one, two)
     assert "forward" not in planned.inside[0].__dict__
+
+
+@pytest.mark.parametrize("scope", ["model", "blocks"])
+def test_threads_wait_for_the_plan(scope: str) -> None:
+    """Planning replaces the forwards of modules: calls of other threads must not see that."""
+    torch.manual_seed(0)
+    eager = Summed(layers())
+    planned = remat.enable(copy.deepcopy(eager), "100%", scope=scope, split="off", costs=COSTS)
+    inputs = [torch.randn(4, 8) for _ in range(4)]
+    with ThreadPoolExecutor(4) as threads:
+        sum(threads.map(planned, inputs)).backward()
+    sum(map(eager, inputs)).backward()
+    for one, two in zip(planned.parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, two.grad)

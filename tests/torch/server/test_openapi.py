@@ -348,6 +348,7 @@ def test_links_between_operations_lead_to_the_job(
     assert {status for _, status in answers} >= {200, 202, 404}
 
 
+@pytest.mark.slow
 def test_answers_to_valid_requests_are_documented(server: Server) -> None:
     """These are the answers that no generated document reaches."""
     schema = described(server)

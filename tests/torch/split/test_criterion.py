@@ -71,7 +71,7 @@ def squares(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return F.mse_loss(logits.sigmoid(), target.expand_as(logits))
 
 
-@pytest.mark.quick_cases("cross_entropy-30%")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("criterion", "budget"),
     [

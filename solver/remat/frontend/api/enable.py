@@ -260,14 +260,28 @@ def _warn_of_gradient_checkpointing(model: nn.Module) -> None:
         )
 
 
+class _ForwardWhilePlanning:
+    """The forward of an enabled model while one thread plans it: in this thread, the original one.
+    Calls of other threads wait for the plan."""
+
+    def __init__(self, planned: PlannedForward) -> None:
+        self.__wrapped__ = planned.original_forward
+        self._planned = planned
+        self._planning_thread = threading.get_ident()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        is_planning = threading.get_ident() == self._planning_thread
+        return (self.__wrapped__ if is_planning else self._planned)(*args, **kwargs)
+
+
 @contextmanager
 def _original_forward_restored(model: nn.Module) -> Iterator[None]:
-    """Give the model its original forward inside of this context."""
+    """Give the model its original forward inside of this context, for this thread."""
     attributes = model.__dict__
     planned = attributes.get(FORWARD_ATTRIBUTE)
     forward = attributes.pop("forward", None)
-    if planned is not None and planned.instance_forward is not None:
-        attributes["forward"] = planned.instance_forward
+    if planned is not None:
+        attributes["forward"] = _ForwardWhilePlanning(planned)
     try:
         yield
     finally:
