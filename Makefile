@@ -43,7 +43,7 @@ demo: $(STAMP)  ## Train a small model within a budget, and show the extra time
 		--option stall=6 --device "$$($(BIN)/python -c \
 		'import torch; print("cuda" if torch.cuda.is_available() else "cpu")')"
 
-# The types, which take as long as a third of the tests, are checked beside the other checks.
+# Types are checked alongside the rest: they take as long as a third of the tests.
 test: $(STAMP)  ## Format, lint, import contracts, types, tests
 	@$(MAKE) --no-print-directory --jobs=3 MARKS='$(MARKS)' types checked-pytest
 	@$(MAKE) --no-print-directory pytest-gpu
