@@ -119,7 +119,7 @@ def enable(
         )
         check_differentiable(model, args, kwargs)
         planner.step_for(
-            ModelTracker(model, sees_patches=True),
+            ModelTracker(model, sees_replaced_methods=True),
             ModelCall.of(args, kwargs, "the example inputs "),
         )
     model.__dict__[FORWARD_ATTRIBUTE] = model.__dict__["forward"] = forward

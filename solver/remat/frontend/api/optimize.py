@@ -144,7 +144,8 @@ def optimize(
     )
     check_differentiable(model, args, kwargs)
     planner.step_for(
-        ModelTracker(model, sees_patches=True), ModelCall.of(args, kwargs, "the example inputs ")
+        ModelTracker(model, sees_replaced_methods=True),
+        ModelCall.of(args, kwargs, "the example inputs "),
     )
     return RematModule(model, planner)
 

@@ -133,17 +133,19 @@ class ScopedPlanner(Planner):
     def step_for(self, tracker: ModelTracker, call: ModelCall) -> PlannedStep:
         """Return the planned step for a call, and a step without a plan for one in which no block
         has a backward."""
-        signature = call_signature(tracker, call.structure, call.leaves)
-        step = self._steps_without_blocks.get(signature)
-        if step is None or step.is_outdated:
-            try:
-                return super().step_for(tracker, call)
-            except NoBackwardOfBlocks as error:
-                name = type(tracker.model).__name__
-                logger.info("%s: %s, so it runs without a plan", name, error)
-                step = StepWithoutBlocks(error.modules, tracker.model.training)
-                self._steps_without_blocks[signature] = step
-        return step
+        if self._steps_without_blocks:  # most models have none
+            signature = call_signature(tracker, call.structure, call.leaves)
+            step = self._steps_without_blocks.get(signature)
+            if step is not None and not step.is_outdated:
+                return step
+        try:
+            return super().step_for(tracker, call)
+        except NoBackwardOfBlocks as error:
+            logger.info("%s: %s, so it runs without a plan", type(tracker.model).__name__, error)
+            signature = call_signature(tracker, call.structure, call.leaves)
+            step = StepWithoutBlocks(error.modules, tracker.model.training)
+            self._steps_without_blocks[signature] = step
+            return step
 
     def rebind(self, model: nn.Module) -> None:
         """Bind the plans to the model's current submodules, after some were replaced."""

@@ -36,7 +36,7 @@ from remat.frontend.capture.model.hooks import root_hooks_removed, submodule_hoo
 from remat.frontend.capture.model.meta_device import tensors_placed
 from remat.frontend.capture.model.preserved_state import (
     model_state_preserved,
-    python_rng_forbidden,
+    rng_changes_forbidden,
 )
 from remat.frontend.capture.model.text_output import text_output_reported
 from remat.frontend.capture.reading.captured_joint_graph import CapturedJointGraph
@@ -154,7 +154,7 @@ def capture_joint_graph(
         # It checks for NaN, which fake tensors do not have, and names the lines of a forward.
         stack.enter_context(torch.autograd.set_detect_anomaly(False))
         stack.enter_context(model_state_preserved(model))
-        stack.enter_context(python_rng_forbidden(model))
+        stack.enter_context(rng_changes_forbidden(model))
         stack.enter_context(checkpointing_disabled())
         stack.enter_context(compiled_code_run_eagerly())
         stack.enter_context(root_hooks_removed(model))

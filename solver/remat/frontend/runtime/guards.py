@@ -21,6 +21,7 @@ from remat.documents.program import Program
 from remat.documents.records import Placeholder
 from remat.documents.structure import Structure
 from remat.errors import GuardError
+from remat.frontend.capture.model.comparable import Code
 from remat.frontend.capture.model.environment import autocast_modes
 from remat.frontend.capture.model.hooks import HOOK_KINDS, is_planned_hook
 from remat.frontend.common.pytree import flatten
@@ -49,7 +50,7 @@ class CallSignature(NamedTuple):
     accumulates_gradients: bool
     buffers: tuple[TensorProperties | None, ...] = ()
     hook_ids: tuple[int, ...] = ()
-    patch_ids: tuple[tuple[str, str, int], ...] = ()
+    replaced_methods: tuple[Code, ...] = ()
     defaults: tuple[str, ...] = ()
 
 
@@ -66,7 +67,7 @@ _CHANGES = {
     "accumulates_gradients": ACCUMULATION,
     "buffers": "buffers",
     "hook_ids": "hooks",
-    "patch_ids": "patched methods",
+    "replaced_methods": "replaced methods",
     "defaults": "torch's default dtype or device",
 }
 
@@ -107,14 +108,13 @@ class ModelTracker:
     model is walked once; each later call compares lists, and walks the model again only if a module
     or a parameter was replaced.
 
-    With `sees_patches`, a signature includes the methods that instances replace, such as
-    `model.layer.forward = f`. Inside of a step, libraries replace methods temporarily.
+    With `sees_replaced_methods`, a signature includes the methods that instances replace, such as
+    `model.layer.forward = f`. Not inside of a step, where libraries replace methods for a while.
     """
 
-    def __init__(self, model: nn.Module, *, sees_patches: bool = False) -> None:
+    def __init__(self, model: nn.Module, *, sees_replaced_methods: bool = False) -> None:
         self.model = model
-        self._sees_patches = sees_patches
-        self._patches: dict[int, object] = {}  # references, so that no id is given twice
+        self._sees_replaced_methods = sees_replaced_methods
         self._walk()
 
     def _walk(self) -> None:
@@ -129,7 +129,7 @@ class ModelTracker:
         self._buffer_tables = [m._buffers for m in self._modules]
         submodules = self._modules[1:]  # hooks of the model itself run around the plan
         self._hook_tables = [getattr(m, kind) for m in submodules for kind in HOOK_KINDS]
-        modules = self._modules if self._sees_patches else ()
+        modules = self._modules if self._sees_replaced_methods else ()
         self._methods = [(m.__dict__, _method_names(type(m))) for m in modules]
         self._last_hook_keys: list[int] = []
         self._hook_ids: tuple[int, ...] = ()
@@ -208,19 +208,17 @@ class ModelTracker:
             )
         return self._hook_ids
 
-    def patch_ids(self) -> tuple[tuple[str, str, int], ...]:
-        """Return a module's name, the method's name and an id for each method that an instance
-        replaces."""
-        patches = []
-        for index, (attributes, names) in enumerate(self._methods):
-            if not attributes.keys().isdisjoint(names):
-                for name in sorted(names & attributes.keys()):
-                    method = attributes[name]
-                    if type(method).__module__.startswith("remat."):
-                        continue  # the forward of an enabled model
-                    self._patches[id(method)] = method
-                    patches.append((self._module_names[index], name, id(method)))
-        return tuple(patches)
+    def replaced_methods(self) -> tuple[Code, ...]:
+        """Return the methods that instances replace, but for the forwards of enabled models."""
+        return tuple(
+            Code(f"{module_name}.{name}", attributes[name])
+            for module_name, (attributes, names) in zip(
+                self._module_names, self._methods, strict=False
+            )
+            if not attributes.keys().isdisjoint(names)
+            for name in sorted(names & attributes.keys())
+            if not type(attributes[name]).__module__.startswith("remat.")
+        )
 
     def training_exceptions(self) -> tuple[str, ...]:
         """Return the names of the submodules whose training flag differs from the model's."""
@@ -270,7 +268,7 @@ def call_signature(
         accumulates_gradients=tracker.has_gradients,
         buffers=tracker.buffer_properties(),
         hook_ids=tracker.hook_ids(),
-        patch_ids=tracker.patch_ids(),
+        replaced_methods=tracker.replaced_methods(),
         defaults=(str(torch.get_default_dtype()), str(torch.get_default_device())),
     )
 

@@ -179,11 +179,14 @@ class StepDispatcher:
         """Return the outputs of one call of the model, without running its own hooks."""
         if not torch.is_grad_enabled():  # torch.compile compiles this
             return self._run_original(*args, **kwargs)
-        with self._lock:
-            return self._run_with_grad(args, kwargs)
+        return self._run_with_grad(args, kwargs)
 
     @exclude_from_compile
     def _run_with_grad(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with self._lock:
+            return self._run_planned(args, kwargs)
+
+    def _run_planned(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._tracker is None:
             if has_lazy_parameters(self.model):
                 self._report(
@@ -192,7 +195,7 @@ class StepDispatcher:
                     logging.INFO,
                 )
                 return self._run_original(*args, **kwargs)
-            self._tracker = ModelTracker(self.model, sees_patches=True)
+            self._tracker = ModelTracker(self.model, sees_replaced_methods=True)
         step = call = None
         level = logging.WARNING
         reason = unplanned_reason(tensors_in((args, kwargs)))

@@ -46,10 +46,10 @@ _RNG_FUNCTIONS: list[tuple[Any, str]] = [
 
 
 @contextmanager
-def python_rng_forbidden(model: nn.Module) -> Iterator[None]:
-    """Raise `TraceError` if the context uses the random numbers of Python or NumPy, or seeds,
-    reads or sets the state of torch's generators: in a plan that would happen once instead of in
-    each step. The generators of Python and NumPy are restored."""
+def rng_changes_forbidden(model: nn.Module) -> Iterator[None]:
+    """Raise `TraceError` if the model's code uses random numbers of Python or NumPy within the
+    context, or seeds, reads or sets torch's generators: a plan would do it once instead of in each
+    step. The generators of Python and NumPy are restored."""
     python_state, numpy_state = random.getstate(), np.random.get_state()
     thread = threading.get_ident()
     originals = [(m, name, getattr(m, name)) for m, name in _RNG_FUNCTIONS]
