@@ -94,3 +94,18 @@ def test_a_changed_value_is_described_briefly(
     (report,) = [r.message for r in caplog.records if r.message.startswith("value is ")]
     assert report.startswith(f"{text}:")
     assert len(report) < 300
+
+
+@pytest.mark.parametrize(("scope", "budget"), [("model", "70%"), ("blocks", "80%")])
+def test_a_smaller_step_may_use_the_budget_of_a_larger_one(
+    scope: Literal["model", "blocks"], budget: str
+) -> None:
+    """With frozen blocks, this percentage of the memory without recomputation is infeasible."""
+    model = Scaled()
+    run = remat.enable(model, budget, scope=scope, **OPTIONS)
+    for frozen in (False, True, False):
+        model.blocks[:2].requires_grad_(not frozen)
+        model.zero_grad()
+        run(torch.ones(64, 8)).backward()
+    first, second = remat.plans(model)
+    assert max(first.peak_bytes, second.peak_bytes) <= first.budget_bytes == second.budget_bytes

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Self
 
 from torch import nn
 
+from remat.allocator.budget_fitting import requested_budget_bytes
 from remat.choice.in_flight import solve_in_flight
 from remat.choice.trace_plan import TracePlan
 from remat.documents.trace import Trace
@@ -35,7 +36,11 @@ from remat.frontend.planning.host_limits import prepare_host
 from remat.frontend.planning.optimize_options import MEASURED_BY_SERVICE, OptimizeOptions
 from remat.frontend.planning.plan_cache import EntryKey, PlanEntry, PlannerState
 from remat.frontend.planning.replan_report import ReplanReport
-from remat.frontend.planning.schedule_reuse import ScheduleReuse, superseded_keys
+from remat.frontend.planning.schedule_reuse import (
+    ScheduleReuse,
+    largest_budget,
+    superseded_keys,
+)
 from remat.frontend.planning.solving import PlanningResult, solve_trace, with_measured_costs
 from remat.frontend.planning.trace_cache import TraceCache
 from remat.frontend.runtime.calls_in_flight import CallsInFlight
@@ -264,9 +269,10 @@ class Planner:
         if not plan_limits.segments_bytes and self._in_flight == 1:
             reuse = ScheduleReuse.from_entries(traced, self._entries.values())
         if reuse is None:
-            return self._solve(
-                self._measure(traced, budget), budget, plan_limits, accumulates_gradients
-            )
+            measured = self._measure(traced, budget)
+            if self._in_flight == 1 and self.options.costs != MEASURED_BY_SERVICE:
+                budget = largest_budget(budget, measured, self._largest_budget_bytes())
+            return self._solve(measured, budget, plan_limits, accumulates_gradients)
         budget = reuse.budget_at_largest_size(budget)
         reused_plan = reuse.fastest_plan(budget)
         reused = None
@@ -285,6 +291,11 @@ class Planner:
         if reused is not None and reused.plan.overhead < solved.plan.overhead:
             return reused
         return solved
+
+    def _largest_budget_bytes(self) -> int:
+        """Return the largest budget of the earlier plans of the whole model; 0 without one."""
+        plans = [entry.plan for entry in self.entries]
+        return max((requested_budget_bytes(p) for p in plans if isinstance(p, Plan)), default=0)
 
     def _measure(self, traced: Trace, budget: Budget) -> Trace:
         """Return the trace with costs, unless the service measures them."""

@@ -85,11 +85,7 @@ class ScheduleReuse:
             return requested
         if requested.is_min:
             return Budget.parse(self.max_budget_bytes) if self.has_larger_plan else requested
-        budget_bytes = requested.in_bytes(self._baseline_bytes, self.trace.library_bytes)
-        assert budget_bytes is not None
-        if budget_bytes >= self.max_budget_bytes:
-            return requested
-        return Budget.parse(self.max_budget_bytes)
+        return largest_budget(requested, self.trace, self.max_budget_bytes)
 
     @property
     def has_larger_plan(self) -> bool:
@@ -130,6 +126,17 @@ class ScheduleReuse:
     @cached_property
     def _baseline_bytes(self) -> int:
         return baseline_of(self.trace.graph()).peak_bytes
+
+
+def largest_budget(requested: Budget, trace: Trace, max_budget_bytes: int) -> Budget:
+    """Return the larger of a percentage of this step's peak and of `max_budget_bytes`, the largest
+    budget of earlier steps: smaller steps may use as much. Other budgets stay as they are."""
+    if requested.share is None:
+        return requested
+    baseline_bytes = baseline_of(trace.graph()).peak_bytes
+    budget_bytes = requested.in_bytes(baseline_bytes, trace.library_bytes)
+    assert budget_bytes is not None
+    return requested if budget_bytes >= max_budget_bytes else Budget.parse(max_budget_bytes)
 
 
 def superseded_keys(entry: PlanEntry, entries: Mapping[EntryKey, PlanEntry]) -> list[EntryKey]:
