@@ -85,10 +85,15 @@ QUICK = {
 """Cells that differ in kind: state of a module, of tensors, of Python and of generators; values
 that change between steps; a refusal; and each door that needs no compiler."""
 
+FAILS_IN_TORCH = {("a generator of Python in an attribute", "compile")}
+"""Cells in which torch.compile fails without remat, too (backend "aot_eager", torch 2.13: after
+another batch size the drawn number is traced as a float64 tensor)."""
+
 CELLS = [
     pytest.param(effect, door, marks=[] if (effect, door) in QUICK else [pytest.mark.slow])
     for effect in EFFECTS
     for door in DOORS
+    if (effect, door) not in FAILS_IN_TORCH
 ]
 
 
