@@ -45,7 +45,7 @@ from benchmarks.harness.measurement import keep_freed_memory
 from benchmarks.harness.offloading import offload_everything
 from benchmarks.models import workloads
 from benchmarks.models.workloads import Workload
-from remat.costs.link import Link
+from remat.costs.devices import Link
 from remat.frontend.memory.meter import measure_step
 from remat.frontend.planning.host_limits import measured_link
 from remat.frontend.runtime.host_file import FileCopy, HostFile, is_io_direct, offload_directory

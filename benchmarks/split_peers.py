@@ -29,7 +29,7 @@ from torch.utils.checkpoint import checkpoint
 import remat
 from benchmarks.harness import machine, report
 from benchmarks.harness.measurement import keep_freed_memory
-from remat.frontend.memory.allocator_peak import allocated_peak
+from remat.frontend.memory.meter import allocated_peak
 
 Row = dict[str, Any]
 Head = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]

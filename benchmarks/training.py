@@ -28,8 +28,7 @@ from benchmarks.harness import machine, report
 from benchmarks.harness.measurement import keep_freed_memory
 from benchmarks.models import families
 from benchmarks.models.workloads import Workload
-from remat.frontend.memory.allocator_peak import allocated_peak
-from remat.frontend.memory.meter import measure_step, unique_bytes
+from remat.frontend.memory.meter import allocated_peak, measure_step, unique_bytes
 from remat.integrations import transformers as in_transformers
 from remat.limits.units import format_bytes
 

@@ -30,8 +30,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import remat
-from remat.frontend.memory.allocator_peak import cuda_peak
-from remat.frontend.memory.meter import measure_step, unique_bytes
+from remat.frontend.memory.meter import cuda_peak, measure_step, unique_bytes
 from remat.limits.units import format_bytes
 from remat.strategies import PerBlock
 

@@ -24,8 +24,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import remat
-from remat.frontend.memory.allocator_peak import cuda_peak
-from remat.frontend.memory.meter import measure_step, unique_bytes
+from remat.frontend.memory.meter import cuda_peak, measure_step, unique_bytes
 from remat.limits.units import format_bytes
 from remat.view import modules_svg
 

@@ -27,8 +27,7 @@ from benchmarks.coverage.eager_comparison import (
 )
 from benchmarks.coverage.small_models import build_small_model
 from benchmarks.harness.measurement import keep_freed_memory
-from remat.frontend.memory.allocator_peak import allocated_peak
-from remat.frontend.memory.meter import unique_bytes
+from remat.frontend.memory.meter import allocated_peak, unique_bytes
 
 OVER, NOT_COMPILED = "over", "not compiled"
 OUTCOMES = {

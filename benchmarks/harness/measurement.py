@@ -13,8 +13,7 @@ import torch
 from benchmarks.harness.methods import Method, run_step
 from benchmarks.models.workloads import Workload
 from remat.documents.trace import CUDA_ALIGNMENT_BYTES
-from remat.frontend.memory.allocator_peak import allocated_peak, cuda_peak
-from remat.frontend.memory.meter import measure_step, unique_bytes
+from remat.frontend.memory.meter import allocated_peak, cuda_peak, measure_step, unique_bytes
 
 
 @dataclass(frozen=True)

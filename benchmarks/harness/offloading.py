@@ -4,7 +4,7 @@ device."""
 from __future__ import annotations
 
 from remat.choice.offloaded_forms import MIN_BYTES
-from remat.costs.link import Link
+from remat.costs.devices import Link
 from remat.documents.trace import Trace
 from remat.passes.offload.candidates import offload_candidates
 from remat.passes.offload.places import HostStay

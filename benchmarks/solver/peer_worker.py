@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 import remat
 from benchmarks.harness.methods import copy_sharing_parameters
 from benchmarks.solver.peer_models import Gpt, ResNet
-from remat.costs.flops import count_flops
+from remat.costs.roofline import count_flops
 from remat.frontend.memory.meter import measure_step, unique_bytes
 from remat.passes.gradient_accumulation import with_gradient_accumulation
 

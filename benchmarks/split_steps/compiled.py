@@ -13,7 +13,7 @@ import remat
 from benchmarks.split_steps.eager import BUDGETS
 from benchmarks.split_steps.models import MODELS, Batch, Criterion, without_dropout
 from benchmarks.split_steps.steps import Steps, differences
-from remat.frontend.memory.allocator_peak import allocated_peak
+from remat.frontend.memory.meter import allocated_peak
 from remat.plan_data import UNSPLIT_MIN_BYTES_STAT
 
 Row = dict[str, Any]

@@ -14,7 +14,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from remat.compare import compare
-from remat.costs.link import Link
+from remat.costs.devices import Link
 from remat.costs.roofline import Roofline
 from remat.documents.program import Program
 from remat.documents.trace import Trace

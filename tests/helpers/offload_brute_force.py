@@ -14,7 +14,7 @@ import heapq
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from remat.costs.link import Link
+from remat.costs.devices import Link
 from remat.graph import Graph
 
 

@@ -11,9 +11,9 @@ from torch import fx
 from benchmarks.software_gpu.planted_faults.fault import Fault, patched
 from benchmarks.software_gpu.planted_faults.session import STEP, Event
 from remat.frontend.runtime import autograd_function, launcher, lower
-from remat.frontend.runtime.gradient_accumulation import accumulate_grad
-from remat.frontend.runtime.rng_state import (
+from remat.frontend.runtime.operations import (
     RngState,
+    accumulate_grad,
     generator_state,
     run_with_generator_state,
     set_generator_state,

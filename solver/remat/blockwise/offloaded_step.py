@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from remat.blockwise.block_step import BlockOption, BlockStep
-from remat.costs.link import Link
+from remat.costs.devices import Link
 
 
 class HostStay(NamedTuple):

@@ -10,7 +10,7 @@ from typing import Generic, NamedTuple, Protocol, Self, TypeVar
 from remat.allocator.budget_fitting import requested_budget_bytes, uses_expandable_segments
 from remat.allocator.prediction import AllocatorPrediction, with_prediction
 from remat.choice.stays import PlannedStays, values_of_candidates
-from remat.costs.link import Link
+from remat.costs.devices import Link
 from remat.documents.memory_reuse import reusable_arguments
 from remat.documents.targets import ARRIVE_TARGET, RELEASE_TARGET
 from remat.documents.trace import Trace, storages_live_at_end

@@ -10,7 +10,7 @@ from typing import Generic
 
 from remat.choice.offloadable_step import OffloadableStep, S
 from remat.choice.stays import PlannedStays, node_name
-from remat.costs.link import Link
+from remat.costs.devices import Link
 from remat.graph import Graph
 from remat.heuristics.peak_bounds import peak_lower_bound_bytes
 from remat.milp.checkpoint_cuts import candidate_operations, linear_bound_s

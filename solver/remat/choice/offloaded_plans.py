@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from remat.choice.offloadable_step import OffloadableStep, S, StepPlan
 from remat.choice.offloaded_forms import LEAST_GAIN, OffloadedForm
-from remat.costs.link import Link
+from remat.costs.devices import Link
 from remat.errors import GraphError, InfeasibleBudget, SolverTimeout
 from remat.graph import Graph
 from remat.heuristics.local_search import smallest_peak_schedule

@@ -29,7 +29,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 
-from remat.costs.link import Link
+from remat.costs.devices import Link
 from remat.errors import SolverError
 from remat.graph import Graph
 from remat.milp.checkpoint_cuts import BOUND_TOLERANCE, COST_SCALE, WITHOUT_PRESOLVE

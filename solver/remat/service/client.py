@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from remat.costs.link import Link
+from remat.costs.devices import Link
 from remat.costs.optimizer_memory import check_optimizer
 from remat.costs.roofline import Roofline
 from remat.documents.base import R
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from remat.frontend.api.model_with_loss import Criterion
     from remat.frontend.costs.cost_cache import CostCache
-    from remat.frontend.memory.reserve import Reserve
+    from remat.frontend.memory.device_memory import Reserve
     from remat.frontend.runtime.module import RematModule
 
 _SERVICE_COSTS = ("measure", "roofline:")

@@ -19,8 +19,7 @@ from pydantic import (
 )
 
 from remat import errors
-from remat.costs.devices import DEVICES
-from remat.costs.link import Link
+from remat.costs.devices import DEVICES, Link
 from remat.costs.optimizer_memory import OPTIMIZERS, check_optimizer
 from remat.costs.roofline import Roofline
 from remat.documents.base import Record, check_header

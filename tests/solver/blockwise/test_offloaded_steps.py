@@ -24,7 +24,7 @@ from remat.blockwise.offloaded_step import (
     host_stays,
     useful_variants,
 )
-from remat.costs.link import Link
+from remat.costs.devices import Link
 from remat.errors import InfeasibleBudget
 
 

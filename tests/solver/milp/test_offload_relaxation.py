@@ -12,7 +12,7 @@ from tests.helpers import brute_force
 from tests.helpers.graphs import chain, training_graphs
 from tests.helpers.offload_brute_force import cheapest_with_offload
 
-from remat.costs.link import Link
+from remat.costs.devices import Link
 from remat.graph import Graph
 from remat.milp import checkpoint_cuts
 from remat.milp.offload_relaxation import HostLimits, OffloadCut, solve_offload_cut

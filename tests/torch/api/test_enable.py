@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import remat
 from remat.errors import InfeasibleBudget, TraceError
-from remat.frontend.memory.allocator_peak import allocated_peak
+from remat.frontend.memory.meter import allocated_peak
 
 
 def test_enable_returns_the_same_model_with_the_same_gradients() -> None:

@@ -13,7 +13,7 @@ from torch import nn
 import remat
 from remat.costs.trace_costs import with_roofline_costs
 from remat.frontend.api.estimate import roofline_for_trace
-from remat.frontend.memory.allocator_peak import allocated_peak
+from remat.frontend.memory.meter import allocated_peak
 from remat.report.estimate import Estimate
 
 

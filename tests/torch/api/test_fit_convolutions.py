@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import remat
-from remat.frontend.costs.convolution_workspaces import with_measured_convolutions
+from remat.frontend.costs.operation_costs import with_measured_convolutions
 
 
 class Loss(nn.Module):

@@ -23,8 +23,7 @@ from remat.blockwise.blocks_plan import BlocksPlan
 from remat.frontend.api.enable import is_enabled
 from remat.frontend.blocks import host_variants
 from remat.frontend.blocks.fsdp2 import unreduced_gradients
-from remat.frontend.memory.allocator_peak import allocated_peak
-from remat.frontend.memory.meter import measure_step
+from remat.frontend.memory.meter import allocated_peak, measure_step
 
 KINDS: dict[str, dict[str, Any]] = {
     "enabled first": {},

@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import remat
 from remat.frontend.compile.registry import CompiledPlan
-from remat.frontend.memory.allocator_peak import allocated_peak
+from remat.frontend.memory.meter import allocated_peak
 
 pytestmark = pytest.mark.usefixtures("empty_compile_caches")
 

@@ -28,7 +28,7 @@ from remat.frontend.compile import partitioner
 from remat.frontend.compile.inductor import copy_operators
 from remat.frontend.compile.inductor.copy_operators import COPY_OPERATORS
 from remat.frontend.compile.registry import CompiledPlan
-from remat.frontend.memory.allocator_peak import allocated_peak
+from remat.frontend.memory.meter import allocated_peak
 from remat.frontend.runtime.host_file import host_file
 from remat.passes.offload.copies import without_copies
 from remat.plan_data import HOST_BYTES_STAT, WAITING_S_STAT

@@ -17,7 +17,7 @@ from torch import nn
 
 import remat
 from remat.frontend.compile.registry import CompiledPlan
-from remat.frontend.memory.allocator_peak import allocated_peak
+from remat.frontend.memory.meter import allocated_peak
 from remat.plan_data import UNSPLIT_MIN_BYTES_STAT
 
 pytestmark = needs_compiler

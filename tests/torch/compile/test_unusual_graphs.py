@@ -13,7 +13,7 @@ from torch import nn
 
 import remat
 from remat.frontend.compile.registry import CompiledPlan
-from remat.frontend.memory.allocator_peak import allocated_peak
+from remat.frontend.memory.meter import allocated_peak
 
 pytestmark = [
     needs_compiler,

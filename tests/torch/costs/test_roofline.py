@@ -11,10 +11,10 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 from remat.costs.devices import DEVICES, find_device, match_device
-from remat.costs.flops import count_flops
 from remat.costs.roofline import (
     COMPUTE_EFFICIENCY,
     Roofline,
+    count_flops,
     operation_flops,
     operation_seconds,
     tensor_traffic_bytes,

@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 import remat
 from remat.blockwise.blocks_plan import BlocksPlan
-from remat.frontend.memory.allocator_peak import allocated_peak
+from remat.frontend.memory.meter import allocated_peak
 
 pytest.importorskip("accelerate")
 

@@ -13,7 +13,7 @@ from tests.helpers.training.recorded_steps import RELATIVE_ERROR, relative_error
 import remat
 from remat.allocator.budget_fitting import uses_expandable_segments
 from remat.allocator.prediction import AllocatorPrediction
-from remat.frontend.memory.allocator_peak import cuda_peak
+from remat.frontend.memory.meter import cuda_peak
 
 pytestmark = pytest.mark.gpu
 

@@ -22,8 +22,8 @@ import remat
 from remat.allocator.budget_fitting import solve_within_allocator_budget, uses_expandable_segments
 from remat.allocator.prediction import AllocatorPrediction, predict_allocator_peaks, uses_cublas
 from remat.errors import BudgetError, GraphError
-from remat.frontend.memory import auto_budget, device_memory
-from remat.frontend.memory.reserve import ReserveSize, reserve_size
+from remat.frontend.memory import device_memory
+from remat.frontend.memory.device_memory import ReserveSize, reserve_size
 from remat.limits.budget import Budget, share_of_baseline
 from remat.strategies import KeepAll, Solution
 
@@ -334,13 +334,13 @@ def test_auto_counts_the_memory_of_the_model_once(monkeypatch: pytest.MonkeyPatc
         models.append(weakref.ref(model))
         return model, (torch.zeros(8 * batch, 64),)
 
-    monkeypatch.setattr(auto_budget, "free_bytes", free)
+    monkeypatch.setattr(device_memory, "free_bytes", free)
     costs, optimizer = remat.Roofline("cpu"), torch.optim.SGD(parameters(), lr=0.1, momentum=0.9)
     strategy = KeepAll()
     largest = remat.max_batch(make, "auto", costs=costs, strategy=strategy)
     assert alive == [True]
     model_bytes = sum(p.numel() * 4 for p in Wide().parameters()) + 8 * 64 * 4
-    assert largest.budget_bytes == int(1_000_000 * (1 - auto_budget.MARGIN)) + model_bytes
+    assert largest.budget_bytes == int(1_000_000 * (1 - device_memory.MARGIN)) + model_bytes
     less = remat.max_batch(make, "auto", costs=costs, strategy=strategy, reserve=optimizer)
     assert largest.budget_bytes - less.budget_bytes == reserve_size(optimizer).unallocated_bytes > 0
 

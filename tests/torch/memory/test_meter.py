@@ -9,9 +9,13 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from remat.frontend.memory.allocator_peak import cuda_peak
-from remat.frontend.memory.gauge import gauge
-from remat.frontend.memory.meter import LiveStorageMeter, measure_step, unique_bytes
+from remat.frontend.memory.meter import (
+    LiveStorageMeter,
+    cuda_peak,
+    gauge,
+    measure_step,
+    unique_bytes,
+)
 
 KIB = 1024
 

@@ -10,7 +10,7 @@ from tests.torch.offload.test_offload_tensors import FAST, measured, net_case
 import remat
 from remat.choice.offloadable_step import TraceStep
 from remat.choice.stays import PlannedStays, values_of_candidates
-from remat.costs.link import Link
+from remat.costs.devices import Link
 from remat.graph import Graph
 from remat.passes.offload.candidates import idle_spans, offload_candidates
 from remat.passes.offload.copies import copy_times, offloaded_values, without_copies

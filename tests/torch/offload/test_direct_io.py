@@ -15,8 +15,9 @@ import remat
 from remat.errors import RematError
 from remat.frontend.planning.host_limits import measured_link
 from remat.frontend.runtime import host_file as files
-from remat.frontend.runtime.file_io import _BUFFER_BYTES, BLOCK_BYTES
 from remat.frontend.runtime.host_file import (
+    _BUFFER_BYTES,
+    BLOCK_BYTES,
     DIRECT_VARIABLE,
     HostFile,
     host_file,

@@ -23,7 +23,7 @@ from remat.choice.offloaded_forms import OffloadLimits, form_with_everything_off
 from remat.choice.offloaded_plans import is_within_reach
 from remat.choice.step import solve_step
 from remat.choice.trace_plan import TracePlan
-from remat.costs.link import Link
+from remat.costs.devices import Link
 from remat.documents.targets import OFFLOAD_TARGET
 from remat.documents.trace import Trace
 from remat.heuristics.peak_bounds import end_bytes, peak_lower_bound_bytes

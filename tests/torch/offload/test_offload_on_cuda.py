@@ -18,7 +18,7 @@ from tests.torch.offload.test_offload_tensors import Net, offloaded
 from torch import nn
 
 import remat
-from remat.costs.link import Link
+from remat.costs.devices import Link
 from remat.documents.targets import OFFLOAD_TARGET
 from remat.documents.trace import Trace
 from remat.frontend.runtime import pinned_memory as pinned

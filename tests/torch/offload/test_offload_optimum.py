@@ -13,7 +13,7 @@ import remat
 from remat.choice.offloaded_forms import OffloadLimits
 from remat.choice.step import solve_step
 from remat.choice.trace_plan import TracePlan
-from remat.costs.link import Link
+from remat.costs.devices import Link
 from remat.documents.trace import Trace
 from remat.heuristics.peak_bounds import peak_lower_bound_bytes
 from remat.limits.budget import Budget

@@ -16,7 +16,7 @@ from tests.helpers.training.models import FAMILIES, Case
 from torch import nn
 
 import remat
-from remat.costs.link import Link
+from remat.costs.devices import Link
 from remat.documents.targets import (
     ARRIVE_TARGET,
     OFFLOAD_TARGET,

@@ -12,7 +12,7 @@ import remat
 from remat.allocator.prediction import with_prediction
 from remat.choice.offloadable_step import TraceStep
 from remat.choice.stays import PlannedStays
-from remat.costs.link import Link
+from remat.costs.devices import Link
 from remat.documents.trace import Trace
 from remat.passes.offload.candidates import idle_spans
 from remat.passes.offload.copies import copy_times, offloaded_values

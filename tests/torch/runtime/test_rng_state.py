@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import remat
-from remat.frontend.runtime import rng_state as states
-from remat.frontend.runtime.rng_state import generator_state, run_with_generator_state
+from remat.frontend.runtime import operations as states
+from remat.frontend.runtime.operations import generator_state, run_with_generator_state
 
 
 class Philox:

@@ -19,7 +19,7 @@ from remat.documents.targets import (
     WRITE_ROWS_TARGET,
 )
 from remat.documents.trace import Trace
-from remat.frontend.runtime.pieces import write_rows
+from remat.frontend.runtime.operations import write_rows
 from remat.passes.split.rewriting import split_regions
 
 

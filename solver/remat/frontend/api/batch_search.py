@@ -23,8 +23,7 @@ from remat.errors import InfeasibleBudget, SolverTimeout, TraceError
 from remat.frontend.capture.trace import trace as capture
 from remat.frontend.costs.cost_cache import CostCache
 from remat.frontend.costs.measure import measure
-from remat.frontend.memory.auto_budget import auto_limits
-from remat.frontend.memory.reserve import ReserveSize
+from remat.frontend.memory.device_memory import ReserveSize, auto_limits
 from remat.limits.budget import Budget
 from remat.limits.limits import Limits
 from remat.plan import Plan

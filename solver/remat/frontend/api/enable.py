@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from remat.blockwise.blocks_plan import BlocksPlan
-from remat.costs.link import Link
+from remat.costs.devices import Link
 from remat.costs.roofline import Roofline
 from remat.errors import InfeasibleBudget, TraceError, similar_names_hint
 from remat.frontend.api.nested_plans import FORWARD_ATTRIBUTE, check_no_planned_submodule
@@ -32,13 +32,13 @@ from remat.frontend.blocks.fsdp2 import check_unsharded, is_sharded, local_tenso
 from remat.frontend.blocks.planner import AUTO, BLOCKS, MODEL, SCOPES, ScopedPlanner
 from remat.frontend.capture.trace import check_differentiable, normalise_inputs
 from remat.frontend.costs.cost_cache import CostCache
-from remat.frontend.memory.reserve import Reserve
+from remat.frontend.memory.device_memory import Reserve
 from remat.frontend.planning.plan_cache import PlanEntry, PlannerState
 from remat.frontend.planning.planner import Planner
 from remat.frontend.runtime.autograd_function import exclude_from_compile
+from remat.frontend.runtime.dispatch import StepDispatcher, has_lazy_parameters
 from remat.frontend.runtime.guards import CallSignature, ModelCall, ModelTracker
-from remat.frontend.runtime.module import RematModule, StepDispatcher
-from remat.frontend.runtime.unplanned_calls import has_lazy_parameters
+from remat.frontend.runtime.module import RematModule
 from remat.limits.budget import Budget, is_auto, missing_percent_sign_hint
 from remat.limits.infeasible import INFEASIBLE_ERROR, is_smallest_accepted
 from remat.limits.offload import OFFLOAD_OFF, is_offload_allowed

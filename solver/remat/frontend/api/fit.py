@@ -33,7 +33,7 @@ from remat.frontend.api.estimate import roofline_for_trace
 from remat.frontend.capture.trace import trace as capture
 from remat.frontend.common.garbage_collection import older_objects_not_collected
 from remat.frontend.common.target_gpu import DEFAULT_GPU, find_target_gpu, is_default_gpu
-from remat.frontend.costs.convolution_workspaces import with_measured_convolutions
+from remat.frontend.costs.operation_costs import with_measured_convolutions
 from remat.frontend.memory.device_memory import free_bytes
 from remat.frontend.memory.meter import unique_bytes
 from remat.limits.limits import SEGMENTS_MARGIN

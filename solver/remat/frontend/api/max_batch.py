@@ -13,7 +13,7 @@ from remat.frontend.api.batch_search import BatchSearch, ModelFnResult
 from remat.frontend.api.optimize import check_planning_options
 from remat.frontend.common.target_gpu import find_target_gpu
 from remat.frontend.costs.cost_cache import CostCache
-from remat.frontend.memory.reserve import Reserve, reserve_size
+from remat.frontend.memory.device_memory import Reserve, reserve_size
 from remat.limits.budget import Budget, is_auto
 from remat.limits.units import format_bytes
 from remat.plan_data import with_reserve_stat

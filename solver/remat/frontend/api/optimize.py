@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from remat.costs.link import Link
+from remat.costs.devices import Link
 from remat.costs.roofline import Roofline
 from remat.errors import TraceError, wrong_type
 from remat.frontend.api.model_with_loss import Criterion, ModelWithLoss
@@ -17,7 +17,7 @@ from remat.frontend.capture.trace import check_differentiable, normalise_inputs
 from remat.frontend.common.operators import NAMESPACES
 from remat.frontend.costs.cost_cache import CostCache
 from remat.frontend.costs.measure import check_cost_source
-from remat.frontend.memory.reserve import Reserve, reserve_size
+from remat.frontend.memory.device_memory import Reserve, reserve_size
 from remat.frontend.planning.optimize_options import MEASURED_BY_SERVICE, OptimizeOptions, Service
 from remat.frontend.planning.planner import Planner
 from remat.frontend.runtime.guards import ModelCall, ModelTracker

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from remat.choice.trace_plan import TracePlan
-from remat.costs.link import Link
+from remat.costs.devices import Link
 from remat.costs.trace_costs import roofline_of
 from remat.documents.trace import Trace
 from remat.errors import wrong_type

@@ -25,8 +25,7 @@ from remat.frontend.capture.model.environment import autocast_set_to
 from remat.frontend.capture.trace import CapturedStep, capture
 from remat.frontend.common.operators import check_operations_allowed
 from remat.frontend.common.pytree import unflatten
-from remat.frontend.costs.measure import measure
-from remat.frontend.costs.measuring_memory import block_limit_bytes
+from remat.frontend.costs.measure import block_limit_bytes, measure
 from remat.frontend.planning.optimize_options import OptimizeOptions
 from remat.frontend.planning.schedule_reuse import BlockScheduleCache
 from remat.frontend.runtime.guards import CallSignature

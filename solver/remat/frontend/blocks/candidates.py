@@ -14,9 +14,8 @@ from remat.blockwise.saved_inputs import NEVER_FREED, HeldInput, SavedInputs
 from remat.frontend.blocks.dry_run import DryRun
 from remat.frontend.blocks.fsdp2 import local_tensor
 from remat.frontend.blocks.step_recorder import DryRunCall
-from remat.frontend.memory.auto_budget import auto_limits_of_device
+from remat.frontend.memory.device_memory import auto_limits_of_device, reserve_size
 from remat.frontend.memory.meter import unique_bytes
-from remat.frontend.memory.reserve import reserve_size
 from remat.frontend.planning.optimize_options import OptimizeOptions
 from remat.limits.limits import Limits
 

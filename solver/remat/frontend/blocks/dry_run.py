@@ -35,8 +35,7 @@ from remat.frontend.blocks.profile import (
 )
 from remat.frontend.blocks.step_recorder import DryRunCall, MeasureOptions, StepRecorder
 from remat.frontend.memory.device_memory import allocated_workspace_bytes
-from remat.frontend.memory.gauge import gauge
-from remat.frontend.memory.meter import unique_bytes
+from remat.frontend.memory.meter import gauge, unique_bytes
 from remat.frontend.runtime.guards import ModelCall
 
 

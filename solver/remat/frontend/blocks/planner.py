@@ -28,13 +28,13 @@ from remat.frontend.capture.model.attribute_guards import AttributeGuards
 from remat.frontend.planning.plan_cache import PlanEntry
 from remat.frontend.planning.planner import Planner, accumulation_explained
 from remat.frontend.planning.schedule_reuse import BlockScheduleCache
+from remat.frontend.runtime.dispatch import PlannedStep
 from remat.frontend.runtime.guards import (
     CallSignature,
     ModelCall,
     ModelTracker,
     call_signature,
 )
-from remat.frontend.runtime.module import PlannedStep
 from remat.limits.infeasible import INFEASIBLE_ERROR
 from remat.limits.outputs import OUTPUTS_LOSS, differentiated_with
 

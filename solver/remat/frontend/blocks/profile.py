@@ -24,9 +24,8 @@ from remat.frontend.blocks.module_state import BufferSnapshot, run_checkpointed
 from remat.frontend.blocks.write_journal import WriteJournal
 from remat.frontend.capture.model.preserved_state import rng_state_preserved
 from remat.frontend.common.pytree import flatten_objects, tensors_in, unflatten_objects
-from remat.frontend.costs.clocks import Clock, clock
-from remat.frontend.memory.gauge import Gauge, wait_for_autograd
-from remat.frontend.memory.meter import storage_bytes
+from remat.frontend.costs.timers import Clock, clock
+from remat.frontend.memory.meter import Gauge, storage_bytes, wait_for_autograd
 
 logger = logging.getLogger("remat")
 

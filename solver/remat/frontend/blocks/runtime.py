@@ -19,10 +19,10 @@ from remat.frontend.blocks.step_copies import PlannedCopies, StepCopies
 from remat.frontend.capture.model.attribute_guards import AttributeGuards, BoundGuards
 from remat.frontend.capture.model.checkpointing import checkpointing_disabled
 from remat.frontend.common.pytree import tensors_in
+from remat.frontend.runtime.dispatch import is_in_function_transform
 from remat.frontend.runtime.guards import CallSignature, ModelCall, ModelTracker, call_signature
 from remat.frontend.runtime.lower import LoweredProgram
 from remat.frontend.runtime.module import BoundProgram
-from remat.frontend.runtime.unplanned_calls import is_in_function_transform
 from remat.plan import Plan
 
 logger = logging.getLogger("remat")

@@ -22,10 +22,9 @@ from remat.frontend.capture.model.flat_model import outputs_to_differentiate
 from remat.frontend.capture.model.hooks import hooks_inside
 from remat.frontend.capture.model.python_state import PythonState
 from remat.frontend.common.pytree import flatten, flatten_objects, tensors_in, unflatten_objects
-from remat.frontend.memory.gauge import Gauge
-from remat.frontend.memory.meter import allocated_size_bytes, storage_bytes
+from remat.frontend.memory.meter import Gauge, allocated_size_bytes, storage_bytes
+from remat.frontend.runtime.dispatch import is_in_function_transform
 from remat.frontend.runtime.guards import CallSignature, ModelCall, ModelTracker, call_signature
-from remat.frontend.runtime.unplanned_calls import is_in_function_transform
 
 MeasureOptions = Callable[[Gauge, ModuleInvocation], tuple[BlockOption, ...]]
 """Measures the options of a call of a module's original forward."""

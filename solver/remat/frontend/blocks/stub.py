@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map_only
 
 from remat.frontend.blocks.profile import non_leaf_alias, requires_gradient
 from remat.frontend.common.pytree import ObjectTreeSpec, flatten_objects
-from remat.frontend.memory.gauge import Gauge
+from remat.frontend.memory.meter import Gauge
 
 
 class BackwardRecorder(Protocol):

@@ -59,7 +59,7 @@ from remat.frontend.compile.registry import (
 )
 from remat.frontend.compile.replanning import add_feedback, infeasible_after_rounds
 from remat.frontend.compile.step_graphs import StepGraphs, current_step
-from remat.frontend.runtime.calls_in_flight import CallsInFlight
+from remat.frontend.runtime.dispatch import CallsInFlight
 from remat.limits.budget import Budget
 from remat.limits.infeasible import plan_or_smallest
 from remat.limits.outputs import OUTPUTS_LOSS

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from torch import nn
 
-from remat.costs.link import Link
+from remat.costs.devices import Link
 from remat.errors import BudgetError, similar_names_hint, wrong_type
 from remat.limits.budget import Budget
 from remat.limits.infeasible import INFEASIBLE_ERROR, is_smallest_accepted

@@ -1,8 +1,9 @@
 """`measure`: adds costs to a trace, by running each distinct operation alone, or by a roofline.
 
 Operations run on tensors created for them (see `operands`), never on the model's, so a measurement
-changes nothing but the cost cache. Operations that cannot be measured are estimated from those that
-could, and their `cost_source` says so.
+changes nothing but the cost cache. It needs no more memory than the planned step
+(`step_limit_bytes`). Operations that cannot be measured are estimated from those that could, and
+their `cost_source` says so.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Sequence
 
 import torch
 
-import remat.frontend.runtime.pieces  # noqa: F401  # registers the operations that add pieces
+import remat.frontend.runtime.operations  # noqa: F401  # registers the operations that add pieces
 from remat.costs.devices import find_device
 from remat.costs.roofline import Roofline
 from remat.costs.trace_costs import with_costs, with_roofline_costs
@@ -21,9 +22,44 @@ from remat.documents.records import Node
 from remat.documents.trace import Trace
 from remat.errors import RematError, wrong_type
 from remat.frontend.costs.cost_cache import CostCache
-from remat.frontend.costs.operation_costs import measure_operations
-from remat.frontend.costs.progress_bar import MeasureProgress, progress_reporter
+from remat.frontend.costs.operation_costs import (
+    MeasureProgress,
+    measure_operations,
+    progress_reporter,
+)
 from remat.frontend.memory.device_memory import keeps_workspaces
+from remat.heuristics.peak_bounds import peak_lower_bound_bytes
+from remat.simulate import baseline_of, peak_and_time
+from remat.strategies.baselines.module_blocks import find_blocks
+from remat.strategies.baselines.schedule_builder import checkpoint_segments
+
+
+def step_limit_bytes(trace: Trace, budget_bytes: int | None) -> int:
+    """Return the bytes that measuring a step may take in addition to its constant memory.
+
+    The total is at most the budget, or the peak with each repeated block checkpointed, whichever is
+    larger. For the budget "min" (`budget_bytes` is None), a lower bound of the peak replaces the
+    budget.
+    """
+    graph = trace.graph_of_sizes
+    peaks_bytes = [peak_lower_bound_bytes(graph) if budget_bytes is None else budget_bytes]
+    try:
+        if blocks := find_blocks(graph):
+            checkpointed = checkpoint_segments(graph, blocks)
+            peaks_bytes.append(peak_and_time(graph, checkpointed)[0])
+    except RematError:  # a block that cannot be recomputed
+        pass
+    return max(0, max(peaks_bytes) - graph.constant_bytes)
+
+
+def block_limit_bytes(trace: Trace) -> int:
+    """Return the bytes that measuring a block may take in addition to its parameters: its peak
+    without recomputation, which is also its peak when it is checkpointed as a whole."""
+    graph = trace.graph_of_sizes
+    inputs = {p.storage for p in trace.placeholders if p.kind == "input"}
+    inputs_bytes = sum(map(trace.allocated_bytes, inputs))
+    return max(0, baseline_of(graph).peak_bytes - graph.constant_bytes + inputs_bytes)
+
 
 log = logging.getLogger("remat")
 

@@ -7,26 +7,71 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from textwrap import shorten
+from typing import TypeAlias
 
 import torch
 
-from remat.costs.trace_costs import MIN_COST_S, OperationCost
+from remat.costs.trace_costs import MIN_COST_S, OperationCost, with_costs
 from remat.documents.records import Node, TensorMeta
+from remat.documents.trace import Trace, convolutions
 from remat.frontend.common.torch_modes import isolated_modes
-from remat.frontend.costs.calibration import CalibratedRoofline
-from remat.frontend.costs.cost_cache import CostCache, MeasuredCost
-from remat.frontend.costs.cost_key import cost_key, device_name, environment_key
+from remat.frontend.costs.cost_cache import (
+    CostCache,
+    MeasuredCost,
+    cost_key,
+    device_name,
+    environment_key,
+)
 from remat.frontend.costs.operands import operand_and_result_bytes
 from remat.frontend.costs.operation_benchmark import (
     AboveMemoryLimit,
     OperationBenchmark,
     only_moves_bytes,
 )
-from remat.frontend.costs.progress_bar import MeasureProgress
+from remat.frontend.costs.timers import CalibratedRoofline
 from remat.limits.units import format_bytes
+
+MeasureProgress: TypeAlias = Callable[[int, int, str], None]
+"""A callback that receives the number of measured operations, their total, and the next one's
+name."""
+
+
+@contextmanager
+def progress_reporter(progress: MeasureProgress | bool | None) -> Iterator[MeasureProgress]:
+    """Yield the function to report progress to: the caller's, one that updates a bar on stderr for
+    True, or one that does nothing."""
+    if callable(progress):
+        yield progress
+    elif progress is True and sys.stderr.isatty():
+        with _bar() as report:
+            yield report
+    else:
+        yield _ignore_progress
+
+
+def _ignore_progress(completed: int, total: int, name: str) -> None:
+    """Report nothing."""
+
+
+@contextmanager
+def _bar() -> Iterator[MeasureProgress]:
+    try:
+        from rich.console import Console
+        from rich.progress import Progress as Bar
+    except ImportError:
+        yield _ignore_progress
+        return
+    with Bar(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("measuring", total=None)
+        yield lambda completed, total, name: bar.update(
+            task, completed=completed, total=total, description=f"measuring {name}"
+        )
+
 
 log = logging.getLogger("remat")
 
@@ -183,3 +228,35 @@ def _warn_of_failures(
             reason,
             estimate_description,
         )
+
+
+def with_measured_convolutions(trace: Trace) -> Trace:
+    """Return a trace with costs, in which convolutions have measured workspaces; their times stay.
+
+    The trace's device is a GPU of this machine. Each distinct convolution runs there on tensors
+    created for it, unless the user's cost cache has it. One that fails, for example because its
+    tensors do not fit, gets a workspace as large as its operands and results, with a warning.
+    """
+    nodes = convolutions(trace)
+    if not nodes:
+        return trace
+    device = torch.device(trace.device)
+    cache = CostCache()
+    try:
+        with progress_reporter(None) as report:
+            measured = measure_operations(
+                nodes, trace.tensors, device, cache, report, trace_device_type=device.type
+            )
+    finally:
+        cache.close()
+    costs: dict[str, OperationCost] = {}
+    for node in nodes:
+        cost = measured[node.name]
+        costs[node.name] = OperationCost(
+            node.cost_s or 0.0,
+            cost.workspace_bytes,
+            node.cost_source,
+            cost.output_bytes,
+            node.launch_s,
+        )
+    return with_costs(trace, costs)

@@ -1,9 +1,17 @@
-"""Timers: the time of one call, and the memory that it needs in addition to its operands.
+"""Times of operations: of one call, of code that runs, and estimates by a fitted roofline.
 
-Calls are timed in blocks, after a warm-up: for about 20 ms in total, or three calls, on the CPU
+One call is timed in blocks, after a warm-up: for about 20 ms in total, or three calls, on the CPU
 with the warm-up, if one takes more than 50 ms. On the CPU the fastest block counts, since
 concurrent processes only add time, and there are no more blocks once several agree with it; on
 CUDA, which runs nothing else, the median.
+
+A block that cannot be captured is run under a `Clock`. If the costs of the planned blocks come from
+the roofline of another device, its time must come from there, too: times of two devices must not be
+added.
+
+Operations that cannot be measured are estimated by a roofline with one fitted factor, the median
+ratio of measured to predicted time. So the data sheet of a similar device is adapted to the speed
+of this one.
 """
 
 from __future__ import annotations
@@ -11,13 +19,25 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from remat.costs.devices import match_device
+from remat.costs.roofline import Roofline, operation_seconds
 from remat.costs.trace_costs import MIN_COST_S
+from remat.documents.arguments import Ref
+from remat.documents.records import Node, Result, TensorMeta
+from remat.errors import DocumentError, TraceError
 from remat.frontend.common.garbage_collection import cycles_not_collected
-from remat.frontend.costs.cost_cache import MeasuredCost
+from remat.frontend.common.operators import argument_from_torch
+from remat.frontend.common.pytree import tensors_in
+from remat.frontend.costs.cost_cache import MeasuredCost, device_name
 
 MEASUREMENT_S = 0.02
 """The total time of all blocks, approximately."""
@@ -172,3 +192,159 @@ def _seconds_per_call(
     while len(block_times_s) < blocks and not (block_times_s and is_enough(block_times_s)):
         block_times_s.append(time_block(calls))
     return max(MIN_COST_S, average(block_s / calls for block_s in block_times_s))
+
+
+class Clock(Protocol):
+    """Gives the seconds of all operations since a fixed time."""
+
+    def seconds(self) -> float:
+        """Return the seconds so far."""
+        ...
+
+
+class _MeasuringClock:
+    """The machine's clock, read after the GPUs are synchronized."""
+
+    def __init__(self, devices: Iterable[torch.device]) -> None:
+        self._devices = [device for device in devices if device.type == "cuda"]
+
+    def seconds(self) -> float:
+        for device in self._devices:
+            torch.cuda.synchronize(device)
+        return time.perf_counter()
+
+
+class _RooflineClock(TorchDispatchMode):
+    """A mode that adds up the seconds of each operator, estimated by a roofline."""
+
+    def __init__(self, roofline: Roofline) -> None:
+        super().__init__()
+        self._roofline = roofline
+        self._seconds = 0.0
+
+    def seconds(self) -> float:
+        return self._seconds
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(func, OpOverload):
+            self._seconds += _operator_seconds(func, args, kwargs or {}, result, self._roofline)
+        return result
+
+
+@contextmanager
+def clock(roofline: Roofline | None, devices: Iterable[torch.device]) -> Iterator[Clock]:
+    """Yield a clock for the operations inside of this context: estimated if `roofline` is given."""
+    if roofline is None:
+        yield _MeasuringClock(devices)
+        return
+    with _RooflineClock(roofline) as roofline_clock:
+        yield roofline_clock
+
+
+def _operator_seconds(
+    func: OpOverload,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    result: Any,
+    roofline: Roofline,
+) -> float:
+    """Return the seconds of one call of an operator, estimated by a roofline; zero for a view.
+
+    If the call cannot be written as a `Node`, or a formula fails for it, return the time to read
+    and write its tensors.
+    """
+    metas: dict[str, TensorMeta] = {}
+    names: dict[int, str] = {}
+
+    def encode(item: object) -> Ref:
+        if not isinstance(item, torch.Tensor):
+            raise TraceError(f"an argument of {func} is a {type(item).__name__}")
+        name = names.setdefault(id(item), f"t{len(names)}")
+        metas[name] = _meta(item)
+        return Ref(name)
+
+    operands = tensors_in((args, kwargs))
+    results = tensors_in(result)
+    storages = {t.untyped_storage()._cdata for t in operands if _has_storage(t)}
+    is_view = bool(results) and all(
+        _has_storage(t) and t.untyped_storage()._cdata in storages for t in results
+    )
+    is_write = any(
+        a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments
+    )
+    try:
+        node = Node(
+            name="timed",
+            target=str(func),
+            args=tuple(argument_from_torch(item, encode) for item in args),
+            kwargs={key: argument_from_torch(item, encode) for key, item in kwargs.items()},
+            results=tuple(
+                Result(name=f"r{number}", tensor=_meta(t), storage=number)
+                for number, t in enumerate(results)
+            ),
+            view=is_view and not is_write,
+        )
+        return operation_seconds(node, metas, roofline)
+    except (DocumentError, TraceError, ValueError, RuntimeError):
+        size_bytes = sum(t.nbytes for t in (*operands, *results) if _has_storage(t))
+        return roofline.seconds(0, size_bytes, "float32")
+
+
+def _has_storage(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided
+
+
+def _meta(tensor: torch.Tensor) -> TensorMeta:
+    return TensorMeta(
+        dtype=str(tensor.dtype).removeprefix("torch."),
+        shape=tuple(tensor.shape),
+        stride=tensor.stride(),
+        device=str(tensor.device),
+    )
+
+
+_FALLBACK_DEVICES = {"cpu": "cpu", "cuda": "a100"}
+"""Names of data sheets by device type, for devices without a data sheet of their own."""
+
+
+@dataclass(frozen=True)
+class CalibratedRoofline:
+    """A roofline whose times are multiplied by a factor, the median of `sample_count` ratios."""
+
+    metas: Mapping[str, TensorMeta]
+    roofline: Roofline
+    factor: float
+    sample_count: int
+
+    @classmethod
+    def fit(
+        cls,
+        device: torch.device,
+        metas: Mapping[str, TensorMeta],
+        measured: Iterable[tuple[Node, MeasuredCost]],
+    ) -> CalibratedRoofline:
+        """Fit the factor to measured operations; it is 1 without any."""
+        spec = match_device(device_name(device)) if device.type == "cuda" else None
+        roofline = Roofline(spec.name if spec else _FALLBACK_DEVICES.get(device.type, "cpu"))
+        ratios = [cost.cost_s / operation_seconds(node, metas, roofline) for node, cost in measured]
+        factor = statistics.median(ratios) if ratios else 1.0
+        return cls(metas, roofline, factor, len(ratios))
+
+    def seconds(self, node: Node) -> float:
+        """Return the estimated seconds of an operation."""
+        return self.factor * operation_seconds(node, self.metas, self.roofline)
+
+    @property
+    def description(self) -> str:
+        """The way of estimation, as text for messages."""
+        return (
+            f"by the roofline of {self.roofline.name}, times {self.factor:.2g} as fitted to "
+            f"{self.sample_count} measured operations"
+        )

@@ -36,7 +36,7 @@ from remat.frontend.emit.transformers_layers import (
     temporary_checkpointing_flags,
 )
 from remat.frontend.emit.trials import PolicyTrials
-from remat.frontend.memory.reserve import Reserve
+from remat.frontend.memory.device_memory import Reserve
 from remat.frontend.planning.optimize_options import OptimizeOptions
 from remat.frontend.runtime.guards import ModelCall
 from remat.limits.budget import Budget

@@ -16,7 +16,7 @@ from remat.frontend.blocks.profile import ModuleInvocation, measure_invocation, 
 from remat.frontend.capture.model.preserved_state import rng_state_preserved
 from remat.frontend.emit.executors import Executor
 from remat.frontend.emit.operator_profile import block_fingerprint
-from remat.frontend.memory.gauge import Gauge
+from remat.frontend.memory.meter import Gauge
 from remat.report.tables import fold_layer_numbers
 
 logger = logging.getLogger("remat")

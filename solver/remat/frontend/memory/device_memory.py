@@ -1,16 +1,29 @@
-"""The free memory of a device, and the memory that cuBLAS workspaces use."""
+"""The memory of a device that a plan may use: free bytes, workspaces of libraries, reserves.
+
+The budget "auto" is what they leave.
+"""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, cast
 
 import torch
+from torch import Tensor
+from torch.optim import Adafactor, Optimizer
 
 from remat.allocator.prediction import uses_cublas, uses_cublaslt
+from remat.allocator.replay import ALIGNMENT_BYTES, round_size
+from remat.documents.trace import Trace, accumulated_gradient_bytes
+from remat.errors import BudgetError
 from remat.frontend.common.backward_thread import run_in_backward
+from remat.limits.budget import Budget
+from remat.limits.limits import SEGMENTS_MARGIN, Limits, nothing_left
+from remat.limits.reserve import parse_reserve
 
 _CGROUP = Path("/sys/fs/cgroup")
 
@@ -158,3 +171,153 @@ def configured_workspace_bytes(configuration: str) -> int | None:
     torch reads it; None if it is empty or torch cannot read it."""
     pairs = re.findall(r":([0-9]+):([0-9]+)", configuration)
     return sum(int(size) * int(count) for size, count in pairs) << 10 if pairs else None
+
+
+Reserve = int | str | Optimizer
+"""Bytes, a string such as "2GiB", or an optimizer."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReserveSize:
+    """The size of a reserve. `total_bytes` are subtracted from a budget in bytes. Of these,
+    `unallocated_bytes` are not allocated yet: only they are subtracted from a device's free memory.
+    """
+
+    total_bytes: int = 0
+    unallocated_bytes: int = 0
+
+
+def reserve_size(reserve: Reserve | None) -> ReserveSize:
+    """Return the size of a reserve.
+
+    The existing state of an optimizer is measured. State that its first step creates is predicted
+    by a step on tensors without memory. The temporary memory of `step()` is not counted: it runs
+    when the activations are freed. Raises `BudgetError` for a value that is not a number of bytes,
+    and for an optimizer whose state cannot be predicted.
+    """
+    if reserve is None:
+        return ReserveSize()
+    if isinstance(reserve, Optimizer):
+        allocated_bytes = unallocated_bytes = 0
+        for group in reserve.param_groups:
+            stateless = [p for p in group["params"] if p.requires_grad and not reserve.state.get(p)]
+            for parameter in group["params"]:
+                state = reserve.state.get(parameter, {})
+                allocated_bytes += _state_bytes(state, parameter.device)
+            if stateless:
+                unallocated_bytes += _predicted_state_bytes(reserve, group, stateless)
+        return ReserveSize(allocated_bytes + unallocated_bytes, unallocated_bytes)
+    if isinstance(reserve, bool) or not isinstance(reserve, (int, str)):
+        raise BudgetError(
+            f"the reserve is a {type(reserve).__name__}; pass bytes, a string such as "
+            '"2GiB", or an optimizer (a torch.optim.Optimizer, not its class)'
+        )
+    size_bytes = parse_reserve(reserve)
+    return ReserveSize(size_bytes, size_bytes)
+
+
+def _state_bytes(state: dict[str, Any], device: torch.device) -> int:
+    """Return the bytes of a parameter's state on the parameter's device; a step count may be on the
+    CPU."""
+    sizes = {
+        t.untyped_storage()._cdata: t.untyped_storage().nbytes()
+        for t in state.values()
+        if isinstance(t, Tensor) and t.device == device
+    }
+    return sum(map(round_size, sizes.values()))
+
+
+def _predicted_state_bytes(
+    optimizer: Optimizer, group: dict[str, Any], parameters: list[Tensor]
+) -> int:
+    """Return the bytes of the state that the first step of an optimizer creates for parameters of
+    one group: run it on a copy of the optimizer with meta tensors."""
+    # Scalars, such as the step count, are on the CPU unless a kernel has to read them.
+    scalars_count = parameters[0].device.type == "cpu" or any(
+        group.get(option) for option in ("fused", "capturable")
+    )
+    if isinstance(optimizer, Adafactor):
+        step_bytes = ALIGNMENT_BYTES if scalars_count else 0
+        return sum(step_bytes + _adafactor_bytes(p) for p in parameters)
+    meta_parameters = [torch.empty_like(p, device="meta", requires_grad=True) for p in parameters]
+    for parameter in meta_parameters:
+        parameter.grad = torch.empty_like(parameter)
+    options = {key: value for key, value in group.items() if key != "params"}
+    plain = {key: False for key in ("foreach", "fused", "capturable") if key in options}
+    try:
+        optimizer_type = cast("Callable[..., Optimizer]", type(optimizer))
+        meta_optimizer = optimizer_type([{**options, **plain, "params": meta_parameters}])
+        meta_optimizer.step()
+    except Exception as error:  # an optimizer of a third party may need anything
+        kind = type(optimizer).__name__
+        reason = str(error).partition("\n")[0][:80]
+        raise BudgetError(
+            f"the size of the state of {kind} cannot be predicted before its first step "
+            f"({type(error).__name__}: {reason}); pass its bytes, such as "
+            'reserve="2GiB", or the optimizer after its first step'
+        ) from None
+    states = list(meta_optimizer.state.values())
+    scalar_bytes = sum(_state_bytes(state, torch.device("cpu")) for state in states)
+    tensor_bytes = sum(_state_bytes(state, torch.device("meta")) for state in states)
+    return tensor_bytes + scalar_bytes * scalars_count
+
+
+def _adafactor_bytes(parameter: Tensor) -> int:
+    """Return the bytes of Adafactor's state for a parameter: a variance of its rows and one of its
+    columns; for a vector, a variance of each element. (On meta tensors, Adafactor's `step` fails:
+    it reads elements.)"""
+    shape, item = parameter.shape, parameter.element_size()
+    if len(shape) < 2:
+        return round_size(parameter.numel() * item)
+    rows, columns = parameter.numel() // shape[-1], parameter.numel() // shape[-2]
+    return round_size(rows * item) + round_size(columns * item)
+
+
+MARGIN = 0.08
+"""Fraction of the free memory that no plan uses: fragmentation, handles of cuBLAS and cuDNN, other
+processes."""
+
+
+@dataclass(frozen=True, slots=True)
+class AutoLimits:
+    """The limits of a plan whose budget is "auto": those of its peak, and the largest size in bytes
+    of the segments that torch's allocator reserves."""
+
+    limits: Limits
+    segments_bytes: int
+
+
+def auto_limits(trace: Trace, reserve: ReserveSize, *, is_allocated: bool = True) -> AutoLimits:
+    """Return the limits for a traced step from the free memory of its device.
+
+    Parameters, buffers, inputs and (if the step accumulates) gradients are part of the step's
+    peak. If `is_allocated`, they are in memory already, and therefore not in the free memory.
+    Raises `BudgetError` where the free memory is unknown, or less than the reserve.
+    """
+    allocated_bytes = 0
+    if is_allocated:
+        storages = {p.storage for p in trace.placeholders if p.kind != "tangent"}
+        allocated_bytes = sum(map(trace.allocated_bytes, storages))
+        allocated_bytes += accumulated_gradient_bytes(trace) if trace.accumulates_gradients else 0
+    return auto_limits_of_device(trace.device, allocated_bytes, reserve)
+
+
+def auto_limits_of_device(
+    device: torch.device | str, allocated_bytes: int, reserve: ReserveSize
+) -> AutoLimits:
+    """Return the limits for a step of whose memory `allocated_bytes` are allocated already; see
+    `auto_limits`."""
+    free = free_bytes(device)
+    if free is None:
+        raise BudgetError(
+            f'budget="auto" needs the free memory of {device}, which this system does not report; '
+            'pass a number of bytes or a string such as "8GiB"'
+        )
+    step_bytes = int(free * (1 - MARGIN)) - reserve.unallocated_bytes + allocated_bytes
+    if step_bytes <= 0:
+        raise BudgetError(
+            nothing_left(free, reserve.unallocated_bytes, f"are reserved on {device}")
+        )
+    segments_bytes = int(free * (1 - SEGMENTS_MARGIN)) - reserve.unallocated_bytes + allocated_bytes
+    budget = Budget.parse(step_bytes + reserve.total_bytes)
+    return AutoLimits(Limits(budget, reserve.total_bytes), segments_bytes)

@@ -1,17 +1,19 @@
-"""`LiveStorageMeter`: the live bytes of a step's storages on the CPU, and its FLOPs.
+"""Live bytes and their peak: of storages on the CPU, and of torch's allocators.
 
-The CPU has no allocator statistics, so the meter intercepts every operation and tracks the storages
-that operations create, by weak references. It counts tensors that operations return, not the
-workspace that a kernel allocates and frees.
+The CPU has no allocator statistics, so `LiveStorageMeter` intercepts every operation and tracks the
+storages that operations create, by weak references. It counts tensors that operations return, not
+the workspace that a kernel allocates and frees.
 """
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Self
+from itertools import accumulate
+from typing import Any, Protocol, Self
 
 import torch
 import torch.profiler
@@ -20,7 +22,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from remat.costs.flops import count_flops
+from remat.costs.roofline import count_flops
 from remat.documents.trace import CUDA_ALIGNMENT_BYTES
 
 
@@ -197,3 +199,104 @@ def _dense_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 def _storage(tensor: torch.Tensor) -> torch.UntypedStorage:
     return tensor.untyped_storage()
+
+
+class Gauge(Protocol):
+    """Reads the bytes that were allocated since the gauge was created."""
+
+    def live(self) -> int:
+        """Return the live bytes."""
+        ...
+
+    def peak(self) -> int:
+        """Return the peak of the live bytes since the last call of this method, and reset it."""
+        ...
+
+
+class _CpuGauge:
+    """A memory gauge that reads a `LiveStorageMeter`."""
+
+    def __init__(self, meter: LiveStorageMeter) -> None:
+        self._meter = meter
+
+    def live(self) -> int:
+        return self._meter.live_bytes
+
+    def peak(self) -> int:
+        peak_bytes = self._meter.peak_bytes
+        self._meter.reset_peak()
+        return peak_bytes
+
+
+class _CudaGauge:
+    """A memory gauge that reads the statistics of torch's CUDA allocator."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._initial_bytes = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+
+    def live(self) -> int:
+        return torch.cuda.memory_allocated(self._device) - self._initial_bytes
+
+    def peak(self) -> int:
+        peak_bytes = torch.cuda.max_memory_allocated(self._device) - self._initial_bytes
+        torch.cuda.reset_peak_memory_stats(self._device)
+        return peak_bytes
+
+
+@contextmanager
+def gauge(device: torch.device) -> Iterator[Gauge]:
+    """Yield a memory gauge for the operations inside of this context. On CUDA, it resets the
+    device's peak statistics."""
+    if device.type == "cuda":
+        wait_for_autograd(device)
+        yield _CudaGauge(device)
+        return
+    with LiveStorageMeter() as meter:
+        yield _CpuGauge(meter)
+
+
+def wait_for_autograd(device: torch.device) -> None:
+    """Wait until autograd's thread of a GPU has released the results of the last backward.
+
+    The thread may do so some milliseconds after the call that computed them has returned, while
+    something else is measured. It always does so before it starts the next backward: this runs one
+    of a tensor without elements.
+    """
+    if device.type != "cuda":
+        return
+    with torch.enable_grad():
+        leaf = torch.empty(0, device=device, requires_grad=True)
+        torch.autograd.grad(leaf.clone(), leaf, torch.empty(0, device=device))
+
+
+def cuda_peak(step: Callable[[], object], device: torch.device | str | int | None = None) -> int:
+    """Run the step and return the peak of allocated bytes on a CUDA device, including memory
+    allocated before the step. Call the step once before, so that libraries have their workspaces.
+
+    Resets the device's peak statistics, like `torch.cuda.reset_peak_memory_stats`: torch can
+    neither measure a peak separately from these, nor restore the old value.
+    """
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    step()
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device)
+
+
+def allocated_peak(step: Callable[[], object]) -> int:
+    """Run the step and return the peak of the bytes that the CPU's allocator hands out, without
+    memory allocated before the step. For steps that torch compiled: their operations cannot be
+    intercepted. Includes the workspaces of kernels. Call the step once before."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "9")  # no log message when the profiler starts
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profile:
+        step()
+    kineto = profile.profiler
+    assert kineto is not None
+    assert kineto.kineto_results is not None
+    events: list[Any] = [e for e in kineto.kineto_results.events() if e.name() == "[memory]"]
+    events.sort(key=lambda event: event.start_ns())
+    return max(accumulate((event.nbytes() for event in events), initial=0))

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from remat.costs.link import Link
+from remat.costs.devices import Link
 from remat.costs.roofline import Roofline
 from remat.documents.program import Program
 from remat.documents.trace import Trace
 from remat.frontend.common.operators import NAMESPACES
 from remat.frontend.costs.cost_cache import CostCache
-from remat.frontend.memory.reserve import Reserve
+from remat.frontend.memory.device_memory import Reserve
 from remat.limits.budget import Budget
 from remat.limits.infeasible import INFEASIBLE_ERROR
 from remat.limits.offload import OFFLOAD_OFF

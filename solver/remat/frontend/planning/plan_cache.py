@@ -11,9 +11,10 @@ from remat.blockwise.blocks_plan import BlocksPlan
 from remat.documents.trace import Trace
 from remat.frontend.capture.model.attribute_guards import AttributeGuards, BoundGuards
 from remat.frontend.planning.optimize_options import OptimizeOptions
+from remat.frontend.runtime.dispatch import PlannedStep
 from remat.frontend.runtime.guards import CallSignature
 from remat.frontend.runtime.lower import LoweredProgram
-from remat.frontend.runtime.module import BoundProgram, PlannedStep
+from remat.frontend.runtime.module import BoundProgram
 from remat.passes.trace_equality import topology_key
 from remat.plan import Plan
 

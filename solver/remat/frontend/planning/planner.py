@@ -29,9 +29,8 @@ from remat.frontend.common.garbage_collection import (
 from remat.frontend.common.operators import check_operations_allowed
 from remat.frontend.common.planning_line import planning_line
 from remat.frontend.common.torch_modes import checkpoints_suspended
-from remat.frontend.memory.auto_budget import auto_limits
+from remat.frontend.memory.device_memory import auto_limits, reserve_size
 from remat.frontend.memory.meter import unique_bytes
-from remat.frontend.memory.reserve import reserve_size
 from remat.frontend.planning.host_limits import prepare_host
 from remat.frontend.planning.optimize_options import MEASURED_BY_SERVICE, OptimizeOptions
 from remat.frontend.planning.plan_cache import EntryKey, PlanEntry, PlannerState
@@ -43,7 +42,7 @@ from remat.frontend.planning.schedule_reuse import (
 )
 from remat.frontend.planning.solving import PlanningResult, solve_trace, with_measured_costs
 from remat.frontend.planning.trace_cache import TraceCache
-from remat.frontend.runtime.calls_in_flight import CallsInFlight
+from remat.frontend.runtime.dispatch import CallsInFlight, PlannedStep, StepProvider
 from remat.frontend.runtime.guards import (
     CallSignature,
     ModelCall,
@@ -51,7 +50,7 @@ from remat.frontend.runtime.guards import (
     call_signature,
 )
 from remat.frontend.runtime.lower import lower_program
-from remat.frontend.runtime.module import BoundProgram, PlannedStep, StepProvider
+from remat.frontend.runtime.module import BoundProgram
 from remat.limits.budget import Budget
 from remat.limits.infeasible import plan_or_smallest
 from remat.limits.limits import Limits

@@ -19,7 +19,7 @@ from remat.allocator.budget_fitting import requested_budget_bytes, uses_expandab
 from remat.allocator.prediction import is_on_cuda, predict_allocator_peaks, with_prediction
 from remat.blockwise.block_step import BlockOption
 from remat.blockwise.pareto_options import option_of_schedule, pareto_optimal
-from remat.costs.scaling import with_scaled_costs
+from remat.costs.trace_costs import with_scaled_costs
 from remat.documents.records import BaselineRecord, SplitRecord
 from remat.documents.trace import Trace
 from remat.errors import RematError

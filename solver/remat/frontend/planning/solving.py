@@ -15,8 +15,7 @@ from remat.costs.roofline import Roofline
 from remat.costs.trace_costs import OperationCost, with_costs
 from remat.documents.program import Program
 from remat.documents.trace import Trace
-from remat.frontend.costs.measure import measure, measure_pieces
-from remat.frontend.costs.measuring_memory import step_limit_bytes
+from remat.frontend.costs.measure import measure, measure_pieces, step_limit_bytes
 from remat.frontend.planning.host_limits import host_limits
 from remat.frontend.planning.optimize_options import MEASURED_BY_SERVICE, OptimizeOptions
 from remat.limits.budget import Budget

@@ -22,8 +22,11 @@ from torch.fx.graph import _BoxedCodeGen
 
 from remat.documents.records import TensorMeta
 from remat.frontend.common.torch_modes import run_with_grad_mode
-from remat.frontend.runtime.gradient_accumulation import accumulate_grad, add_in_place
-from remat.frontend.runtime.rng_state import run_with_generator_state
+from remat.frontend.runtime.operations import (
+    accumulate_grad,
+    add_in_place,
+    run_with_generator_state,
+)
 
 _ADDITION = torch.ops.aten.add.Tensor
 

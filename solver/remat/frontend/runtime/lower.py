@@ -37,11 +37,14 @@ from remat.frontend.common.pytree import unflattener
 from remat.frontend.common.torch_modes import NEEDS_GRAD_MODE, run_with_grad_mode
 from remat.frontend.common.writes import resolve_writer, write
 from remat.frontend.runtime.absent_tangents import graph_without_tangents
-from remat.frontend.runtime.gradient_accumulation import accumulate_grad
 from remat.frontend.runtime.launcher import Launcher, generate_launcher
 from remat.frontend.runtime.offload import arrive  # noqa: F401  # registers operations
-from remat.frontend.runtime.pieces import add  # noqa: F401  # registers remat's operations
-from remat.frontend.runtime.rng_state import generator_state, run_with_generator_state
+from remat.frontend.runtime.operations import (
+    accumulate_grad,
+    add,  # noqa: F401  # registers remat's operations
+    generator_state,
+    run_with_generator_state,
+)
 from remat.passes.device_placement import device_type, program_on_device
 
 log = logging.getLogger("remat")

@@ -12,20 +12,17 @@ import contextlib
 import copy
 import inspect
 import logging
-import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import fx, nn
 
 from remat.documents.program import Program
-from remat.errors import InfeasibleBudget, RematError, TraceError, one_line, wrong_type
-from remat.frontend.capture.attempts import is_raised_by_model
+from remat.errors import wrong_type
 from remat.frontend.capture.model.compiled_modules import unwrap_compiled
 from remat.frontend.common.operators import NAMESPACES
-from remat.frontend.common.pytree import tensors_in
-from remat.frontend.runtime.autograd_function import exclude_from_compile, run_step
+from remat.frontend.runtime.autograd_function import StepMonitor, run_step
+from remat.frontend.runtime.dispatch import StepDispatcher, StepProvider
 from remat.frontend.runtime.guards import (
     CallSignature,
     ModelCall,
@@ -35,9 +32,7 @@ from remat.frontend.runtime.guards import (
     check_call,
 )
 from remat.frontend.runtime.lower import LoweredProgram, lower_program, program_on_model_device
-from remat.frontend.runtime.step_monitor import StepMonitor
 from remat.frontend.runtime.stores import StoreWriter
-from remat.frontend.runtime.unplanned_calls import CAPTURED, has_lazy_parameters, unplanned_reason
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -80,45 +75,6 @@ class BoundProgram:
         return self(call)
 
 
-class PlannedStep(Protocol):
-    """A planned training step of a model: of the whole model, or of its blocks."""
-
-    @property
-    def training(self) -> bool:
-        """True if the step was planned with the model in training mode."""
-        ...
-
-    def run(self, call: ModelCall, original_forward: Callable[..., Any]) -> Any:
-        """Return the outputs of one call; a plan of blocks runs them in `original_forward`."""
-        ...
-
-
-class StepProvider(Protocol):
-    """Provides the planned step for each call of a module: a planner, or one fixed program."""
-
-    timings_s: dict[str, float]
-
-    def step_for(self, tracker: ModelTracker, call: ModelCall) -> PlannedStep:
-        """Return the planned step for a call of the tracked model."""
-        ...
-
-    def current_step(self) -> PlannedStep | None:
-        """Return the step that ran or was planned last, None before the first."""
-        ...
-
-    def note_call(self, outputs: Any) -> None:
-        """Note a call of the model that returned these outputs."""
-        ...
-
-    def copy_for(self, model: nn.Module) -> StepProvider:
-        """Return a provider of the same plans for a copy of the model."""
-        ...
-
-    def rebind(self, model: nn.Module) -> None:
-        """Bind the plans to the model's current submodules, after some were replaced."""
-        ...
-
-
 class FixedStepProvider:
     """Provides one program that was planned elsewhere; a call that it does not fit is an error."""
 
@@ -153,93 +109,6 @@ class FixedStepProvider:
     def copy_for(self, model: nn.Module) -> StepProvider:
         """Return a provider of the same program for a copy of the model."""
         return FixedStepProvider(self._program, model, self._step.lowered, self._step.plan)
-
-
-class StepDispatcher:
-    """Decides at each call of a model whether the planned step or its original forward runs.
-
-    `original_forward` is the model's `forward` unless it is passed.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        provider: StepProvider,
-        original_forward: Callable[..., Any] | None = None,
-    ) -> None:
-        self.model = model
-        self.provider = provider
-        self._original_forward = original_forward
-        self._tracker: ModelTracker | None = None
-        self._reported: set[str] = set()
-        # Planning, and plans of blocks, replace methods of the model's modules for a while.
-        self._lock = threading.RLock()
-
-    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the outputs of one call of the model, without running its own hooks."""
-        if not torch.is_grad_enabled():  # torch.compile compiles this
-            return self._run_original(*args, **kwargs)
-        return self._run_with_grad(args, kwargs)
-
-    @exclude_from_compile
-    def _run_with_grad(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with self._lock:
-            return self._run_planned(args, kwargs)
-
-    def _run_planned(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._tracker is None:
-            if has_lazy_parameters(self.model):
-                self._report(
-                    "has lazy modules, which this call initializes: it runs without a plan, and "
-                    "the next call is planned",
-                    logging.INFO,
-                )
-                return self._run_original(*args, **kwargs)
-            self._tracker = ModelTracker(self.model, sees_replaced_methods=True)
-        step = call = None
-        level = logging.WARNING
-        reason = unplanned_reason(tensors_in((args, kwargs)))
-        if reason == CAPTURED:
-            level = logging.INFO
-        if not reason:
-            try:
-                call = ModelCall.of(args, kwargs, "the arguments ")
-                step = self._step_for(self._tracker, call)
-            except (TraceError, InfeasibleBudget) as error:
-                if is_raised_by_model(error):
-                    self._run_original(*args, **kwargs)  # raises the exception of the model's code
-                if self.model.training:
-                    raise
-                reason = f"is in evaluation mode, and cannot be planned ({one_line(error)})"
-            except RematError:
-                raise
-            except Exception:
-                self._run_original(*args, **kwargs)  # raises the error, if it is the model's own
-                raise
-        if reason:
-            self._report(f"{reason}: such calls run the model's own forward without a plan", level)
-        if step is None or call is None:
-            return self._run_original(*args, **kwargs)
-        outputs = step.run(call, self._run_original)
-        self.provider.note_call(outputs)
-        return outputs
-
-    def _step_for(self, tracker: ModelTracker, call: ModelCall) -> PlannedStep | None:
-        """Return the planned step for a call; None if there is nothing to differentiate."""
-        if tracker.refresh():
-            self.provider.rebind(self.model)
-        if not tracker.has_trainable_parameters and not any(t.requires_grad for t in call.leaves):
-            return None
-        return self.provider.step_for(tracker, call)
-
-    def _report(self, reason: str, level: int) -> None:
-        """Log once why a call runs without a plan."""
-        if reason not in self._reported:
-            self._reported.add(reason)
-            logger.log(level, "this %s %s", type(self.model).__name__, reason)
-
-    def _run_original(self, *args: Any, **kwargs: Any) -> Any:
-        return (self._original_forward or self.model.forward)(*args, **kwargs)
 
 
 def _dispatching_graph() -> fx.Graph:

@@ -14,7 +14,7 @@ from itertools import accumulate
 from types import MappingProxyType
 from typing import Literal
 
-from remat.costs.link import Link
+from remat.costs.devices import Link
 from remat.graph import Graph
 
 Direction = Literal["to_host", "to_device"]

@@ -9,7 +9,7 @@ from itertools import chain, count
 from types import MappingProxyType
 from typing import NamedTuple
 
-from remat.costs.link import Link
+from remat.costs.devices import Link
 from remat.graph import Graph, Operation, Value
 from remat.passes.offload.candidates import Candidate, idle_spans
 from remat.passes.offload.places import (

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
-from remat.costs.link import Link
+from remat.costs.devices import Link
 from remat.errors import RematError
 from remat.passes.offload.candidates import Candidate
 

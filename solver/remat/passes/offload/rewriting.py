@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
-from remat.costs.link import Link
+from remat.costs.devices import Link
 from remat.documents.trace import Trace
 from remat.passes.offload.candidates import offload_candidates
 from remat.passes.offload.copies_in_trace import forward_first, insert_copies

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 
-from remat.costs.link import Link
+from remat.costs.devices import Link
 from remat.errors import GraphError
 from remat.graph import Graph
 from remat.passes.offload.copies import OffloadedValue, copy_times, offloaded_values

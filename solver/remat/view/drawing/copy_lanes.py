@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from remat.costs.link import Link
+from remat.costs.devices import Link
 from remat.limits.units import format_bytes, format_seconds
 from remat.passes.offload.copies import CopyTimes, copy_times
 from remat.plan_data import TO_DEVICE_RATE_STAT, TO_HOST_RATE_STAT, PlanData

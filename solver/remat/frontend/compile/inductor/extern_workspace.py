@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from remat.frontend.common.torch_modes import isolated_modes
 from remat.frontend.costs.timers import output_storage_bytes
-from remat.frontend.memory.allocator_peak import allocated_peak, cuda_peak
+from remat.frontend.memory.meter import allocated_peak, cuda_peak
 
 _measured_bytes: dict[str, int] = {}
 """The workspace of each call that was measured, by operator and arguments."""

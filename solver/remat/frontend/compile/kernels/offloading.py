@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from remat.choice.stays import PlannedStays
-from remat.costs.link import Link
+from remat.costs.devices import Link
 from remat.frontend.compile.joint.fx_utils import (
     is_extern_convolution,
 )
