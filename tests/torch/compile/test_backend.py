@@ -32,7 +32,7 @@ from torch._inductor.virtualized import V
 
 import remat
 from remat.errors import BudgetError, InfeasibleBudget, SolverTimeout
-from remat.frontend.compile import solving
+from remat.frontend.compile import candidates
 from remat.frontend.compile.compile_options import read_options
 from remat.frontend.compile.inductor import peak_check, probe
 from remat.heuristics.peak_bounds import peak_lower_bound_bytes
@@ -355,7 +355,7 @@ def test_reading_a_large_graph_does_not_use_up_the_time_limit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Once, no time was left after Inductor's kernels were read to find the smallest schedule."""
-    monkeypatch.setattr(solving, "_MIN_SOLVE_S", 1e-9)
+    monkeypatch.setattr(candidates, "_MIN_SOLVE_S", 1e-9)
     numbers = random.Random(2)
     graph = chain(40)
     sized = tuple(replace(v, size_bytes=numbers.randint(1, 1000)) for v in graph.values)
@@ -363,7 +363,7 @@ def test_reading_a_large_graph_does_not_use_up_the_time_limit(
     assert budget_bytes == peak_lower_bound_bytes(graph)
     options, _ = read_options({"budget": "60%", "gap": 0.99})
     started_s = time.perf_counter() - 60
-    solver = solving.GraphSolver(options.strategy, options.planning_s, started_s, None, "")
+    solver = candidates.GraphSolver(options.strategy, options.planning_s, started_s, None, "")
     with pytest.raises(SolverTimeout):
         solver.solve_within(graph, budget_bytes, 1e-9)
     assert solver.solve(graph, budget_bytes).peak_bytes <= budget_bytes

@@ -28,7 +28,7 @@ import remat
 from remat import view
 from remat.errors import InfeasibleBudget, TraceError
 from remat.frontend.common import planning_line
-from remat.frontend.compile import solving
+from remat.frontend.compile import candidates
 from remat.frontend.compile.compat import cause_of_type
 from remat.frontend.compile.registry import CompiledPlan, register_plan, unregister_plan
 from remat.plan import Plan
@@ -243,7 +243,7 @@ def test_plans_have_the_name_inside_decorators(
 
 @pytest.mark.slow
 def test_progress_is_reported_to_the_callback() -> None:
-    solving.solve_cached.cache_clear()  # another test may have planned the same
+    candidates.solve_cached.cache_clear()  # another test may have planned the same
     reports: list[remat.Progress] = []
     (plan,) = run(checkpointed(), progress=reports.append)
     assert reports

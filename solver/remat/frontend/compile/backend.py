@@ -16,6 +16,7 @@ from remat.errors import InfeasibleBudget, one_line
 from remat.frontend.common.dropped_output import DroppedOutput
 from remat.frontend.common.planning_line import planning_line
 from remat.frontend.compile import disk_cache, reporting
+from remat.frontend.compile.candidates import add_hints, device_of, prepare_host
 from remat.frontend.compile.compat import cause_of_type, without_frames
 from remat.frontend.compile.compile_options import (
     COMPILED_PIECES,
@@ -25,19 +26,16 @@ from remat.frontend.compile.compile_options import (
     check_no_cuda_graphs,
     read_options,
 )
-from remat.frontend.compile.graph_breaks import graph_breaks_hint
+from remat.frontend.compile.fx_utils import ScopedSymbol
+from remat.frontend.compile.inductor.copy_operators import CopiesOutOfOrder
 from remat.frontend.compile.inductor.cpp_batching import batched_cpp_files
-from remat.frontend.compile.inductor.fusion_control import PlannedFusionChoices
-from remat.frontend.compile.inductor.patches import (
+from remat.frontend.compile.inductor.fusion_control import (
+    PlannedFusionChoices,
     immediate_buffer_reuse,
     non_lazy_backward,
     separate_cpu_kernel_calls,
 )
 from remat.frontend.compile.inductor.peak_check import PeakOverBudget
-from remat.frontend.compile.inductor.scheduled_copies import CopiesOutOfOrder
-from remat.frontend.compile.infeasible import add_hints
-from remat.frontend.compile.joint.split import CannotSplit
-from remat.frontend.compile.joint.symbolic_sizes import ScopedSymbol
 from remat.frontend.compile.kernels.variants import least_demanding_error
 from remat.frontend.compile.loss_only import (
     drop_other_outputs,
@@ -45,8 +43,6 @@ from remat.frontend.compile.loss_only import (
     set_default_loss_types,
     with_dropped_outputs,
 )
-from remat.frontend.compile.naming import current_compile_id, current_object_name
-from remat.frontend.compile.offload_choice import device_of, prepare_host
 from remat.frontend.compile.partitioner import Partitioner
 from remat.frontend.compile.registry import (
     NO_FEEDBACK,
@@ -58,7 +54,14 @@ from remat.frontend.compile.registry import (
     register_plan,
 )
 from remat.frontend.compile.replanning import add_feedback, infeasible_after_rounds
-from remat.frontend.compile.step_graphs import StepGraphs, current_step
+from remat.frontend.compile.split import CannotSplit
+from remat.frontend.compile.step_graphs import (
+    StepGraphs,
+    current_compile_id,
+    current_object_name,
+    current_step,
+    graph_breaks_hint,
+)
 from remat.frontend.runtime.dispatch import CallsInFlight
 from remat.limits.budget import Budget
 from remat.limits.infeasible import plan_or_smallest

@@ -11,7 +11,7 @@ import torch
 from torch import fx, nn
 
 from remat.frontend.common.dropped_output import DroppedOutput
-from remat.frontend.compile.joint.fx_utils import storage_bytes
+from remat.frontend.compile.fx_utils import storage_bytes
 from remat.limits.outputs import OUTPUTS_LOSS
 from remat.limits.units import format_bytes
 

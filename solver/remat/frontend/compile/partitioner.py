@@ -16,37 +16,37 @@ from remat.errors import InfeasibleBudget, RematError, SolverTimeout, TraceError
 from remat.frontend.compile import reporting
 from remat.frontend.compile.candidates import (
     CandidateSelection,
+    GraphSolver,
+    PiecesTime,
     StepBaseline,
+    explain_infeasible,
+    offload_limits,
+    prepare_host,
+    step_device,
+    unsplit_step,
+    with_unsplit_step,
 )
 from remat.frontend.compile.compat import min_cut_partition
 from remat.frontend.compile.compile_options import COMPILED_PIECES, CompileOptions, read_options
-from remat.frontend.compile.external_memory import allocated_share, external_memory_bytes
-from remat.frontend.compile.inductor.fusion_control import InstallFusionChoices
-from remat.frontend.compile.inductor.matmul_additions import fuse_matmul_additions
-from remat.frontend.compile.inductor.peak_check import PeakVerifier
-from remat.frontend.compile.inductor.probe import probe_kernels
-from remat.frontend.compile.infeasible import explain_infeasible
-from remat.frontend.compile.joint.build import build_joint_graph
-from remat.frontend.compile.joint.fx_utils import copy_graph
-from remat.frontend.compile.joint.joint_graph import CompiledJointGraph
-from remat.frontend.compile.joint.split import CannotSplit, split_joint_graph
-from remat.frontend.compile.joint.symbolic_sizes import (
+from remat.frontend.compile.fx_utils import (
     ScopedSymbol,
     add_missing_bounds,
     bound_by_current_size,
+    copy_graph,
 )
+from remat.frontend.compile.inductor.fusion_control import InstallFusionChoices
+from remat.frontend.compile.inductor.peak_check import PeakVerifier
+from remat.frontend.compile.inductor.probe import fuse_matmul_additions, probe_kernels
+from remat.frontend.compile.joint_graph import CompiledJointGraph, build_joint_graph
 from remat.frontend.compile.kernels.cost_model import KernelCostModel
 from remat.frontend.compile.kernels.fusion_groups import sort_by_dependencies
-from remat.frontend.compile.kernels.plain_step import plain_modules
-from remat.frontend.compile.kernels.to_fx import build_modules
-from remat.frontend.compile.kernels.to_solver import (
+from remat.frontend.compile.kernels.problem import (
     CompileProblem,
     build_problem,
     inductor_baseline_peak_bytes,
 )
+from remat.frontend.compile.kernels.to_fx import build_modules, plain_modules
 from remat.frontend.compile.kernels.variants import Variant, find_variants
-from remat.frontend.compile.naming import current_compile_id, current_object_name
-from remat.frontend.compile.offload_choice import offload_limits, prepare_host, step_device
 from remat.frontend.compile.registry import (
     NO_FEEDBACK,
     CompiledPlan,
@@ -58,8 +58,13 @@ from remat.frontend.compile.registry import (
     saved_by_other_graphs,
     unregister_plan,
 )
-from remat.frontend.compile.solving import GraphSolver, PiecesTime
-from remat.frontend.compile.unsplit import unsplit_step, with_unsplit_step
+from remat.frontend.compile.split import CannotSplit, split_joint_graph
+from remat.frontend.compile.step_graphs import (
+    allocated_share,
+    current_compile_id,
+    current_object_name,
+    external_memory_bytes,
+)
 from remat.graph import Split
 from remat.limits.infeasible import INFEASIBLE_ERROR, plan_or_smallest
 from remat.limits.limits import Limits

@@ -21,7 +21,7 @@ from remat.costs.trace_costs import MIN_COST_S
 from remat.documents.records import Node, TensorMeta
 from remat.errors import TraceError
 from remat.frontend.common.aliases import is_getitem, mutated_args, producer, storage_base
-from remat.frontend.compile.joint.fx_utils import (
+from remat.frontend.compile.fx_utils import (
     is_operation,
     is_recomputable,
     output_tensors,

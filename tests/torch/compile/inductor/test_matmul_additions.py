@@ -12,7 +12,7 @@ from torch import fx
 from torch._inductor import config
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from remat.frontend.compile.inductor.matmul_additions import fuse_matmul_additions
+from remat.frontend.compile.inductor.probe import fuse_matmul_additions
 
 A, B, C = (torch.randn(8, 8) for _ in range(3))
 

@@ -11,7 +11,7 @@ from tests.helpers.cpp_compiler import needs_compiler
 from torch import fx, nn
 
 from remat.frontend.compile.inductor import probe
-from remat.frontend.compile.joint.joint_graph import CompiledJointGraph, FxKernel
+from remat.frontend.compile.joint_graph import CompiledJointGraph, FxKernel
 from remat.frontend.compile.kernels.cost_model import kernel_workspaces
 
 ATEN = torch.ops.aten

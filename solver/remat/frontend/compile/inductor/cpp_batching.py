@@ -2,7 +2,7 @@
 
 On the CPU, Inductor writes one file for each kernel and calls the compiler for each; most of that
 time goes into headers. It has few and long kernels, as one call contains all work between two
-extern kernels. Under a plan each kernel is a call of its own (`patches.separate_cpu_kernel_calls`),
+extern kernels. Under a plan each kernel is a call of its own (`separate_cpu_kernel_calls`),
 so there are more and shorter ones; here those of a graph share files. (Kernels of a GPT-2: 0.8 s of
 a core for each in its own file, 0.15 s in files of 16; g++ 12, 2026.)
 

@@ -4,12 +4,14 @@ Inductor fuses in two steps, and both could undo a plan. During lowering, it inl
 into their consumers instead of writing them to memory, so that the producers' inputs live longer.
 Then its scheduler fuses kernels that read the same tensors, so that they run at the same time.
 Therefore `materialize` marks each tensor that was planned to be written to memory, and the
-scheduler may only fuse operations of the same run of the schedule.
+scheduler may only fuse operations of the same run of the schedule. Patches of torch, each undone
+when its context ends, keep the kernels' calls and buffers as planned.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -110,3 +112,55 @@ def schedule_runs_in(kernel: Any) -> frozenset[tuple[int, int]]:
             if RUN_KEY in origin.meta:
                 runs.add(origin.meta[RUN_KEY])
     return frozenset(runs)
+
+
+@contextmanager
+def non_lazy_backward() -> Iterator[None]:
+    """Compile the backward together with the forward instead of at the first `backward()` call.
+
+    Its peak is then verified before a training step runs.
+    """
+    from torch._functorch import config
+
+    with config.patch(force_non_lazy_backward_lowering=True):
+        yield
+
+
+@contextmanager
+def separate_cpu_kernel_calls() -> Iterator[None]:
+    """Generate one call for each C++ kernel, as Inductor does on a GPU.
+
+    On the CPU, Inductor merges all kernels between two extern kernels into one call. Then what the
+    first kernel reads is freed only after the last one, and what the last one writes is allocated
+    before the first one.
+    """
+    from torch._inductor.codegen import cpp
+
+    scheduling: Any = cpp.CppScheduling
+    max_arguments = scheduling.MAX_FUSED_KERNEL_ARGS_NUM
+    scheduling.MAX_FUSED_KERNEL_ARGS_NUM = -1
+    try:
+        yield
+    finally:
+        scheduling.MAX_FUSED_KERNEL_ARGS_NUM = max_arguments
+
+
+@contextmanager
+def immediate_buffer_reuse() -> Iterator[None]:
+    """Let only the next kernel reuse a dead buffer; free the buffer otherwise, as planned.
+
+    Inductor keeps a dead buffer for a later one of the same size, as long as its own estimate of
+    the peak allows.
+    """
+    from torch._inductor.codegen.wrapper import AllocateLine
+
+    def is_next_kernel(line: Any, free_line: Any, size: int) -> bool:
+        return free_line.scheduler_node_index + 1 == line.scheduler_node_index
+
+    allocate_line: Any = AllocateLine
+    original = allocate_line.should_reuse_buffer
+    allocate_line.should_reuse_buffer = is_next_kernel
+    try:
+        yield
+    finally:
+        allocate_line.should_reuse_buffer = original

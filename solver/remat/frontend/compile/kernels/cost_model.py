@@ -22,18 +22,21 @@ from remat.documents.arguments import Argument, Ref
 from remat.documents.records import Node, Result, TensorMeta
 from remat.errors import TraceError
 from remat.frontend.common.operators import argument_from_torch
-from remat.frontend.compile.joint.fx_utils import (
+from remat.frontend.compile.fx_utils import (
     TRANSCENDENTAL,
     is_operation,
     is_seeded_random,
+    max_size,
     node_bytes,
     num_elements,
     output_tensors,
 )
-from remat.frontend.compile.joint.joint_graph import CompiledJointGraph
-from remat.frontend.compile.joint.symbolic_sizes import max_size
-from remat.frontend.compile.kernels.cpu_costs import scalar_operations_s, scalar_work_s
-from remat.frontend.compile.kernels.fusion_groups import FusionGroup
+from remat.frontend.compile.joint_graph import CompiledJointGraph
+from remat.frontend.compile.kernels.fusion_groups import (
+    FusionGroup,
+    scalar_operations_s,
+    scalar_work_s,
+)
 from remat.frontend.compile.kernels.inline_producers import non_elementwise_consumers_in_group
 from remat.frontend.costs.cost_cache import CostCache
 from remat.frontend.costs.operation_costs import measure_operations

@@ -5,6 +5,11 @@ takes no memory, and an operation that two groups need is computed in both. The 
 without recomputation are read off Inductor's scheduler (`inductor/probe.py`). The plan schedules
 these groups, and Inductor is made to keep them (`inductor/fusion_control.py`). Without Inductor,
 each operation is a group of its own.
+
+On CPUs, a group's time does not only depend on the bytes that it moves: Inductor generates random
+numbers one at a time, and packs and unpacks boolean masks one element at a time. So a kernel that
+reads a mask takes many times as long as one that reads floats, and to recompute a random mask costs
+less than to write and read it (`scalar_work_s`).
 """
 
 from __future__ import annotations
@@ -14,21 +19,25 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import torch
 from torch import fx
 from torch._inductor import config
 
 from remat.errors import TraceError
 from remat.frontend.common.aliases import is_getitem, mutated_args, producer, storage_base
-from remat.frontend.compile.joint.fx_utils import (
+from remat.frontend.compile.fx_utils import (
     has_multiple_outputs,
     has_side_effect,
     is_operation,
     is_recomputable,
+    is_seeded_random,
     node_bytes,
+    num_elements,
+    output_tensors,
     samples_generator,
     storages_read_by,
 )
-from remat.frontend.compile.joint.joint_graph import CompiledJointGraph
+from remat.frontend.compile.joint_graph import CompiledJointGraph
 
 
 class _KernelResults(NamedTuple):
@@ -51,7 +60,7 @@ class FusionGroup:
     (`inline_producers.py`), each with the tensors that are read at the same positions instead.
     `unshared_consumers` are the reductions and matmuls of the group that read an inlined producer:
     each gets its own copy of the elementwise operations that lead to it. `recomputed_copies` maps a
-    tensor to the fused recomputation (`fused_recompute.py`) that the group reads in its place.
+    tensor to the fused recomputation (`variants.py`) that the group reads in its place.
     """
 
     nodes: list[fx.Node]
@@ -326,3 +335,31 @@ def _topological_order(
             if not missing[dependent]:
                 add_ready(dependent)
     return [groups[index] for index in order], set(range(len(groups))).difference(order)
+
+
+_RANDOM_S, _MASK_WRITE_S, _MASK_READ_S = 7.5e-9, 8e-9, 2.8e-9
+"""Seconds of one core for one random number, one mask element written, and one read (measured with
+torch 2.13 on x86-64 with AVX-512, 2026; `docs/decisions/0010`)."""
+
+
+def scalar_work_s(group: FusionGroup) -> float:
+    """Return the seconds of one core for random numbers and boolean masks of a fusion group."""
+    return scalar_operations_s(group.all_nodes, group.written, tensors_read(group))
+
+
+def scalar_operations_s(
+    operations: Iterable[fx.Node], written: Iterable[fx.Node], read: Iterable[fx.Node]
+) -> float:
+    """Return the seconds of one core for random numbers among the outputs of `operations`, and for
+    boolean masks among the tensors `written` and `read`."""
+    return (
+        _RANDOM_S * sum(_cpu_elements(n) for n in operations if is_seeded_random(n))
+        + _MASK_WRITE_S * sum(_cpu_elements(n, torch.bool) for n in written)
+        + _MASK_READ_S * sum(_cpu_elements(n, torch.bool) for n in read)
+    )
+
+
+def _cpu_elements(node: fx.Node, dtype: torch.dtype | None = None) -> int:
+    """Return the number of elements of a node's CPU tensors, of one dtype or of all."""
+    tensors = (t for t in output_tensors(node) if t.device.type == "cpu")
+    return sum(num_elements(t) for t in tensors if dtype in (None, t.dtype))

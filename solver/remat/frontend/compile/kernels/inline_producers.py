@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from remat.frontend.common.aliases import producer, storage_base
-from remat.frontend.compile.joint.fx_utils import (
+from remat.frontend.compile.fx_utils import (
     TRANSCENDENTAL,
     is_cpu_transcendental,
     is_elementwise,
@@ -30,12 +30,12 @@ from remat.frontend.compile.joint.fx_utils import (
     output_tensors,
     storages_read_by,
 )
-from remat.frontend.compile.joint.joint_graph import CompiledJointGraph
-from remat.frontend.compile.kernels.cpu_costs import scalar_work_s
+from remat.frontend.compile.joint_graph import CompiledJointGraph
 from remat.frontend.compile.kernels.fusion_groups import (
     FusionGroup,
     moved_bytes,
     producer_chain,
+    scalar_work_s,
     tensors_read,
 )
 

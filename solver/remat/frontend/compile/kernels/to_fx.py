@@ -2,7 +2,8 @@
 
 Each run of the schedule becomes a copy of the nodes of its fusion group, in the schedule's order.
 Views are copied where they are read. Each run is numbered in the `meta` of its nodes, so that
-Inductor makes one kernel of it (`inductor/fusion_control.py`).
+Inductor makes one kernel of it (`inductor/fusion_control.py`). The graphs of plain torch.compile
+are only marked, so that their peak is verified, too.
 """
 
 from __future__ import annotations
@@ -16,13 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from remat.frontend.common.aliases import is_getitem, producer, storage_base
 from remat.frontend.compile.compat import extract_forward_backward
-from remat.frontend.compile.inductor.copy_operators import (
-    COPY_OPERATORS,
-    INPUTS_KEY,
-    fake_handle,
-)
-from remat.frontend.compile.inductor.fusion_control import RUN_KEY, materialize
-from remat.frontend.compile.joint.fx_utils import (
+from remat.frontend.compile.fx_utils import (
     is_concatenated,
     is_elementwise,
     is_extern_convolution,
@@ -30,9 +25,19 @@ from remat.frontend.compile.joint.fx_utils import (
     node_bytes,
     output_tensors,
 )
-from remat.frontend.compile.joint.joint_graph import CompiledJointGraph
+from remat.frontend.compile.inductor.copy_operators import (
+    COPY_OPERATORS,
+    INPUTS_KEY,
+    fake_handle,
+)
+from remat.frontend.compile.inductor.fusion_control import PLAIN_KEY, RUN_KEY, materialize
+from remat.frontend.compile.joint_graph import CompiledJointGraph
 from remat.frontend.compile.kernels.fusion_groups import FusionGroup
-from remat.frontend.compile.kernels.to_solver import CompileProblem, TensorCopy
+from remat.frontend.compile.kernels.problem import (
+    CompileProblem,
+    TensorCopy,
+    unmeasured_workspace_bytes,
+)
 from remat.frontend.compile.registry import CompiledPlan
 from remat.schedule import Schedule
 
@@ -289,3 +294,21 @@ class _ScheduledGraphBuilder:
         """Return the latest copies of nodes; other items, such as None, stay."""
         local: dict[fx.Node, fx.Node] = {}
         return tuple(self._copy_of(n, local) if isinstance(n, fx.Node) else n for n in nodes)
+
+
+def plain_modules(
+    problem: CompileProblem, compiled: CompiledPlan
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Return the forward and the backward module of torch's own partitioner, marked with the number
+    of the plan. Sets what `compiled` needs to verify them."""
+    joint = problem.joint
+    assert joint.plain_halves is not None
+    assert joint.backward_inputs is not None
+    for half in joint.plain_halves:
+        for node in half.graph.nodes:
+            node.meta[PLAIN_KEY] = compiled.number
+    compiled.storages = joint.backward_inputs.storages
+    compiled.workspace_bytes = unmeasured_workspace_bytes(problem)
+    record_retained(compiled, joint, joint.saved_tensors, problem.retained_outputs)
+    compiled.retained_names = frozenset(joint.backward_inputs.retained)
+    return joint.plain_halves

@@ -30,7 +30,7 @@ from remat.frontend.common.operators import (
     resolve,
 )
 from remat.frontend.compile.compat import is_tangent
-from remat.frontend.compile.joint.fx_utils import PIECE_KEY, module_path
+from remat.frontend.compile.fx_utils import PIECE_KEY, module_path
 from remat.graph import Split
 from remat.passes.split.largest_operations import split_largest_operations
 from remat.passes.split.moved_slices import MOVED_SUFFIX

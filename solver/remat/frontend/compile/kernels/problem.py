@@ -1,23 +1,33 @@
-"""Convert fusion groups to a `Graph`: the form that the solver, the simulator and the views read.
+"""The planning problem of a compiled step: its fusion groups as the `Graph` that is solved.
 
 An operation of the graph is a fusion group, a value a tensor that its kernel writes to memory. A
 tensor that is used only inside of a kernel is no value, and recomputing it there costs no time.
+
+Inductor may write an output into the memory of an input of the same size that is read for the last
+time. The graph names at most one such input for each output, the one that most surely dies there.
+Whether it does depends on the schedule, and `remat.simulate` counts the memory accordingly.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import torch
 from torch import fx
 
+from remat.choice.stays import PlannedStays
+from remat.costs.devices import Link
 from remat.costs.trace_costs import MIN_COST_S
 from remat.documents.targets import BOUNDARY_NAME
-from remat.frontend.common.aliases import storage_base
-from remat.frontend.compile.joint.fx_utils import (
+from remat.frontend.common.aliases import producer, storage_base
+from remat.frontend.compile.fx_utils import (
     PIECE_KEY,
+    is_extern_convolution,
     is_recomputable,
+    is_reduction,
+    is_seeded_random,
     is_symbolic_scalar,
     module_path,
     node_bytes,
@@ -26,12 +36,14 @@ from remat.frontend.compile.joint.fx_utils import (
     samples_generator,
     storages_read_by,
 )
-from remat.frontend.compile.joint.joint_graph import CompiledJointGraph
+from remat.frontend.compile.joint_graph import CompiledJointGraph
 from remat.frontend.compile.kernels.cost_model import GroupCost
 from remat.frontend.compile.kernels.fusion_groups import FusionGroup, moved_bytes, tensors_read
-from remat.frontend.compile.kernels.in_place import overwritable_tensors, with_overwrites
 from remat.graph import Graph, Operation, Value
 from remat.limits.outputs import OUTPUTS_HELD
+from remat.passes.offload.copies_in_graph import CopyOperation, OffloadedGraph, offload_values
+from remat.plan import Plan
+from remat.schedule import Schedule
 
 _MAX_NAME_LENGTH = 60
 
@@ -237,3 +249,168 @@ def unmeasured_workspace_bytes(problem: CompileProblem) -> int:
         ),
         default=0,
     )
+
+
+def with_overwrites(graph: Graph, in_place_inputs: Mapping[int, Sequence[int]]) -> Graph:
+    """Return the graph with `overwrites` set for its backward operations. `in_place_inputs` has,
+    for an output, the inputs into whose memory it may be written."""
+    operations = list(graph.operations)
+    for op, operation in enumerate(operations):
+        if operation.recomputable or not operation.backward:
+            continue
+        dying = {v for v in operation.inputs if v not in graph.results and _last(graph, v) == op}
+        overwritten: list[int] = []
+        for output in operation.outputs:
+            size_bytes = graph.values[output].size_bytes
+            inputs = in_place_inputs.get(output, ())
+            fitting = [v for v in inputs if graph.values[v].size_bytes == size_bytes]
+            # Prefer values of the backward: no later recomputation needs these.
+            fitting.sort(key=lambda v: not graph.operations[graph.producer[v]].backward)
+            if (first := next((v for v in fitting if v in dying), None)) is not None:
+                dying.remove(first)
+                overwritten.append(first)
+        operations[op] = replace(operation, overwrites=tuple(sorted(overwritten)))
+    return replace(graph, operations=tuple(operations))
+
+
+def with_separate_buffers(graph: Graph, separate_buffers: Collection[str]) -> Graph:
+    """Return the graph in which the values with these names have memory of their own: the
+    operations that write them overwrite no input (their `overwrites` are empty)."""
+    operations = (
+        replace(operation, overwrites=())
+        if any(graph.values[output].name in separate_buffers for output in operation.outputs)
+        else operation
+        for operation in graph.operations
+    )
+    return replace(graph, operations=tuple(operations))
+
+
+def overwritable_tensors(output: fx.Node, group: FusionGroup) -> set[fx.Node]:
+    """Return the tensors of a group into whose memory Inductor may write `output`.
+
+    Inductor takes the memory of the input that is read first. It counts random numbers that the
+    kernel generates as an input, which has no memory of its own. So only tensors that the loop of
+    `output` reads before a random operation of the same size qualify; without such an operation,
+    all that the group reads.
+    """
+    inside = set(group.nodes)
+    if not any(is_seeded_random(n) and node_bytes(n) == node_bytes(output) for n in inside):
+        return tensors_read(group)
+    read_first: set[fx.Node] = set()
+    seen: set[fx.Node] = set()
+    pending = [output]
+    while pending:
+        node = storage_base(pending.pop())
+        if node in seen:
+            continue
+        seen.add(node)
+        read = group.recomputed_copies.get(node, node)
+        operation = producer(read)
+        if operation not in inside:
+            read_first.add(read)
+        elif is_seeded_random(operation) and node_bytes(operation) == node_bytes(output):
+            break
+        elif not is_reduction(operation):  # another loop reads the inputs of reductions
+            pending += reversed(operation.all_input_nodes)
+    return read_first
+
+
+def _last(graph: Graph, value: int) -> int:
+    """Return the last reader of a value that runs once (these keep their order), or -1."""
+    consumers = graph.consumers[value]
+    return max((op for op in consumers if not graph.operations[op].recomputable), default=-1)
+
+
+@dataclass(frozen=True)
+class OffloadableProblem:
+    """The problem of a compiled step as an `OffloadableStep`: its values are the tensors that
+    kernels write."""
+
+    problem: CompileProblem
+
+    def graph(self) -> Graph:
+        """Return the problem's graph."""
+        return self.problem.graph
+
+    def offloadable_values(self, min_bytes: int) -> dict[int, str]:
+        """Return the names of the tensors of at least `min_bytes` that the forward computes and
+        does not return."""
+        problem = self.problem
+        graph, joint = problem.graph, problem.joint
+        if graph.boundary is None:
+            return {}
+        names: dict[int, str] = {}
+        for operation, group in zip(graph.operations, problem.groups, strict=True):
+            if not isinstance(group, FusionGroup) or operation.backward:
+                continue
+            for value, node in zip(operation.outputs, group.written, strict=True):
+                if (
+                    graph.values[value].size_bytes >= min_bytes
+                    and value not in graph.results
+                    and node not in joint.computed_outputs
+                    and node not in joint.mutated
+                    and self._fills_storage(node)
+                ):
+                    names[value] = graph.values[value].name
+        return names
+
+    def _fills_storage(self, node: fx.Node) -> bool:
+        """True if a node is a tensor of constant size that fills its storage, in strides that are
+        known in advance. Those of a convolution are, if torch.compile saves it, too."""
+        tensor = node.meta.get("val")
+        if not isinstance(tensor, torch.Tensor):
+            return False
+        layout = (*tensor.shape, *tensor.stride(), tensor.storage_offset())
+        if any(not isinstance(number, int) for number in layout) or tensor.storage_offset():
+            return False
+        joint = self.problem.joint
+        strides = joint.strides_in_memory(node)
+        is_saved = bool(joint.probe_results) and node.name in joint.probe_results[0].output_strides
+        if joint.probe_results and not is_saved and is_extern_convolution(node):
+            return False
+        written = tensor.as_strided(tensor.shape, strides)
+        return bool(torch.ops.aten.is_non_overlapping_and_dense(written))
+
+    def with_stays(self, planned: PlannedStays, link: Link) -> OffloadableProblem:
+        """Return the problem with tensors offloaded."""
+        problem = self.problem
+        offloaded = self._offloaded_graph(planned, link)
+        groups = tuple(
+            TensorCopy(source.kind, self._node_of(source.value))
+            if isinstance(source, CopyOperation)
+            else problem.groups[source]
+            for source in offloaded.sources
+        )
+        return OffloadableProblem(replace(problem, graph=offloaded.graph, groups=groups))
+
+    def graph_with_stays(self, planned: PlannedStays, link: Link) -> Graph:
+        """Return the graph of `with_stays`."""
+        return self._offloaded_graph(planned, link).graph
+
+    def _offloaded_graph(self, planned: PlannedStays, link: Link) -> OffloadedGraph:
+        graph, values = self.problem.graph, self.offloadable_values(0)
+        return offload_values(graph, values, planned.stays, link, planned.recomputed_s)
+
+    def _node_of(self, value: int) -> fx.Node:
+        graph = self.problem.graph
+        producer = graph.producer[value]
+        group = self.problem.groups[producer]
+        assert isinstance(group, FusionGroup)
+        return group.written[graph.operations[producer].outputs.index(value)]
+
+    def with_schedule(self, plan: Plan, schedule: Schedule) -> Plan:
+        """Return the plan with another schedule. The allocator's peak is compared with the budget
+        once the code is there."""
+        return replace(plan, schedule=schedule)
+
+    def with_waits(self, waits_s: Mapping[str, float]) -> OffloadableProblem:
+        """Return the problem with these costs of the operations that wait for copies."""
+        pairs = zip(self.problem.graph.operations, self.problem.groups, strict=True)
+        operations = tuple(
+            replace(operation, cost_s=waits_s.get(operation.name, 0.0))
+            if isinstance(group, TensorCopy) and group.waits
+            else operation
+            for operation, group in pairs
+        )
+        graph = replace(self.problem.graph, operations=operations)
+        return OffloadableProblem(replace(self.problem, graph=graph))
