@@ -3,6 +3,7 @@
 # PYTHON       the Python (3.11 or newer) that .venv is made with
 # TORCH_INDEX  the package index for torch; see scripts/install_torch.sh
 # JOBS         number of test processes
+# ROOM         the part of the library that `make test-rooms` tests: ROOM=milp
 # ROWS         rows that `make test-versions` runs; default: all except `pinned`
 # ARGS         arguments that `make gpu` passes to `python -m benchmarks.gpu`: ARGS="--steps 3 6"
 
@@ -20,7 +21,7 @@ STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-all test-versions lint format types system-packages pytest pytest-gpu \
+.PHONY: help venv demo test test-code test-repo test-rooms test-all test-versions lint format types system-packages pytest pytest-gpu \
 	gpu gpu-in-software gpu-wheels bench mutants docs notebooks lock clean
 
 help:  ## Show the commands
@@ -45,8 +46,23 @@ demo: $(STAMP)  ## Train a small model within a budget, and show the extra time
 
 # Types are checked alongside the rest: they take as long as a third of the tests.
 test: $(STAMP)  ## Format, lint, import contracts, types, tests
-	@$(MAKE) --no-print-directory --jobs=3 MARKS='$(MARKS)' types checked-pytest
+	@$(MAKE) --no-print-directory MARKS='$(MARKS)' test-code
+	@$(MAKE) --no-print-directory MARKS='$(MARKS)' test-repo
 	@$(MAKE) --no-print-directory pytest-gpu
+
+test-code: $(STAMP)  ## The same without test-repo: what a change of the code must pass
+	@$(MAKE) --no-print-directory --jobs=3 MARKS='($(MARKS)) and not repo' types checked-pytest
+
+test-repo: $(STAMP) system-packages  ## Documentation, images, notebooks, acceptance run, versions, page
+	@$(MAKE) --no-print-directory MARKS='($(MARKS)) and repo' pytest
+
+# A room is a folder of the library. Its tests are the folders of that name and test_ROOM*.py.
+ROOM_TESTS = $(shell for room in $(ROOM); do \
+	find tests -type d -name "$$room" -prune -print -o -name "test_$$room*.py" -print; done)
+
+test-rooms: $(STAMP)  ## The tests of parts of the library: ROOM=milp, or ROOM="split offload"
+	@test -n "$(ROOM_TESTS)" || { echo "no tests of ROOM='$(ROOM)'; one is ROOM=milp"; exit 2; }
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m "$(MARKS)" -q $(ROOM_TESTS)
 
 .PHONY: checked-pytest
 checked-pytest: lint system-packages

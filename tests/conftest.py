@@ -47,9 +47,11 @@ def pytest_report_header() -> list[str]:
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Mark the tests of `tests/torch`."""
+    """Mark the tests of `tests/torch`, and the checks of the repository."""
     if item.path.is_relative_to(TORCH_TESTS):
         item.add_marker("torch")
+    if item.path.parent.name == "repo":
+        item.add_marker("repo")
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects by marks

@@ -37,9 +37,12 @@ FLAGS = [
 ]
 EVIL = '"><img src=x onerror="window.hit=1"><script>window.hit=1</script>'
 
-pytestmark = pytest.mark.skipif(
-    CHROMIUM is None, reason="chromium is not installed; on Debian: apt-get install chromium"
-)
+pytestmark = [
+    pytest.mark.repo,
+    pytest.mark.skipif(
+        CHROMIUM is None, reason="chromium is not installed; on Debian: apt-get install chromium"
+    ),
+]
 expect.set_options(timeout=60_000)  # machines that run tests are busy
 
 
