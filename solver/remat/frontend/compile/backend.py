@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,22 +13,20 @@ import torch
 from torch import fx
 from torch.fx.graph import _BoxedCodeGen
 
-from remat.errors import InfeasibleBudget, one_line
+from remat.errors import InfeasibleBudget
 from remat.frontend.common.dropped_output import DroppedOutput
 from remat.frontend.common.planning_line import planning_line
-from remat.frontend.compile import disk_cache, reporting
-from remat.frontend.compile.candidates import add_hints, device_of, prepare_host
+from remat.frontend.compile import disk_cache
+from remat.frontend.compile.candidates import prepare_host
 from remat.frontend.compile.compat import cause_of_type, without_frames
 from remat.frontend.compile.compile_options import (
-    COMPILED_PIECES,
     UNKNOWN_MODEL,
     CompileOptions,
     ModelBytes,
     check_no_cuda_graphs,
     read_options,
 )
-from remat.frontend.compile.fx_utils import ScopedSymbol
-from remat.frontend.compile.inductor.copy_operators import CopiesOutOfOrder
+from remat.frontend.compile.fx_utils import device_of
 from remat.frontend.compile.inductor.cpp_batching import batched_cpp_files
 from remat.frontend.compile.inductor.fusion_control import (
     PlannedFusionChoices,
@@ -35,8 +34,6 @@ from remat.frontend.compile.inductor.fusion_control import (
     non_lazy_backward,
     separate_cpu_kernel_calls,
 )
-from remat.frontend.compile.inductor.peak_check import PeakOverBudget
-from remat.frontend.compile.kernels.variants import least_demanding_error
 from remat.frontend.compile.loss_only import (
     drop_other_outputs,
     loss_only_hint,
@@ -45,16 +42,12 @@ from remat.frontend.compile.loss_only import (
 )
 from remat.frontend.compile.partitioner import Partitioner
 from remat.frontend.compile.registry import (
-    NO_FEEDBACK,
     CompiledPlan,
-    PlannedSplit,
-    ReplanFeedback,
     compiled_plans,
     graph_title,
     register_plan,
 )
-from remat.frontend.compile.replanning import add_feedback, infeasible_after_rounds
-from remat.frontend.compile.split import CannotSplit
+from remat.frontend.compile.session import PlanSession
 from remat.frontend.compile.step_graphs import (
     StepGraphs,
     current_compile_id,
@@ -66,10 +59,9 @@ from remat.frontend.runtime.dispatch import CallsInFlight
 from remat.limits.budget import Budget
 from remat.limits.infeasible import plan_or_smallest
 from remat.limits.outputs import OUTPUTS_LOSS
-from remat.limits.pieces import PIECES, pieces_to_try
+from remat.limits.units import format_bytes
 
-_MAX_ROUNDS = 3
-"""Plans of one graph before its budget counts as infeasible."""
+logger = logging.getLogger("remat")
 
 _DYNAMO_ATTRIBUTES = ("_param_name_to_source", "_dynamo_source")
 """Attributes that Dynamo sets on its graph and on the graph's inputs; a copy does not have them."""
@@ -159,7 +151,12 @@ def _compile_graph(
         gm = _copy_graph(gm)
         dropped = drop_other_outputs(gm)
         if dropped is None:
-            reporting.log_no_loss(graph_title(current_object_name(), current_compile_id()))
+            logger.warning(
+                '%s: outputs="loss" has no effect on this graph, none of whose outputs is a loss: '
+                "either the model returns none, or Dynamo breaks its graph before (see "
+                "torch._dynamo.explain)",
+                graph_title(current_object_name(), current_compile_id()),
+            )
     step = current_step(options, dynamo_graph)
     request = _CompileRequest(gm, example_inputs, compile_options, config_patches, step)
     breaks_hint = graph_breaks_hint(list(step.breaks.values()))
@@ -169,8 +166,15 @@ def _compile_graph(
         options = replace(
             compile_options, limits=limits.with_budget(budget), progress=callback or False
         )
-        with add_hints(breaks_hint, loss_only_hint(gm, options.outputs)):
+        try:
             return _compile_or_load(replace(request, options=options))
+        except Exception as error:
+            infeasible = cause_of_type(error, InfeasibleBudget)
+            if infeasible is None:
+                raise
+        for hint in filter(None, (breaks_hint, loss_only_hint(gm, options.outputs))):
+            infeasible = infeasible.with_hint(hint)
+        raise without_frames(infeasible)
 
     def peak_bytes(result: tuple[Any, CompiledPlan | None]) -> int:
         _, compiled = result
@@ -198,7 +202,13 @@ def _with_calls_counted(
         nonlocal has_warned
         if calls.pending and not has_warned:
             has_warned = True
-            reporting.warn_of_calls_in_flight(title)
+            logger.warning(
+                "%s is called again before the backward of its last call. The saved tensors of all "
+                "calls are in memory, and the plan is for one call, so the step may exceed the "
+                "budget. Pass a smaller budget, call the model once with all inputs concatenated, "
+                "or use remat.enable, which plans for several calls (in_flight=)",
+                title,
+            )
         outputs = code(*inputs)
         calls.add(outputs)
         return outputs
@@ -230,28 +240,33 @@ class _CompileRequest:
 def _compile_or_load(request: _CompileRequest) -> tuple[Any, CompiledPlan | None]:
     """Return the code of a graph and its plan, None if it needs none. If torch's cache has the code
     and ours the plan, load both; else plan the graph."""
-    if not request.options.inductor or not disk_cache.is_torch_cache_enabled():
-        code, partitioner = _compile_within_budget(request)
+    options, step = request.options, request.step
+    if not options.inductor or not disk_cache.is_torch_cache_enabled():
+        code, partitioner = _compile_in_session(request, PlanSession(options, step))
         return code, partitioner.compiled
-    uuid = Partitioner.of_backend(request.options, request.step).uuid()
+    uuid = Partitioner.of_backend(options, step).uuid()
     patches = sorted(request.config_patches.items())
     key = disk_cache.cache_key(request.gm, request.inputs, f"{uuid} {patches!r}")
     cached = disk_cache.load_plan(key)
     hits_before = disk_cache.torch_cache_hits()
-    feedback = cached.feedback if cached else NO_FEEDBACK
-    split = cached.split if cached else None
-    code, partitioner = _compile_within_budget(request, feedback, split)
+    earlier = cached or disk_cache.CachedPlan(None)
+    session = PlanSession(options, step, earlier.feedback, earlier.split)
+    code, partitioner = _compile_in_session(request, session)
     if partitioner.compiled is None and disk_cache.torch_cache_hits() > hits_before:
         if cached is not None:
             if cached.compiled is None:
                 return code, None
             names = {"module": current_object_name(), "compile_id": current_compile_id()}
-            compiled = replace(cached.compiled, group=request.step, **names)
+            compiled = replace(cached.compiled, group=step, **names)
             register_plan(compiled)
-            reporting.log_cache_hit(compiled)
+            logger.info(
+                "%s: plan and code are from torch's cache; planned peak %s",
+                compiled.title,
+                format_bytes(compiled.plan.peak_bytes),
+            )
             return code, compiled
         with disk_cache.autograd_cache_disabled():  # torch has the code, but the plan is missing
-            code, partitioner = _compile_within_budget(request)
+            code, partitioner = _compile_in_session(request, PlanSession(options, step))
         # Not stored: the next process would get this plan with the code that torch has.
         return code, partitioner.compiled
     planned = disk_cache.CachedPlan(
@@ -261,77 +276,21 @@ def _compile_or_load(request: _CompileRequest) -> tuple[Any, CompiledPlan | None
     return code, partitioner.compiled
 
 
-def _compile_within_budget(
-    request: _CompileRequest,
-    feedback: ReplanFeedback = NO_FEEDBACK,
-    split: PlannedSplit | None = None,
-) -> tuple[Any, Partitioner]:
-    """Compile a graph, and return the code, and the partitioner that planned it.
-
-    With the option `split="auto"`, the largest operations run in pieces if no plan without that
-    fits the budget. `feedback` and `split` are those of an earlier process.
-    """
-    pieces = pieces_to_try(request.options.split)
-    more_pieces = iter(COMPILED_PIECES if pieces == PIECES and split is None else ())
-    if split is None and len(pieces) == 1:
-        split = PlannedSplit(pieces[0])
-    compile_once = (
-        _compile_with_or_without_offload if request.options.inductor else _compile_without_inductor
-    )
-    partitioners: list[Partitioner] = []
-    errors: list[InfeasibleBudget] = []
+def _compile_in_session(request: _CompileRequest, session: PlanSession) -> tuple[Any, Partitioner]:
+    """Compile a graph until its code takes a plan. Return the code, and the partitioner that
+    planned it."""
+    compile_once = _compile_with_inductor if request.options.inductor else _compile_without_inductor
     while True:
+        partitioner = session.next_partitioner()
         try:
-            return compile_once(request, feedback, split, partitioners)
+            return compile_once(request, partitioner), partitioner
         except Exception as error:
-            infeasible = cause_of_type(error, InfeasibleBudget)
-            number = None if infeasible is None else next(more_pieces, None)
-            if not errors and number is None:
+            if not session.has_next_plan(error):
                 raise
-            if infeasible is not None:
-                errors.append(without_frames(infeasible))
-            elif reason := cause_of_type(error, CannotSplit):
-                hint = f"Its largest operations are not split: {reason}"
-                errors = [error.with_hint(hint) for error in errors]
-            else:
-                raise
-            if number is None:
-                raise least_demanding_error(errors) from None
-            unsplit = partitioners[-1].unsplit
-            split = PlannedSplit(number, unsplit, errors[0].min_feasible_bytes)
-            title = graph_title(current_object_name(), current_compile_id())
-            reporting.log_split(title, number)
 
 
-def _compile_with_or_without_offload(
-    request: _CompileRequest,
-    feedback: ReplanFeedback,
-    split: PlannedSplit | None,
-    partitioners: list[Partitioner],
-) -> tuple[Any, Partitioner]:
-    """Compile a graph with Inductor; without offloading, if its kernels do not take the plans with
-    offloaded tensors."""
-    first = len(partitioners)
-    try:
-        return _compile_in_rounds(request, feedback, split, partitioners)
-    except Exception as error:
-        compiled = [p.compiled for p in partitioners[first:] if p.compiled is not None]
-        reason = cause_of_type(error, CopiesOutOfOrder) or cause_of_type(error, InfeasibleBudget)
-        if reason is None or not any(plan.offloads for plan in compiled):
-            raise
-        reporting.log_without_offload(compiled[0].title, one_line(reason))
-    feedback = NO_FEEDBACK._replace(without_offload=True)
-    return _compile_in_rounds(request, feedback, split, partitioners)
-
-
-def _compile_in_rounds(
-    request: _CompileRequest,
-    feedback: ReplanFeedback,
-    split: PlannedSplit | None,
-    partitioners: list[Partitioner],
-) -> tuple[Any, Partitioner]:
-    """Compile a graph with Inductor, and replan it as long as its kernels exceed the budget. Adds
-    the partitioner of each round to `partitioners`."""
+def _compile_with_inductor(request: _CompileRequest, partitioner: Partitioner) -> Any:
+    """Compile a graph with Inductor, forward and backward, so that its kernels are verified."""
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
     from torch._inductor.virtualized import V
 
@@ -343,43 +302,17 @@ def _compile_in_rounds(
         ):
             return compile_fx_inner(*args, **kwargs)
 
-    exceeded, rounds = None, 0
-    unbounded: list[ScopedSymbol] = []  # found in the first round, and used by all
-    while rounds < _MAX_ROUNDS:
-        partitioner = Partitioner.of_backend(
-            request.options, request.step, feedback, rounds + 1, split
+    with non_lazy_backward(), batched_cpp_files():
+        return compile_fx(
+            _copy_graph(request.gm),
+            request.inputs,
+            inner_compile=compile_inner,
+            config_patches={
+                **partitioner.settings(),
+                "allow_buffer_reuse": True,
+                **request.config_patches,
+            },
         )
-        partitioners.append(partitioner)
-        partitioner.unbounded = unbounded
-        try:
-            with non_lazy_backward(), batched_cpp_files():
-                code = compile_fx(
-                    _copy_graph(request.gm),
-                    request.inputs,
-                    inner_compile=compile_inner,
-                    config_patches={
-                        **partitioner.settings(),
-                        "allow_buffer_reuse": True,
-                        **request.config_patches,
-                    },
-                )
-        except Exception as error:
-            partitioner.discard_plan()
-            if exceeded is not None and cause_of_type(error, InfeasibleBudget):
-                break  # the reduced budget is infeasible
-            exceeded = cause_of_type(error, PeakOverBudget)
-            if exceeded is None:
-                raise
-            exceeded = without_frames(exceeded)
-            rounds += 1
-            if partitioner.split is None or split is not None:
-                feedback = add_feedback(feedback, exceeded)
-            # Else "min" selected pieces: the next round plans the graph without them.
-            reporting.log_replan(exceeded.compiled.title, exceeded.summary)
-        else:
-            return code, partitioner
-    assert exceeded is not None
-    raise infeasible_after_rounds(exceeded, rounds, request.options)
 
 
 def _copy_graph(gm: fx.GraphModule) -> fx.GraphModule:
@@ -396,12 +329,7 @@ def _copy_graph(gm: fx.GraphModule) -> fx.GraphModule:
     return graph_copy
 
 
-def _compile_without_inductor(
-    request: _CompileRequest,
-    feedback: ReplanFeedback,
-    split: PlannedSplit | None,
-    partitioners: list[Partitioner],
-) -> tuple[Any, Partitioner]:
+def _compile_without_inductor(request: _CompileRequest, partitioner: Partitioner) -> Any:
     """Compile a graph with AOTAutograd alone: the planned graphs run one operation at a time."""
     from torch._dynamo.backends.common import aot_autograd
     from torch._inductor.decomposition import select_decomp_table
@@ -418,12 +346,10 @@ def _compile_without_inductor(
         run._boxed_call = True  # type: ignore[attr-defined]
         return run
 
-    partitioner = Partitioner.of_backend(request.options, request.step, feedback, split=split)
-    partitioners.append(partitioner)
     compiled = aot_autograd(
         fw_compiler=run_as_is,
         partition_fn=partitioner,
         decompositions=select_decomp_table,
         keep_inference_input_mutations=True,  # in the graph, where a plan includes them
     )
-    return compiled(_copy_graph(request.gm), request.inputs), partitioner
+    return compiled(_copy_graph(request.gm), request.inputs)

@@ -37,7 +37,10 @@ from remat.frontend.compile.registry import (
 from remat.plan import Plan
 
 _FORMAT = 6
-_SPECIAL_FIELDS = ("plan", "retained_names", "storages", "module", "compile_id", "group", "number")
+_SPECIAL_FIELDS = (
+    "plan", "retained_names", "storages", "module", "compile_id", "group", "number",
+    "infeasible_limits",
+)  # fmt: skip
 """Fields with another encoding, and those that belong to one process."""
 
 _PLAIN_FIELDS = [field.name for field in fields(CompiledPlan) if field.name not in _SPECIAL_FIELDS]

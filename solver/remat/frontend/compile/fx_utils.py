@@ -140,6 +140,12 @@ def output_tensors(node: fx.Node) -> Iterator[torch.Tensor]:
             yield item
 
 
+def device_of(items: Iterable[object]) -> torch.device:
+    """Return the GPU of the first tensor that is on one; else the CPU."""
+    devices = (item.device for item in items if isinstance(item, torch.Tensor))
+    return next((d for d in devices if d.type != "cpu"), torch.device("cpu"))
+
+
 def num_elements(tensor: torch.Tensor) -> int:
     """Return the number of elements of a tensor; symbolic sizes count as their upper bounds."""
     return prod(map(max_size, tensor.shape))

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import fx
 from torch._inductor import config
 
@@ -25,6 +26,7 @@ from remat.frontend.compile.compat import (
     min_cut_partition,
 )
 from remat.frontend.compile.fx_utils import (
+    device_of,
     has_multiple_outputs,
     is_fusible,
     is_matmul,
@@ -148,6 +150,12 @@ class CompiledJointGraph:
     def position(self) -> dict[fx.Node, int]:
         """The index of each operation in the order of execution."""
         return {node: index for index, node in enumerate(self.operations)}
+
+    @cached_property
+    def device(self) -> torch.device:
+        """The device of the step: a GPU, if one of its tensors is there."""
+        nodes = (*self.placeholders, *self.operations)
+        return device_of(tensor for node in nodes for tensor in output_tensors(node))
 
     @property
     def computed_outputs(self) -> set[fx.Node]:

@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 import time
 import warnings
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from torch import fx
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
 from remat.errors import InfeasibleBudget, RematError, SolverTimeout, TraceError, one_line
-from remat.frontend.compile import reporting
 from remat.frontend.compile.candidates import (
+    MIN_SOLVE_S,
     CandidateSelection,
     GraphSolver,
-    PiecesTime,
-    StepBaseline,
-    explain_infeasible,
     offload_limits,
     prepare_host,
-    step_device,
-    unsplit_step,
-    with_unsplit_step,
 )
 from remat.frontend.compile.compat import min_cut_partition
 from remat.frontend.compile.compile_options import COMPILED_PIECES, CompileOptions, read_options
@@ -44,6 +39,7 @@ from remat.frontend.compile.kernels.problem import (
     CompileProblem,
     build_problem,
     inductor_baseline_peak_bytes,
+    unsplit_step,
 )
 from remat.frontend.compile.kernels.to_fx import build_modules, plain_modules
 from remat.frontend.compile.kernels.variants import Variant, find_variants
@@ -57,6 +53,7 @@ from remat.frontend.compile.registry import (
     register_plan,
     saved_by_other_graphs,
     unregister_plan,
+    warn_of_smallest,
 )
 from remat.frontend.compile.split import CannotSplit, split_joint_graph
 from remat.frontend.compile.step_graphs import (
@@ -65,27 +62,59 @@ from remat.frontend.compile.step_graphs import (
     current_object_name,
     external_memory_bytes,
 )
-from remat.graph import Split
-from remat.limits.infeasible import INFEASIBLE_ERROR, plan_or_smallest
+from remat.graph import Baseline, Split
+from remat.limits.budget import Budget
+from remat.limits.infeasible import is_smallest_accepted
 from remat.limits.limits import Limits
 from remat.limits.pieces import SPLIT_AUTO, pieces_to_try
+from remat.limits.units import format_bytes, format_seconds
 from remat.plan_data import UNSPLIT_MIN_BYTES_STAT
+from remat.report.offloads import offload_lines
 from remat.strategies import Strategy
+from remat.strategies.base import with_limits
 from remat.version import VERSION
 
+logger = logging.getLogger("remat")
 
-class _JointInputs(NamedTuple):
-    """The other arguments of the partitioner, and the unbounded size symbols of the joint graph."""
+_CAPTURES_PER_COMPILATION = 4
+"""A lower bound of the time of torch.compile for a graph, in times of the capture of its kernels.
+torch.compile also generates and compiles their code."""
+
+
+class _Form(NamedTuple):
+    """A joint graph as it is planned: whole, or with its largest operations in pieces.
+
+    `splits` are these operations, and `obstacle` is the reason why the logits are not among them,
+    "" if that is not known.
+    """
+
+    module: fx.GraphModule
+    split: PlannedSplit | None = None
+    splits: tuple[Split, ...] = ()
+    obstacle: str = ""
+
+    def in_pieces(self, num_fwd_outputs: int, split: PlannedSplit) -> _Form:
+        """Return the form in pieces. Raises `CannotSplit`."""
+        module, splits, obstacle = split_joint_graph(self.module, num_fwd_outputs, split.pieces)
+        return _Form(module, split, splits, obstacle)
+
+
+@dataclass(frozen=True)
+class _JointInputs:
+    """The arguments of one call of the partitioner, the unbounded size symbols of the joint graph,
+    and the time when planning started."""
 
     values: Sequence[object]
     num_fwd_outputs: int
     static: list[int] | None
     unbounded: Sequence[ScopedSymbol]
+    started_s: float
 
 
-class _PlannedGraph(NamedTuple):
-    """The plan of a graph, and the time that the capture of its kernels took."""
+class _PlannedForm(NamedTuple):
+    """The plan of a form, and the time that the capture of its kernels took."""
 
+    form: _Form
     problem: CompileProblem
     compiled: CompiledPlan
     capture_s: float
@@ -128,24 +157,20 @@ class Partitioner(CustomPartitionerFn):
         feedback: ReplanFeedback = NO_FEEDBACK,
         rounds: int = 1,
         split: PlannedSplit | None = None,
+        unbounded: list[ScopedSymbol] | None = None,
     ) -> None:
         self.options = options
         self.group = group
         self.feedback = feedback
         self.rounds = rounds
-        self.split = split
-        """The pieces of the largest operations; None if they stay whole."""
         self.requested_split = split
         """The pieces that the backend requests. For "min", the plan may have other pieces."""
-        self.splits: tuple[Split, ...] = ()
-        self.obstacle = ""
-        """Why the logits are not split, if that is known."""
-        self.unsplit: UnsplitStep | None = None if split is None else split.unsplit
-        """The step without pieces, once it was built."""
+        self.split = split
+        """The pieces of the latest plan; None if its operations stay whole."""
+        self.unsplit: UnsplitStep | None = None
+        """The latest graph's step without pieces, once it was built."""
+        self.unbounded = unbounded
         self.module = self.compile_id = ""
-        self.unbounded: list[ScopedSymbol] | None = None
-        """Symbols that had no upper bound before the first round, shared by all rounds; None if
-        there is a single round."""
         self.compiled: CompiledPlan | None = None
         """The latest plan."""
 
@@ -157,16 +182,23 @@ class Partitioner(CustomPartitionerFn):
         feedback: ReplanFeedback = NO_FEEDBACK,
         rounds: int = 1,
         split: PlannedSplit | None = None,
+        unbounded: list[ScopedSymbol] | None = None,
     ) -> Partitioner:
         """Create the partitioner of one graph for the backend "remat".
 
         The graphs of one `group` share the budget. `feedback` is that of the earlier plans of this
         graph; `rounds` counts the plans, the next one included. With `split`, the largest
-        operations run in pieces.
+        operations run in pieces. `unbounded`, which all plans of the graph share, are the size
+        symbols that had no upper bound before the first one.
         """
         partitioner = cls.__new__(cls)
-        partitioner._initialize(options, group, feedback, rounds, split)
+        partitioner._initialize(options, group, feedback, rounds, split, unbounded)
         return partitioner
+
+    @property
+    def title(self) -> str:
+        """The name of the latest graph in log lines and errors."""
+        return graph_title(self.module, self.compile_id)
 
     def __deepcopy__(self, _: object) -> Partitioner:
         return self  # Inductor copies its options to log them, and torch's symbols are not copyable
@@ -199,8 +231,7 @@ class Partitioner(CustomPartitionerFn):
         except Exception as error:
             if isinstance(error, RematError) and not isinstance(error, TraceError):
                 raise  # about the budget or the solver, not about the graph
-            title = graph_title(self.module, self.compile_id)
-            reason = f"remat cannot plan {title}: {one_line(error)}"
+            reason = f"remat cannot plan {self.title}: {one_line(error)}"
             if not self.options.fallback:
                 raise TraceError(
                     f"{reason}; please report it, or pass fallback=True: torch's own partitioner "
@@ -223,43 +254,40 @@ class Partitioner(CustomPartitionerFn):
         """Plan a joint graph and split it into the forward and backward of the schedule."""
         started_s = time.perf_counter()
         self.module, self.compile_id = current_object_name(), current_compile_id()
-        title = graph_title(self.module, self.compile_id)
         operations = _num_operations(gm)
-        budget = self.options.limits.budget
-        reporting.log_planning_start(title, operations, budget.requested, self.feedback)
-        inductor = self.options.inductor
+        feedback = self.feedback
+        reduced = f", reduced by {format_bytes(feedback.excess_bytes)}"
+        not_in_place = f", {len(feedback.separate_buffers)} values not in place"
+        logger.info(
+            "%s: planning %d operations within %s%s%s",
+            self.title,
+            operations,
+            self.options.limits.budget.requested,
+            reduced if feedback.excess_bytes else "",
+            not_in_place if feedback.separate_buffers else "",
+        )
         unbounded = add_missing_bounds(gm.graph.find_nodes(op="placeholder"))
         if self.unbounded is not None:
             self.unbounded += unbounded
             unbounded = self.unbounded
-        if self.split is not None:
-            if self.unsplit is None:
-                unsplit = fx.GraphModule(gm, copy_graph(gm.graph))
-                self.unsplit = self._build_unsplit_step(
-                    self._joint_graph(unsplit, joint_inputs, num_fwd_outputs, static)
-                )
-            try:
-                gm, self.splits, self.obstacle = split_joint_graph(
-                    gm, num_fwd_outputs, self.split.pieces
-                )
-            except CannotSplit as error:
-                if self.split.unsplit is not None:
-                    raise  # the graph does not fit without
-                reporting.log_not_split(title, one_line(error))
-                self.split = None
-        is_piecewise = self._may_select_pieces()
-        whole = fx.GraphModule(gm, copy_graph(gm.graph)) if is_piecewise else gm
-        inputs = _JointInputs(joint_inputs, num_fwd_outputs, static, unbounded)
-        planned = self._plan_graph(gm, inputs, started_s)
-        if is_piecewise:
-            planned = self._smallest_with_pieces(planned, whole, inputs, started_s)
-        problem, compiled, _ = planned
-        reporting.log_solved(compiled)
+        inputs = _JointInputs(joint_inputs, num_fwd_outputs, static, unbounded, started_s)
+        form = self._requested_form(gm, inputs)
+        if self._may_select_pieces():
+            whole = fx.GraphModule(gm, copy_graph(gm.graph))  # planning modifies the graph
+            planned = self._smallest_with_pieces(self._plan_form(form, inputs), whole, inputs)
+        else:
+            planned = self._plan_form(form, inputs)
+        compiled, self.split = planned.compiled, planned.form.split
+        self._log_solved(compiled)
         if compiled.is_plain:
-            halves = plain_modules(problem, compiled)
+            halves = plain_modules(planned.problem, compiled)
         else:
             halves = build_modules(
-                problem, compiled, num_fwd_outputs, static or (), inductor=inductor
+                planned.problem,
+                compiled,
+                num_fwd_outputs,
+                static or (),
+                inductor=self.options.inductor,
             )
         compiled.operations = operations
         compiled.planned_s = time.perf_counter() - started_s
@@ -267,51 +295,53 @@ class Partitioner(CustomPartitionerFn):
         self.compiled = compiled
         return halves
 
-    def _plan_graph(
-        self,
-        gm: fx.GraphModule,
-        inputs: _JointInputs,
-        started_s: float,
-        strategy: Strategy | None = None,
-    ) -> _PlannedGraph:
-        """Plan a joint graph, whole or in pieces. `strategy` overrides `options.strategy`."""
-        capture_started_s = time.perf_counter()
-        joint = self._joint_graph(gm, inputs.values, inputs.num_fwd_outputs, inputs.static)
-        # The third plan of a graph keeps the kernels that Inductor generates without a plan.
-        variants = find_variants(joint, baseline_only=self.rounds > 2)
-        if self.split is not None:
-            # Inductor may run one kernel for all pieces first; then all pieces are live at once.
-            variants = [
-                (joint, sort_by_dependencies(joint, groups, in_graph_order=True))
-                for joint, groups in variants
-            ]
-        num_backward = sum(group.is_backward for group in variants[0][1])
-        num_forward = len(variants[0][1]) - num_backward
-        capture_s = time.perf_counter() - capture_started_s
-        reporting.log_kernels(
-            graph_title(self.module, self.compile_id),
-            num_forward,
-            num_backward,
-            capture_s,
-            inductor=self.options.inductor,
+    def _log_solved(self, compiled: CompiledPlan) -> None:
+        plan = compiled.plan
+        if compiled.is_plain:
+            logger.info(
+                "%s: keeps Inductor's own kernels, as under plain torch.compile: peak %s",
+                self.title,
+                format_bytes(compiled.baseline_bytes),
+            )
+            return
+        logger.info(
+            "%s: solved in %s: peak %s instead of %s, budget %s; time %+.2f%%, %d recomputations%s",
+            self.title,
+            format_seconds(float(plan.stats.get("total_s", 0.0))),
+            format_bytes(plan.peak_bytes),
+            format_bytes(compiled.baseline_bytes),
+            format_bytes(plan.budget_bytes),
+            100 * plan.overhead,
+            sum(plan.schedule.recomputed(plan.graph).values()),
+            "".join(f"; {line}" for line in offload_lines(plan)),
         )
-        cost_model = KernelCostModel(joint, fused=self._has_fused_costs)
-        limits = self.options.limits
-        problem, compiled = plan_or_smallest(
-            lambda budget: self._plan(
-                variants,
-                cost_model,
-                inputs.unbounded,
-                started_s,
-                limits.with_budget(budget),
-                strategy,
-            ),
-            limits.budget,
-            # The backend tries pieces before it takes the smallest peak.
-            self.options.infeasible if self.group is None else INFEASIBLE_ERROR,
-            peak_bytes=lambda planned: planned[1].planned_bytes + limits.reserve_bytes,
-        )
-        return _PlannedGraph(problem, compiled, capture_s)
+
+    # -- the graph whole and in pieces ------------------------------------------------------------
+
+    def _requested_form(self, gm: fx.GraphModule, inputs: _JointInputs) -> _Form:
+        """Return the graph with the requested pieces; whole where it cannot be split and need not
+        be. Sets the step without pieces."""
+        split = self.requested_split
+        self.split, self.unsplit = split, split and split.unsplit
+        whole = _Form(gm)
+        if split is None:
+            return whole
+        if self.unsplit is None:
+            unsplit = fx.GraphModule(gm, copy_graph(gm.graph))
+            joint = self._joint_graph(unsplit, inputs)
+            ((joint, groups), *_) = find_variants(joint, baseline_only=True)
+            cost_model = KernelCostModel(joint, fused=self._has_fused_costs)
+            self.unsplit = unsplit_step(
+                build_problem(joint, groups, cost_model, self.options.outputs)
+            )
+        try:
+            return whole.in_pieces(inputs.num_fwd_outputs, split)
+        except CannotSplit as error:
+            if split.unsplit is not None:
+                raise  # the graph does not fit without
+            logger.info("%s: not split: %s", self.title, one_line(error))
+            self.split = None
+            return whole
 
     def _may_select_pieces(self) -> bool:
         """True if the plan for "min" may have pieces. Not in later rounds: the kernels of the plan
@@ -321,165 +351,215 @@ class Partitioner(CustomPartitionerFn):
         return is_first and options.limits.budget.is_min and options.split == SPLIT_AUTO
 
     def _smallest_with_pieces(
-        self, planned: _PlannedGraph, whole: fx.GraphModule, inputs: _JointInputs, started_s: float
-    ) -> _PlannedGraph:
+        self, planned: _PlannedForm, whole: fx.GraphModule, inputs: _JointInputs
+    ) -> _PlannedForm:
         """Return the plan with the smallest peak: `planned`, or one with the largest operations in
-        pieces. Numbers of pieces are tried while `PiecesTime` lasts."""
-        title = graph_title(self.module, self.compile_id)
-        smallest, selection = planned, (self.split, self.splits, self.obstacle)
-        whole_bytes = planned.peak_bytes
-        num_operations = _num_operations(whole)
-        strategy, capture_s = self.options.strategy, planned.capture_s
-        pieces_time = PiecesTime(strategy, time.perf_counter(), capture_s, num_operations)
-        solves_s = 0.0
+        pieces.
+
+        The captures in pieces may take the time limit of the strategy plus the expected time of
+        compiling the whole graph. Each solve may take half of the time limit.
+        """
+        smallest, whole_bytes, num_operations = planned, planned.peak_bytes, _num_operations(whole)
+        time_limit_s = getattr(self.options.strategy, "time_limit", 0.0)
+        strategy = with_limits(self.options.strategy, time_limit=max(MIN_SOLVE_S, time_limit_s / 2))
+        captures_s = time_limit_s + _CAPTURES_PER_COMPILATION * planned.capture_s
+        started_s, solves_s = time.perf_counter(), 0.0
         for pieces in COMPILED_PIECES:
+            split = PlannedSplit(pieces, self.unsplit, whole_bytes)
             try:
-                split, self.splits, self.obstacle = split_joint_graph(
-                    whole, inputs.num_fwd_outputs, pieces
-                )
+                form = _Form(whole).in_pieces(inputs.num_fwd_outputs, split)
             except CannotSplit as error:
-                reporting.log_not_split(title, one_line(error))
+                logger.info("%s: not split: %s", self.title, one_line(error))
                 break
-            is_quick = not self.options.inductor  # Inductor schedules the kernels of a capture
-            if not (is_quick or pieces_time.is_enough(_num_operations(split), solves_s)):
-                reporting.log_no_time_for_pieces(title, pieces)
+            elapsed_s = time.perf_counter() - started_s - solves_s
+            capture_s = planned.capture_s * _num_operations(form.module) / max(1, num_operations)
+            # Without Inductor a capture is quick; Inductor schedules the kernels of a capture.
+            if self.options.inductor and elapsed_s + capture_s > captures_s:
+                logger.info(
+                    "%s: no time to plan the largest operations in %d pieces; pass split=%d, or a "
+                    "larger time_limit, to plan with them",
+                    self.title,
+                    pieces,
+                    pieces,
+                )
                 break
-            self.split = PlannedSplit(pieces, self.unsplit, whole_bytes)
             with suppress(InfeasibleBudget, SolverTimeout):
                 attempt_started_s = time.perf_counter()
-                in_pieces = self._plan_graph(
-                    split, inputs, started_s, pieces_time.limited_strategy()
-                )
+                in_pieces = self._plan_form(form, inputs, strategy)
                 solves_s += time.perf_counter() - attempt_started_s - in_pieces.capture_s
                 if in_pieces.peak_bytes < smallest.peak_bytes:
                     smallest = in_pieces
-                    selection = (self.split, self.splits, self.obstacle)
-        self.split, self.splits, self.obstacle = selection
-        if smallest is not planned and self.split is not None:
-            peak_bytes = smallest.peak_bytes
-            reporting.log_smaller_in_pieces(title, self.split.pieces, peak_bytes, whole_bytes)
-            if self.unbounded is not None:
-                smallest.compiled.limit_bytes = whole_bytes
+        if smallest.form.split is not None:
+            logger.info(
+                "%s: the largest operations in %d pieces: peak %s, without pieces %s",
+                self.title,
+                smallest.form.split.pieces,
+                format_bytes(smallest.peak_bytes),
+                format_bytes(whole_bytes),
+            )
+            smallest.compiled.limit_bytes = whole_bytes
         return smallest
 
-    def _joint_graph(
-        self,
-        gm: fx.GraphModule,
-        joint_inputs: Sequence[object],
-        num_fwd_outputs: int,
-        static: list[int] | None,
-    ) -> CompiledJointGraph:
-        inductor = self.options.inductor
-        return build_joint_graph(
-            gm,
-            joint_inputs,
-            num_fwd_outputs,
-            static,
-            probe_kernels if inductor else None,
-            fuse_matmul_additions if inductor else None,
-            self.options.outputs,
+    # -- the plan of one form ---------------------------------------------------------------------
+
+    def _plan_form(
+        self, form: _Form, inputs: _JointInputs, strategy: Strategy | None = None
+    ) -> _PlannedForm:
+        """Plan a joint graph. `strategy` overrides `options.strategy`."""
+        capture_started_s = time.perf_counter()
+        options = self.options
+        joint = self._joint_graph(form.module, inputs)
+        # The third plan of a graph keeps the kernels that Inductor generates without a plan.
+        variants = find_variants(joint, baseline_only=self.rounds > 2)
+        if form.split is not None:
+            # Inductor may run one kernel for all pieces first; then all pieces are live at once.
+            variants = [
+                (joint, sort_by_dependencies(joint, groups, in_graph_order=True))
+                for joint, groups in variants
+            ]
+        num_backward = sum(group.is_backward for group in variants[0][1])
+        capture_s = time.perf_counter() - capture_started_s
+        logger.info(
+            "%s: %d %s in the forward, %d in the backward, captured in %s",
+            self.title,
+            len(variants[0][1]) - num_backward,
+            "Inductor kernels" if options.inductor else "operations",
+            num_backward,
+            format_seconds(capture_s),
+        )
+        cost_model = KernelCostModel(joint, fused=self._has_fused_costs)
+        is_fused = options.inductor and self._has_fused_costs
+        solver = GraphSolver(
+            strategy or options.strategy,
+            None if strategy else options.planning_s,
+            inputs.started_s,
+            options.progress,
+            cost_source=f"of {'kernels' if is_fused else 'operations'}, measured",
         )
 
-    def _build_unsplit_step(self, joint: CompiledJointGraph) -> UnsplitStep:
-        """Return the step of a joint graph, without recomputation."""
-        ((joint, groups), *_) = find_variants(joint, baseline_only=True)
-        cost_model = KernelCostModel(joint, fused=self._has_fused_costs)
-        return unsplit_step(build_problem(joint, groups, cost_model, self.options.outputs))
+        def plan(limits: Limits) -> tuple[CompileProblem, CompiledPlan]:
+            return self._plan_variants(form, variants, cost_model, inputs.unbounded, solver, limits)
 
-    def _plan(
+        # The backend tries pieces before it takes the smallest peak.
+        takes_smallest = self.group is None and is_smallest_accepted(options.infeasible)
+        if not takes_smallest or options.limits.budget.is_min:
+            return _PlannedForm(form, *plan(options.limits), capture_s)
+        with suppress(InfeasibleBudget):
+            return _PlannedForm(form, *plan(options.limits), capture_s)
+        problem, compiled = plan(options.limits.with_budget(Budget.parse("min")))
+        compiled.infeasible_limits = options.limits
+        if not options.inductor:  # else once the kernels are verified
+            warn_of_smallest(compiled)
+        return _PlannedForm(form, problem, compiled, capture_s)
+
+    def _plan_variants(
         self,
-        variants: list[Variant],
+        form: _Form,
+        variants: Sequence[Variant],
         cost_model: KernelCostModel,
         unbounded: Sequence[ScopedSymbol],
-        started_s: float,
+        solver: GraphSolver,
         limits: Limits,
-        strategy: Strategy | None = None,
     ) -> tuple[CompileProblem, CompiledPlan]:
         """Plan the best variant for the upper bounds of its sizes.
 
         If sizes had no bound and the budget is in bytes, the bounds that remat added are lowered to
         the sizes of this call where larger ones do not fit.
         """
-        is_fused = self.options.inductor and self._has_fused_costs
-        solver = GraphSolver(
-            strategy or self.options.strategy,
-            None if strategy else self.options.planning_s,
-            started_s,
-            self.options.progress,
-            cost_source=f"of {'kernels' if is_fused else 'operations'}, measured",
-        )
 
-        def problems() -> list[CompileProblem]:
-            outputs = self.options.outputs
-            built = [
-                build_problem(joint, groups, cost_model, outputs) for joint, groups in variants
+        def selection() -> CandidateSelection:
+            problems = [
+                build_problem(joint, groups, cost_model, self.options.outputs)
+                for joint, groups in variants
             ]
-            if self.split is None:
-                self.unsplit = unsplit_step(built[0])
-                return built
-            return [with_unsplit_step(problem, self.unsplit, self.splits) for problem in built]
+            return self._selection(form, problems, solver, limits)
 
         if unbounded and limits.budget.size_bytes is not None:
             with suppress(InfeasibleBudget):
-                return self._plan_problems(problems(), solver, limits)
+                return self._compiled_plan(form, selection())
             bound_by_current_size(unbounded)
-        bounded = problems()
-        title = graph_title(self.module, self.compile_id)
-        with explain_infeasible(bounded[0].graph, title, self.obstacle):
-            return self._plan_problems(bounded, solver, limits)
+        bounded = selection()
+        try:
+            return self._compiled_plan(form, bounded)
+        except InfeasibleBudget as error:
+            raise bounded.explained(error, self.title, form.obstacle) from error
 
-    def _plan_problems(
-        self, problems: Sequence[CompileProblem], solver: GraphSolver, limits: Limits
-    ) -> tuple[CompileProblem, CompiledPlan]:
-        """Select the best candidate for a graph. The first problem is the step that torch.compile
-        would run: the baseline."""
+    def _selection(
+        self, form: _Form, problems: list[CompileProblem], solver: GraphSolver, limits: Limits
+    ) -> CandidateSelection:
+        """Return the selection among the candidates for a graph. The first problem is the step that
+        torch.compile would run: the baseline."""
         joint = problems[0].joint
         plain_bytes = None
-        if joint.plain_halves is not None and self.split is None:  # else 100% needs a plan
-            plain_bytes = inductor_baseline_peak_bytes(problems[0])
-        assert self.unsplit is not None
-        baseline_bytes = self.unsplit.peak_bytes
+        if form.split is None:
+            self.unsplit = unsplit_step(problems[0])
+            if joint.plain_halves is not None:  # else 100% needs a plan
+                plain_bytes = inductor_baseline_peak_bytes(problems[0])
+        unsplit = self.unsplit
+        assert unsplit is not None
+        if form.split is not None:
+            baseline = Baseline(unsplit.peak_bytes, unsplit.time_s)
+            problems = [
+                replace(p, graph=replace(p.graph, unsplit=baseline, splits=form.splits))
+                for p in problems
+            ]
         others = saved_by_other_graphs(self.group)
-        baseline = StepBaseline(
-            peak_bytes=baseline_bytes + others.baseline_saved_bytes,
-            saved_bytes=self.unsplit.saved_bytes,
-        )
         external_bytes = others.saved_bytes
         if limits.budget.size_bytes is not None:
             external_bytes += external_memory_bytes(joint, self.options.model, others.saved_bytes)
-        excess_bytes = self.feedback.excess_bytes
-        limits = replace(limits, external_bytes=external_bytes, excess_bytes=excess_bytes)
-        problem, plan, is_plain = CandidateSelection(
+        return CandidateSelection(
             problems,
             solver,
-            limits,
-            baseline,
+            replace(limits, external_bytes=external_bytes, excess_bytes=self.feedback.excess_bytes),
+            unsplit._replace(peak_bytes=unsplit.peak_bytes + others.baseline_saved_bytes),
             self.feedback,
             plain_bytes,
             offload_limits(self.options.offload, joint, others.host_bytes),
-        ).select()
+        )
+
+    def _compiled_plan(
+        self, form: _Form, selection: CandidateSelection
+    ) -> tuple[CompileProblem, CompiledPlan]:
+        """Select a candidate, and return its problem and its plan."""
+        problem, plan, is_plain = selection.select()
+        joint, unsplit = problem.joint, self.unsplit
+        assert unsplit is not None
         if self.group is None:  # the backend calls it once the kernels of a plan are verified
-            prepare_host(plan, step_device(joint))
-        if self.split is not None and self.split.unsplit_min_bytes is not None:
-            smallest = {UNSPLIT_MIN_BYTES_STAT: self.split.unsplit_min_bytes}
+            prepare_host(plan, joint.device)
+        if form.split is not None and form.split.unsplit_min_bytes is not None:
+            smallest = {UNSPLIT_MIN_BYTES_STAT: form.split.unsplit_min_bytes}
             plan = replace(plan, stats={**plan.stats, **smallest})
-        available_bytes = limits.available_bytes(baseline.peak_bytes)
-        budget_bytes = None if available_bytes is None else available_bytes + excess_bytes
-        is_replanned = self.unbounded is not None and not is_plain
+        limits, available_bytes = selection.limits, selection.available_bytes
+        budget_bytes = None if available_bytes is None else available_bytes + limits.excess_bytes
+        is_replanned = self.group is not None and not is_plain
         return problem, CompiledPlan(
             plan=plan,
             budget_bytes=budget_bytes,
-            limit_bytes=plain_bytes if budget_bytes is None and is_replanned else budget_bytes,
+            limit_bytes=(
+                selection.plain_bytes if budget_bytes is None and is_replanned else budget_bytes
+            ),
             module=self.module,
             compile_id=self.compile_id,
-            baseline_bytes=baseline_bytes,
-            external_bytes=external_bytes,
+            baseline_bytes=unsplit.peak_bytes,
+            external_bytes=limits.external_bytes,
             primals_bytes=joint.primals_bytes,
             batch_copy_bytes=joint.batch_copy_bytes,
             group=self.group,
             rounds=self.rounds,
-            baseline_saved_bytes=baseline.saved_bytes,
+            baseline_saved_bytes=unsplit.saved_bytes,
             is_plain=is_plain,
+        )
+
+    def _joint_graph(self, gm: fx.GraphModule, inputs: _JointInputs) -> CompiledJointGraph:
+        inductor = self.options.inductor
+        return build_joint_graph(
+            gm,
+            inputs.values,
+            inputs.num_fwd_outputs,
+            inputs.static,
+            probe_kernels if inductor else None,
+            fuse_matmul_additions if inductor else None,
+            self.options.outputs,
         )
 
     def discard_plan(self) -> None:

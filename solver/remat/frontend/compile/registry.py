@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from remat.limits import infeasible
+from remat.limits.limits import Limits
 from remat.limits.units import format_bytes
 from remat.plan import Plan
 from remat.plan_data import HOST_BYTES_STAT
@@ -47,6 +49,9 @@ class CompiledPlan:
     that the inputs of the backward show, as in `InputLifetimes`, and `workspace_bytes` is the
     largest workspace of an extern kernel that cannot be measured in Inductor's layouts.
 
+    `infeasible_limits` are the limits of a `Partitioner` that no plan fits, with
+    `infeasible="smallest"`.
+
     Between forward and backward, `saved_bytes` stay allocated, and `baseline_saved_bytes` would
     without recomputation. Other graphs of the same step (`group`) run during that time.
     """
@@ -74,6 +79,7 @@ class CompiledPlan:
     is_plain: bool = False
     storages: Mapping[str, tuple[str, int]] = field(default_factory=dict[str, tuple[str, int]])
     workspace_bytes: int = 0
+    infeasible_limits: Limits | None = None
     number: int = field(default_factory=lambda: next(_plan_numbers))
 
     @property
@@ -118,6 +124,12 @@ def graph_title(module: str, compile_id: str) -> str:
     """Return the name of a graph in log lines and errors: "Net [0/0]", "a graph" if torch reports
     neither its module nor its compile id."""
     return f"{module or 'a graph'} [{compile_id}]" if compile_id else module or "a graph"
+
+
+def warn_of_smallest(compiled: CompiledPlan) -> None:
+    """Warn of a plan for the smallest peak in place of limits that no plan fits."""
+    if (limits := compiled.infeasible_limits) is not None:
+        infeasible.warn_of_smallest(limits.budget, compiled.planned_bytes + limits.reserve_bytes)
 
 
 class ReplanFeedback(NamedTuple):

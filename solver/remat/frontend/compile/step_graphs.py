@@ -24,7 +24,7 @@ from torch._guards import CompileContext
 
 from remat.frontend.common.aliases import storage_base
 from remat.frontend.compile.compile_options import ModelBytes
-from remat.frontend.compile.fx_utils import node_bytes, output_tensors
+from remat.frontend.compile.fx_utils import node_bytes
 from remat.frontend.compile.joint_graph import CompiledJointGraph
 from remat.frontend.compile.registry import compiled_plans
 
@@ -239,9 +239,8 @@ def external_memory_bytes(
     gradients = {storage_base(n) for n in joint.gradients if isinstance(n, fx.Node)}
     gradients_bytes = max(0, model.trainable_bytes - sum(map(node_bytes, gradients)))
     resident_bytes = model.resident_bytes
-    device = _cuda_device(joint)
-    if device is not None:
-        allocated_bytes = torch.cuda.memory_allocated(device) - saved_by_others_bytes
+    if joint.device.type == "cuda":
+        allocated_bytes = torch.cuda.memory_allocated(joint.device) - saved_by_others_bytes
         resident_bytes = max(resident_bytes, allocated_bytes)
     return max(0, resident_bytes - joint.primals_bytes) + gradients_bytes
 
@@ -253,8 +252,3 @@ def allocated_share(budget_bytes: int | None) -> float:
     if budget_bytes is None or not torch.cuda.is_initialized():
         return 0.0
     return round(torch.cuda.memory_allocated() / budget_bytes, 2)
-
-
-def _cuda_device(joint: CompiledJointGraph) -> torch.device | None:
-    devices = (t.device for node in joint.placeholders for t in output_tensors(node))
-    return next((device for device in devices if device.type == "cuda"), None)

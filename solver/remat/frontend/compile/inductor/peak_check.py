@@ -13,6 +13,7 @@ another. So each distinct call runs once, on zeros.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
@@ -32,7 +33,6 @@ from torch.utils._ordered_set import OrderedSet
 from torch.utils._pytree import tree_leaves, tree_map
 
 from remat.frontend.common.torch_modes import isolated_modes
-from remat.frontend.compile import reporting
 from remat.frontend.compile.compat import SchedulerPass
 from remat.frontend.compile.fx_utils import growth_factor, node_bytes
 from remat.frontend.compile.inductor.buffer_reuse import (
@@ -44,7 +44,7 @@ from remat.frontend.compile.inductor.buffer_reuse import (
 )
 from remat.frontend.compile.inductor.copy_operators import check_order, reloading_tensors
 from remat.frontend.compile.inductor.fusion_control import plan_number_of, schedule_runs_in
-from remat.frontend.compile.registry import CompiledPlan, find_plan
+from remat.frontend.compile.registry import CompiledPlan, find_plan, warn_of_smallest
 from remat.frontend.costs.timers import output_storage_bytes
 from remat.frontend.memory.meter import allocated_peak, cuda_peak
 from remat.limits.units import format_bytes
@@ -138,6 +138,9 @@ def _measure(call: _ExternCall) -> int:
     return max(0, peak - sum(sizes))
 
 
+logger = logging.getLogger("remat")
+
+
 class PeakOverBudget(Exception):
     """Raised when the verified peak of a graph exceeds its limit: the budget or, for "min", the
     peak under plain torch.compile.
@@ -202,7 +205,16 @@ class PeakVerifier(SchedulerPass):
             compiled.layout_copy_bytes = layout_copy_bytes()
         half = "backward" if is_backward else "forward"
         compiled.verified_by_half[half] = peak_bytes
-        reporting.log_verified_peak(compiled, half)
+        budget_bytes = compiled.budget_bytes
+        logger.info(
+            "%s: verified: the %s's kernels use %s%s",
+            compiled.title,
+            half,
+            format_bytes(peak_bytes),
+            "" if budget_bytes is None else f" of {format_bytes(budget_bytes)}",
+        )
+        if is_backward:
+            warn_of_smallest(compiled)
         limit_bytes = compiled.limit_bytes
         if limit_bytes is not None and peak_bytes > limit_bytes:
             separate = _separate_buffers(nodes, compiled, retained)

@@ -9,7 +9,7 @@ measured, each distinct one once. All measurements are in the cost cache.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -71,7 +71,7 @@ class KernelCostModel:
     def __init__(self, joint: CompiledJointGraph, *, fused: bool = True) -> None:
         self._joint = joint
         self._fused = fused or joint.kernels is None
-        self._device = _step_device(joint.operations)
+        self._device = joint.device
         self._copy_s_by_bytes: dict[int, float] = {}
         self._function_s_by_target: dict[str, float] = {}
         self._cache = CostCache()
@@ -223,13 +223,6 @@ def kernel_workspaces(joint: CompiledJointGraph) -> dict[fx.Node, int]:
 
 def _no_progress(measured: int, total: int, name: str) -> None:
     """Report no progress: there are few measurements."""
-
-
-def _step_device(operations: Iterable[fx.Node]) -> torch.device:
-    """Return the device on which a step runs: the accelerator if a tensor is on one, else the
-    CPU."""
-    devices = (tensor.device for node in operations for tensor in output_tensors(node))
-    return max(dict.fromkeys(devices), key=lambda d: d.type != "cpu", default=torch.device("cpu"))
 
 
 def _may_be_measured(node: fx.Node) -> bool:

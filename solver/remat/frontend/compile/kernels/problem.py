@@ -39,11 +39,13 @@ from remat.frontend.compile.fx_utils import (
 from remat.frontend.compile.joint_graph import CompiledJointGraph
 from remat.frontend.compile.kernels.cost_model import GroupCost
 from remat.frontend.compile.kernels.fusion_groups import FusionGroup, moved_bytes, tensors_read
+from remat.frontend.compile.registry import UnsplitStep
 from remat.graph import Graph, Operation, Value
 from remat.limits.outputs import OUTPUTS_HELD
 from remat.passes.offload.copies_in_graph import CopyOperation, OffloadedGraph, offload_values
 from remat.plan import Plan
 from remat.schedule import Schedule
+from remat.simulate import baseline_of
 
 _MAX_NAME_LENGTH = 60
 
@@ -228,6 +230,17 @@ def inductor_baseline_peak_bytes(problem: CompileProblem) -> int | None:
         forward.peak_bytes, retained_bytes + forward.layout_copy_bytes + backward.peak_bytes
     )
     return joint.constant_bytes + peak_bytes + unmeasured_workspace_bytes(problem)
+
+
+def unsplit_step(problem: CompileProblem) -> UnsplitStep:
+    """Return the step that plain torch.compile would run: the baseline of budgets and times."""
+    joint = problem.joint
+    baseline = baseline_of(problem.graph)
+    peak_bytes = inductor_baseline_peak_bytes(problem) or 0
+    if joint.plain_halves is None:
+        peak_bytes = max(peak_bytes, baseline.peak_bytes)
+    saved = problem.retained_outputs.union(map(storage_base, joint.saved_tensors))
+    return UnsplitStep(peak_bytes, sum(map(node_bytes, saved)), baseline.time_s)
 
 
 def unmeasured_workspace_bytes(problem: CompileProblem) -> int:

@@ -26,7 +26,6 @@ from dataclasses import replace
 import torch
 from torch import fx
 
-from remat.errors import InfeasibleBudget, RematError
 from remat.frontend.common.aliases import producer, storage_base
 from remat.frontend.compile.fx_utils import (
     is_collective,
@@ -46,7 +45,6 @@ from remat.frontend.compile.kernels.fusion_groups import (
     tensors_read,
 )
 from remat.frontend.compile.kernels.inline_producers import inline_producers
-from remat.plan import Plan
 
 
 def reorder_for_peak(joint: CompiledJointGraph, groups: Sequence[FusionGroup]) -> list[FusionGroup]:
@@ -335,20 +333,3 @@ def find_variants(joint: CompiledJointGraph, *, baseline_only: bool) -> list[Var
 def _collectives(groups: Sequence[FusionGroup]) -> list[fx.Node]:
     """Return the collective operations in execution order."""
     return [node for group in groups for node in group.all_nodes if is_collective(node)]
-
-
-def objective(plan: Plan, *, minimize_peak: bool) -> tuple[float, float]:
-    """Return the sort key of a plan among those of the variants; the smallest is the best. It is
-    the peak with `minimize_peak`, else whether the plan recomputes anything; then the time."""
-    has_recomputation = len(plan.schedule) > len(plan.graph)
-    return (plan.peak_bytes if minimize_peak else has_recomputation, plan.time_s)
-
-
-def least_demanding_error(errors: Sequence[RematError]) -> RematError:
-    """Return the error with the smallest minimum feasible budget."""
-
-    def min_budget(error: RematError) -> float:
-        min_bytes = error.min_feasible_bytes if isinstance(error, InfeasibleBudget) else None
-        return float("inf") if min_bytes is None else min_bytes
-
-    return min(errors, key=min_budget)
