@@ -1,19 +1,25 @@
-"""Choice of one option for each block call: the fastest options that fit the budget together.
+"""Choice of an option for each block call, and of the saved tensors that it offloads to the host.
 
-A MILP with a binary for each option of each call, and a row for each event of the step: the memory
+A MILP with a binary for each variant of each call, and a row for each event of the step: the memory
 in use outside of blocks, what earlier calls saved, and what the running block needs are at most the
 budget. It is a multiple-choice knapsack in which every prefix of the calls has its own capacity.
+
+Offloaded bytes do not count in the events between their release and their reload. A copy runs while
+exactly one other call computes: the step waits for the part of the copy that takes longer than that
+call, a variable for each call and direction. Its rows are linear, and exact for the simulator
+(`BlockStep.outcome`), since the copy of a call starts when that of the call before has ended.
+
 Executors that take one setting for all blocks have few settings: each of them is evaluated.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import pulp
 
-from remat.blockwise.block_step import BlockStep
+from remat.blockwise.block_step import BlockStep, CallVariant, StepOutcome, host_stays
 from remat.errors import InfeasibleBudget
 from remat.limits.budget import missing_percent_sign_hint
 from remat.limits.units import format_bytes
@@ -23,8 +29,12 @@ from remat.milp.solvers.pulp_versions import expression
 
 _GAP = 1e-3
 _TIME_LIMIT_S = 10.0
-_TOLERANCE = 2e-6
-"""Largest amount, in units of the program, by which a solver may violate a row."""
+_TOLERANCES = (0.0, 2e-6, 2e-5)
+"""Amounts, in units of the program, by which the budgets are lowered, one after another, until the
+solver's tolerance violates no row."""
+
+_LEAST_GAIN = 1e-3
+"""The share of the step's time that offloading must save, at least."""
 
 NEAR_MINIMUM_FACTOR = 1.01
 """Budget of "min", relative to the smallest peak. At exactly the smallest peak a step is much
@@ -36,11 +46,17 @@ ExecutorSetting = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class OptionChoice:
-    """The index of the option that each call runs in. No choice that fits the budget is faster than
-    `bound_s`."""
+    """The variant that each call runs in, with the step's outcome. No choice that fits the budget,
+    with offloading or without, is faster than `bound_s`."""
 
-    option_indices: tuple[int, ...]
+    variants: tuple[CallVariant, ...]
+    outcome: StepOutcome
     bound_s: float
+
+    @property
+    def option_indices(self) -> tuple[int, ...]:
+        """The index of the option of each call."""
+        return tuple(variant.option for variant in self.variants)
 
 
 def choose_options(
@@ -51,20 +67,31 @@ def choose_options(
 ) -> OptionChoice:
     """Return the fastest choice with a peak of at most `budget_bytes`.
 
-    Without a budget, the peak may be one percent above the smallest one. If `tied` is given, call
-    `c` must use the same option as call `tied[c]`.
+    The choice without offloading is returned unless another is faster, or it does not fit. Without
+    a budget, the peak may be one percent above the smallest one. If `tied` is given, call `c` must
+    use the same option as call `tied[c]`.
 
     Raises `InfeasibleBudget` with the smallest peak if no choice fits.
     """
-    minimum_bytes = step.peak_bytes(_fastest_or_smallest(step, None, threads, tied).option_indices)
+    tied = tied or range(len(step.options_per_call))
     if budget_bytes is None:
-        budget_bytes = int(NEAR_MINIMUM_FACTOR * minimum_bytes)
-    if budget_bytes < minimum_bytes:  # the smallest peak only within the solver's gap: try anyway
-        choice = _solve(step, budget_bytes, 0.0, threads, tied)
-        if step.peak_bytes(choice.option_indices) <= budget_bytes:
-            return choice
-    check_budget_feasible(minimum_bytes, budget_bytes)
-    return _fastest_or_smallest(step, budget_bytes, threads, tied)
+        smallest = _smallest(step, threads, tied)
+        budget_bytes = int(NEAR_MINIMUM_FACTOR * smallest.outcome.peak_bytes)
+    without = _fastest(replace(step, host=None), budget_bytes, threads, tied)
+    if step.host is None or (without and without.option_indices == fastest_options(step)):
+        best = without
+    else:
+        best = _fastest(step, budget_bytes, threads, tied)
+        if without is not None and best is None:
+            return replace(without, bound_s=0.0)
+        if without is not None and best is not None:
+            without_s = without.outcome.time_s
+            if best.outcome.time_s > (1 - _LEAST_GAIN) * without_s:
+                return replace(without, bound_s=min(best.bound_s, without_s))
+    if best is None:
+        best = _smallest(step, threads, tied)  # the solver may find it, but not for the budget
+        check_budget_feasible(best.outcome.peak_bytes, budget_bytes)
+    return best
 
 
 def cheapest_setting(
@@ -100,7 +127,7 @@ def check_budget_feasible(minimum_bytes: int, budget_bytes: int) -> None:
 
 def minimum_peak_bytes(step: BlockStep, threads: int = 2) -> int:
     """Return the smallest peak of all choices."""
-    return step.peak_bytes(_fastest_or_smallest(step, None, threads, None).option_indices)
+    return _smallest(step, threads, range(len(step.options_per_call))).outcome.peak_bytes
 
 
 def fastest_options(step: BlockStep) -> tuple[int, ...]:
@@ -111,111 +138,238 @@ def fastest_options(step: BlockStep) -> tuple[int, ...]:
     )
 
 
-def _fastest_or_smallest(
-    step: BlockStep, budget_bytes: int | None, threads: int, tied: Sequence[int] | None
-) -> OptionChoice:
-    """Return the fastest choice within a feasible budget, or without one that of smallest peak."""
-    fastest = fastest_options(step)
-    respects_ties = all(fastest[call] == fastest[other] for call, other in enumerate(tied or ()))
-    if budget_bytes is not None and respects_ties and step.peak_bytes(fastest) <= budget_bytes:
-        return OptionChoice(fastest, step.time_s(fastest))
-    choice = _solve(step, budget_bytes, 0.0, threads, tied)
-    if budget_bytes is not None and step.peak_bytes(choice.option_indices) > budget_bytes:
-        choice = _solve(step, budget_bytes, _TOLERANCE, threads, tied)
-    if budget_bytes is not None and step.peak_bytes(choice.option_indices) > budget_bytes:
-        # The budget is too tight for the solver's tolerance: fall back to the smallest peak.
-        smallest = _fastest_or_smallest(step, None, threads, tied)
-        return OptionChoice(smallest.option_indices, 0.0)
-    return choice
-
-
-def _solve(
-    step: BlockStep,
-    budget_bytes: int | None,
-    margin: float,
-    threads: int,
-    tied: Sequence[int] | None,
-) -> OptionChoice:
-    """Return the MILP's choice; if the solver has none in time, the options that save least."""
-    tied = tied or range(len(step.options_per_call))
-    program = _ChoiceProgram(step, budget_bytes, margin, tied)
-    solver = HighsSolver(gap=_GAP, time_limit=_TIME_LIMIT_S, threads=threads)
-    result = solver.solve(pulp_versions.read_arrays(program.problem))
-    indices = _least_saved(step, tied) if result.objective is None else program.chosen()
-    return OptionChoice(indices, (result.bound or 0.0) * program.unit_s)
-
-
-def _least_saved(step: BlockStep, tied: Sequence[int]) -> tuple[int, ...]:
-    """Return the index of the option of each call that saves the fewest bytes."""
+def _least_saved(step: BlockStep, tied: Sequence[int]) -> tuple[CallVariant, ...]:
+    """Return the option of each call that saves the fewest bytes, without copies."""
     smallest = [
         min(range(len(o)), key=lambda index: (o[index].saved_bytes, o[index].backward_bytes))
         for o in step.options_per_call
     ]
-    return tuple(smallest[other] for other in tied)
+    return tuple(CallVariant(smallest[other]) for other in tied)
+
+
+def _smallest(step: BlockStep, threads: int, tied: Sequence[int]) -> OptionChoice:
+    """Return the choice with the smallest peak; the options that save least if the solver has none
+    in time."""
+    candidates = [_least_saved(step, tied)]
+    if step.host is not None:
+        candidates.append(_smallest(replace(step, host=None), threads, tied).variants)
+    for tolerance in _TOLERANCES:
+        variants = _ChoiceProgram(step, None, tolerance, tied).solve(threads)
+        if variants is None:
+            break
+        if _fits_host(step, step.outcome(variants)):
+            candidates.append(variants)
+            break
+    variants = min(candidates, key=lambda c: step.outcome(c).peak_bytes)
+    return OptionChoice(variants, step.outcome(variants), 0.0)
+
+
+def _fastest(
+    step: BlockStep, budget_bytes: int, threads: int, tied: Sequence[int]
+) -> OptionChoice | None:
+    """Return the fastest choice within a budget, without copies that save no time; None if the
+    solver finds none."""
+    fastest = fastest_options(step)
+    if all(fastest[call] == fastest[other] for call, other in enumerate(tied)):
+        variants = tuple(map(CallVariant, fastest))
+        outcome = step.outcome(variants)
+        if outcome.peak_bytes <= budget_bytes:
+            return OptionChoice(variants, outcome, outcome.time_s)
+    bound_s = 0.0
+    for tolerance in _TOLERANCES:
+        program = _ChoiceProgram(step, budget_bytes, tolerance, tied)
+        solved = program.solve(threads)
+        if not tolerance:
+            bound_s = program.bound_s
+        variants = _least_saved(step, tied) if solved is None else solved
+        outcome = step.outcome(variants)
+        if outcome.peak_bytes <= budget_bytes and _fits_host(step, outcome):
+            variants = _without_needless_copies(step, variants, budget_bytes)
+            outcome = step.outcome(variants)
+            return OptionChoice(variants, outcome, min(bound_s, outcome.time_s))
+        if solved is None:
+            break
+    return None
+
+
+def _fits_host(step: BlockStep, outcome: StepOutcome) -> bool:
+    limit_bytes = None if step.host is None else step.host.host_bytes
+    return limit_bytes is None or outcome.host_bytes <= limit_bytes
+
+
+def _without_needless_copies(
+    step: BlockStep, variants: tuple[CallVariant, ...], budget_bytes: int
+) -> tuple[CallVariant, ...]:
+    """Return the choice with fewer offloaded bytes, where the budget and the time allow that. To
+    the program hidden copies are free: it has no reason to leave them out."""
+    time_s = step.outcome(variants).time_s
+    for call, variant in enumerate(variants):
+        smaller = [
+            v
+            for v in step.variants(call)
+            if v.option == variant.option and v.size_bytes < variant.size_bytes
+        ]
+        for replacement in sorted(smaller, key=lambda v: v.size_bytes):
+            changed = (*variants[:call], replacement, *variants[call + 1 :])
+            outcome = step.outcome(changed)
+            if outcome.peak_bytes <= budget_bytes and outcome.time_s <= time_s:
+                variants = changed
+                break
+    return variants
 
 
 class _ChoiceProgram:
-    """The MILP of a choice. Bytes and seconds are in units of the largest of their kind, which
-    solvers handle better than raw bytes. The budget is reduced by `margin` of these units."""
+    """The MILP of a choice; without a budget, that of the smallest peak. Bytes and seconds are in
+    units of the largest of their kind. The budgets are reduced by `margin` of these units."""
 
     def __init__(
         self, step: BlockStep, budget_bytes: int | None, margin: float, tied: Sequence[int]
     ) -> None:
-        self.step = step
+        self._step, self._margin = step, margin
         options = [option for candidates in step.options_per_call for option in candidates]
-        self.unit_s = max((option.time_s for option in options), default=0.0) or 1.0
+        self._unit_s = max((option.time_s for option in options), default=0.0) or 1.0
         non_block_bytes = max((event.non_block_bytes for event in step.events), default=0)
         block_bytes = max((option.backward_bytes for option in options), default=0)
         self._unit_bytes = (non_block_bytes + block_bytes) or 1
-        self.problem = pulp.LpProblem("blocks", pulp.LpMinimize)
+        self.bound_s = 0.0
+        self._problem = pulp.LpProblem("blocks", pulp.LpMinimize)
+        self._variants = [step.variants(call) for call in range(len(step.options_per_call))]
         self._selects = [
-            [self.problem.add_variable(f"x{c}_{w}", 0, 1, pulp.LpInteger) for w in range(len(o))]
-            for c, o in enumerate(step.options_per_call)
+            [self._problem.add_variable(f"x{c}_{n}", 0, 1, pulp.LpInteger) for n in range(len(v))]
+            for c, v in enumerate(self._variants)
         ]
-        peak = self.problem.add_variable("peak", 0)
-        rows = [
+        self._peak = self._problem.add_variable("peak", 0)
+        self._rows = [
             (f"one{call}", dict.fromkeys(selects, 1.0), pulp.LpConstraintEQ, 1.0)
             for call, selects in enumerate(self._selects)
         ]
+        self._add_ties(tied)
+        costs: dict[pulp.LpVariable, float] = {}
+        for call in range(len(self._selects)):
+            times = self._terms(call, lambda c, v: step.option(c, v).time_s / self._unit_s)
+            costs |= times
+        self._add_memory_rows(budget_bytes)
+        self._add_host_row()
+        costs |= dict.fromkeys(self._waiting_variables(), 1.0)
+        pulp_versions.add_rows(self._problem, self._rows)
+        objective = {self._peak: 1.0} if budget_bytes is None else costs
+        self._problem.setObjective(expression(objective))
+
+    def _add_ties(self, tied: Sequence[int]) -> None:
         for call, other in enumerate(tied):
             pairs = zip(self._selects[call], self._selects[other], strict=True)
             for index, (x, y) in enumerate(pairs if call != other else ()):
                 row = (f"tied{call}_{index}", {x: 1.0, y: -1.0}, pulp.LpConstraintEQ, 0.0)
-                rows.append(row)
-        limit = (budget_bytes or 0) / self._unit_bytes - margin
+                self._rows.append(row)
+
+    def _terms(
+        self, call: int, size: Callable[[int, CallVariant], float]
+    ) -> dict[pulp.LpVariable, float]:
+        """Return each variant's variable with its value of `size`."""
+        pairs = zip(self._selects[call], self._variants[call], strict=True)
+        return {x: size(call, variant) for x, variant in pairs}
+
+    def _bytes(self, call: int, batches: int, *, is_on_host: bool) -> dict[pulp.LpVariable, float]:
+        """Return the terms of the bytes that a call retains between forward and backward. While its
+        tensors are on the host, and in the other `batches`, offloaded bytes do not count."""
+
+        def size(c: int, variant: CallVariant) -> float:
+            saved_bytes = self._step.option(c, variant).saved_bytes
+            remaining_bytes = saved_bytes - variant.size_bytes
+            held_bytes = remaining_bytes if is_on_host else saved_bytes
+            return (held_bytes + batches * remaining_bytes) / self._unit_bytes
+
+        return self._terms(call, size)
+
+    def _add_memory_rows(self, budget_bytes: int | None) -> None:
+        step, stays = self._step, host_stays(self._step)
+        batches = step.in_flight - 1
+        limit = (budget_bytes or 0) / self._unit_bytes - self._margin
         pending: set[int] = set()  # calls between their forward and their backward
+        on_host: set[int] = set()
         for number, event in enumerate(step.events):
-            pending.discard(event.call)
+            if event.kind == "backward":
+                pending.discard(event.call)
+                on_host -= {c for c, stay in stays.items() if stay.reloaded_before == event.call}
             terms: dict[pulp.LpVariable, float] = {}
             for call in range(len(step.options_per_call)):
-                batches = step.in_flight - (call not in pending)
-                for x, size in self._sizes(call, "saved_bytes") if batches else ():
-                    terms[x] = batches * size
+                if call in pending:
+                    terms |= self._bytes(call, batches, is_on_host=call in on_host)
+                elif batches:
+                    terms |= self._bytes(call, batches - 1, is_on_host=True)
             if event.kind != "outside":
-                for x, size in self._sizes(event.call, f"{event.kind}_bytes"):
+                field = f"{event.kind}_bytes"
+                running = self._terms(
+                    event.call,
+                    lambda c, v, field=field: (
+                        getattr(self._step.option(c, v), field) / self._unit_bytes
+                    ),
+                )
+                for x, size in running.items():
                     terms[x] = terms.get(x, 0.0) + size
             capacity = -(event.non_block_bytes + step.other_batches_bytes) / self._unit_bytes
             if budget_bytes is None:
-                terms[peak] = -1.0
+                terms[self._peak] = -1.0
             else:
                 capacity += limit
-            rows.append((f"at{number}", terms, pulp.LpConstraintLE, capacity))
+            self._rows.append((f"at{number}", terms, pulp.LpConstraintLE, capacity))
             if event.kind == "forward":
                 pending.add(event.call)
-        pulp_versions.add_rows(self.problem, rows)
-        costs = {
-            x: option.time_s / self.unit_s
-            for selects, candidates in zip(self._selects, step.options_per_call, strict=True)
-            for x, option in zip(selects, candidates, strict=True)
-        }
-        self.problem.setObjective(expression({peak: 1.0} if budget_bytes is None else costs))
+                on_host |= {c for c, stay in stays.items() if stay.released_after == event.call}
 
-    def _sizes(self, call: int, field: str) -> list[tuple[pulp.LpVariable, float]]:
-        """Return each option's variable with its size `field`, in units of the program."""
-        pairs = zip(self._selects[call], self.step.options_per_call[call], strict=True)
-        return [(x, getattr(option, field) / self._unit_bytes) for x, option in pairs]
+    def _add_host_row(self) -> None:
+        host_bytes = None if self._step.host is None else self._step.host.host_bytes
+        if host_bytes is None:
+            return
+        unit_bytes = host_bytes or 1
+        batches = self._step.in_flight
+        terms: dict[pulp.LpVariable, float] = {}
+        for call in range(len(self._selects)):
+            terms |= self._terms(call, lambda _, v: batches * v.size_bytes / unit_bytes)
+        limit = host_bytes / unit_bytes - (self._margin if host_bytes else 0.0)
+        self._rows.append(("host", terms, pulp.LpConstraintLE, limit))
 
-    def chosen(self) -> tuple[int, ...]:
-        """Return the option index of each call after a solve."""
+    def _waiting_variables(self) -> list[pulp.LpVariable]:
+        """Return a variable for each call and direction: the seconds of its copy beyond those of
+        the call that runs meanwhile, at least."""
+        if self._step.host is None:
+            return []
+        link = self._step.host.link
+        waits: list[pulp.LpVariable] = []
+
+        def backward_s(call: int, variant: CallVariant) -> float:
+            option = self._step.option(call, variant)
+            return option.time_s - option.forward_s
+
+        def forward_s(call: int, variant: CallVariant) -> float:
+            return self._step.option(call, variant).forward_s
+
+        for call, stay in host_stays(self._step).items():
+            if not any(variant.size_bytes for variant in self._variants[call]):
+                continue
+            for name, rate, hiding, hidden_s in (
+                ("leave", link.to_host_bytes_per_s, stay.released_after, forward_s),
+                ("return", link.to_device_bytes_per_s, stay.reloaded_before, backward_s),
+            ):
+                wait = self._problem.add_variable(f"{name}{call}", 0)
+                copies = self._terms(
+                    call, lambda _, v, rate=rate: v.size_bytes / rate / self._unit_s
+                )
+                hides = self._terms(
+                    hiding, lambda c, v, hidden_s=hidden_s: -hidden_s(c, v) / self._unit_s
+                )
+                terms = {**copies, **hides, wait: -1.0}
+                self._rows.append((f"{name}{call}", terms, pulp.LpConstraintLE, 0.0))
+                waits.append(wait)
+        return waits
+
+    def solve(self, threads: int) -> tuple[CallVariant, ...] | None:
+        """Return the variants that the solver selects; None if it finds none in time."""
+        solver = HighsSolver(gap=_GAP, time_limit=_TIME_LIMIT_S, threads=threads)
+        result = solver.solve(pulp_versions.read_arrays(self._problem))
+        self.bound_s = (result.bound or 0.0) * self._unit_s
+        if result.objective is None:
+            return None
         values = [[x.varValue or 0.0 for x in selects] for selects in self._selects]
-        return tuple(max(range(len(v)), key=v.__getitem__) for v in values)
+        indices = [max(range(len(v)), key=v.__getitem__) for v in values]
+        return tuple(v[index] for v, index in zip(self._variants, indices, strict=True))

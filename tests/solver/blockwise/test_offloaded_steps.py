@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import hypothesis
 import pytest
@@ -10,26 +11,24 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from tests.solver.blockwise.test_blockwise import steps
 
-from remat.blockwise.block_step import BlockOption, BlockStep, StepEvent
-from remat.blockwise.choose_offloaded import (
-    VariantChoice,
-    choose_variants,
-    minimum_offloaded_peak_bytes,
-)
-from remat.blockwise.offloaded_step import (
+from remat.blockwise.block_step import (
+    BlockOption,
+    BlockStep,
     CallVariant,
+    HostCopies,
     HostStay,
-    OffloadedStep,
+    StepEvent,
     StepOutcome,
     host_stays,
     useful_variants,
 )
+from remat.blockwise.choose import OptionChoice, choose_options, minimum_peak_bytes
 from remat.costs.devices import Link
 from remat.errors import InfeasibleBudget
 
 
 @st.composite
-def offloaded_steps(draw_from: st.DrawFn) -> OffloadedStep:
+def offloaded_steps(draw_from: st.DrawFn) -> BlockStep:
     """Up to four calls whose options offload nothing, a half or all of what they save."""
     step = draw_from(steps())
     options_per_call = tuple(
@@ -56,13 +55,15 @@ def offloaded_steps(draw_from: st.DrawFn) -> OffloadedStep:
         draw_from(st.sampled_from((5.0, 20.0, 1e6))), draw_from(st.sampled_from((5.0, 1e6)))
     )
     host_bytes = draw_from(st.sampled_from((None, 0, 15, 40)))
-    return OffloadedStep(step, variants, link, host_bytes, draw_from(st.sampled_from((0, 1))))
+    handle_bytes = draw_from(st.sampled_from((0, 1)))
+    return replace(step, host=HostCopies(variants, link, host_bytes, handle_bytes))
 
 
-def outcome_by_hand(offloaded: OffloadedStep, chosen: tuple[CallVariant, ...]) -> StepOutcome:
+def outcome_by_hand(step: BlockStep, chosen: tuple[CallVariant, ...]) -> StepOutcome:
     """Return the outcome from closed formulas: what is on the host during each event, and the
     waiting of each copy beyond the one call that hides it."""
-    step, link = offloaded.step, offloaded.link
+    assert step.host is not None
+    link = step.host.link
     options = [
         BlockOption(
             o.time_s, o.saved_bytes + size, o.forward_bytes + size, o.backward_bytes + size,
@@ -70,7 +71,7 @@ def outcome_by_hand(offloaded: OffloadedStep, chosen: tuple[CallVariant, ...]) -
         )
         for c, v in enumerate(chosen)
         for o in [step.options_per_call[c][v.option]]
-        for size in [offloaded.handle_bytes * len(v.tensors)]
+        for size in [step.host.handle_bytes * len(v.tensors)]
     ]  # fmt: skip
     remaining = [o.saved_bytes - v.size_bytes for o, v in zip(options, chosen, strict=True)]
     place = {(e.kind, e.call): n for n, e in enumerate(step.events)}
@@ -110,11 +111,12 @@ def outcome_by_hand(offloaded: OffloadedStep, chosen: tuple[CallVariant, ...]) -
     return StepOutcome(peak, time, waiting, copies, host)
 
 
-def brute(offloaded: OffloadedStep) -> list[StepOutcome]:
+def brute(step: BlockStep) -> list[StepOutcome]:
     """Return the outcomes of all choices that the host has room for."""
-    every = itertools.product(*offloaded.variants_per_call)
-    outcomes = [outcome_by_hand(offloaded, chosen) for chosen in every]
-    room = offloaded.host_bytes
+    assert step.host is not None
+    every = itertools.product(*step.host.variants_per_call)
+    outcomes = [outcome_by_hand(step, chosen) for chosen in every]
+    room = step.host.host_bytes
     return [o for o in outcomes if room is None or o.host_bytes <= room]
 
 
@@ -125,27 +127,27 @@ def assert_is(actual: StepOutcome, expected: StepOutcome) -> None:
     assert actual.copies_s == pytest.approx(expected.copies_s)
 
 
-def check(offloaded: OffloadedStep, choice: VariantChoice, budget_bytes: int) -> None:
-    assert_is(choice.outcome, outcome_by_hand(offloaded, choice.variants))
+def check(step: BlockStep, choice: OptionChoice, budget_bytes: int) -> None:
+    assert_is(choice.outcome, outcome_by_hand(step, choice.variants))
     assert choice.outcome.peak_bytes <= budget_bytes
-    if offloaded.host_bytes is not None:
-        assert choice.outcome.host_bytes <= offloaded.host_bytes
+    if step.host is not None and step.host.host_bytes is not None:
+        assert choice.outcome.host_bytes <= step.host.host_bytes
 
 
 @pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @hypothesis.given(offloaded_steps(), st.integers(0, 150))
-def test_the_choice_is_the_best_of_all(offloaded: OffloadedStep, budget_bytes: int) -> None:
-    every = brute(offloaded)
+def test_the_choice_is_the_best_of_all(step: BlockStep, budget_bytes: int) -> None:
+    every = brute(step)
     least_bytes = min(o.peak_bytes for o in every)
-    assert minimum_offloaded_peak_bytes(offloaded) <= least_bytes * (1 + 2e-3)
+    assert minimum_peak_bytes(step) <= least_bytes * (1 + 2e-3)
     if budget_bytes < least_bytes:
         with pytest.raises(InfeasibleBudget) as raised:
-            choose_variants(offloaded, budget_bytes)
+            choose_options(step, budget_bytes)
         assert raised.value.min_feasible_bytes == least_bytes
         return
-    choice = choose_variants(offloaded, budget_bytes)
-    check(offloaded, choice, budget_bytes)
+    choice = choose_options(step, budget_bytes)
+    check(step, choice, budget_bytes)
     best_s = min(o.time_s for o in every if o.peak_bytes <= budget_bytes)
     # Within the solver's gap, and the gain below which nothing is offloaded.
     assert choice.outcome.time_s == pytest.approx(best_s, rel=4e-3)
@@ -154,10 +156,10 @@ def test_the_choice_is_the_best_of_all(offloaded: OffloadedStep, budget_bytes: i
 
 @settings(max_examples=30, deadline=None)
 @hypothesis.given(offloaded_steps())
-def test_without_a_budget_the_peak_is_near_the_smallest(offloaded: OffloadedStep) -> None:
-    least_bytes = min(o.peak_bytes for o in brute(offloaded))
-    choice = choose_variants(offloaded, None)
-    check(offloaded, choice, int(1.012 * least_bytes))
+def test_without_a_budget_the_peak_is_near_the_smallest(step: BlockStep) -> None:
+    least_bytes = min(o.peak_bytes for o in brute(step))
+    choice = choose_options(step, None)
+    check(step, choice, int(1.012 * least_bytes))
 
 
 def pyramid(count: int, options: tuple[BlockOption, ...], outside_bytes: int = 0) -> BlockStep:
@@ -194,7 +196,7 @@ def test_memory_and_waiting_of_a_step() -> None:
     step = pyramid(4, (BlockOption(3.0, 10, 10, 12, 1.0),), outside_bytes=5)
     offloads = (CallVariant(0, (0,), 8),)
     plain = (CallVariant(0),)
-    offloaded = OffloadedStep(step, (offloads, offloads, plain, plain), Link(4.0, 4.0))
+    offloaded = replace(step, host=HostCopies((offloads, offloads, plain, plain), Link(4.0, 4.0)))
     outcome = offloaded.outcome((*offloads, *offloads, *plain, *plain))
     # Each copy there takes 2 s, of which 1 s is hidden; each copy back is hidden by 2 s.
     assert (outcome.waiting_s, outcome.copies_s, outcome.time_s) == (2.0, 8.0, 14.0)
@@ -212,12 +214,12 @@ def test_copies_that_save_no_time_are_left_out() -> None:
         (CallVariant(0), CallVariant(1), *((CallVariant(0, (0,), 10),) if c in stays else ()))
         for c in range(6)
     )
-    offloaded = OffloadedStep(step, variants, Link(1e6, 1e6))
+    step = replace(step, host=HostCopies(variants, Link(1e6, 1e6)))
     whole = step.peak_bytes((0,) * 6)
-    choice = choose_variants(offloaded, whole - 10)
+    choice = choose_options(step, whole - 10)
     assert choice.outcome.time_s == pytest.approx(18.0)
     assert choice.outcome.host_bytes == 10
-    assert choose_variants(offloaded, whole).outcome.host_bytes == 0
+    assert choose_options(step, whole).outcome.host_bytes == 0
 
 
 def test_dominated_variants_are_left_out() -> None:

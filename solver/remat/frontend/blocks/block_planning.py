@@ -6,20 +6,27 @@ import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
-from remat.blockwise.block_step import AS_IT_IS, CHECKPOINTED, PLANNED, BlockStep
-from remat.blockwise.blocks_plan import BlockCall, BlocksPlan
-from remat.blockwise.choose import NEAR_MINIMUM_FACTOR, choose_options, minimum_peak_bytes
-from remat.blockwise.choose_offloaded import (
-    VariantChoice,
-    choose_variants,
-    minimum_offloaded_peak_bytes,
+from remat.blockwise.block_step import (
+    AS_IT_IS,
+    CHECKPOINTED,
+    PLANNED,
+    BlockStep,
+    CallVariant,
+    HostCopies,
+    host_stays,
 )
-from remat.blockwise.offloaded_step import CallVariant, OffloadedStep, StepOutcome, host_stays
+from remat.blockwise.blocks_plan import BlockCall, BlocksPlan
+from remat.blockwise.choose import (
+    NEAR_MINIMUM_FACTOR,
+    OptionChoice,
+    choose_options,
+    minimum_peak_bytes,
+)
 from remat.choice.offloaded_forms import MIN_BYTES, OffloadLimits
 from remat.errors import InfeasibleBudget, TraceError
 from remat.frontend.blocks.block_options import BlockSolver, PlannedOption
@@ -107,7 +114,7 @@ def plan_blocks(
                 alternatives.insert(0, parts)
     minimum_bytes = 0
     if budget_floor_bytes:
-        minimum_bytes = min(a.minimum_peak_bytes() for a in alternatives)
+        minimum_bytes = min(minimum_peak_bytes(a.step) for a in alternatives)
     if budget_floor_bytes and (budget_bytes is not None or minimum_bytes <= budget_floor_bytes):
         budget_bytes = max(budget_bytes or 0, budget_floor_bytes)
 
@@ -144,7 +151,7 @@ def _fastest_plan(
     try:
         for alternative in alternatives:
             try:
-                choice = alternative.choose(budget_bytes)
+                choice = choose_options(alternative.step, budget_bytes)
             except InfeasibleBudget as error:
                 errors.append(error)
             else:
@@ -172,8 +179,7 @@ class _Alternative:
     `planned_options` has the plans of each call, () for a call that runs in eager mode.
     `capture_failures` says why blocks and child modules could not be captured. `replaced` has the
     blocks that are planned by their child modules, with the reasons. `library_bytes` are the
-    workspaces of libraries, a part of the step's peaks. `offloaded` is the step with variants that
-    offload tensors, None without such variants.
+    workspaces of libraries, a part of the step's peaks.
     """
 
     step: BlockStep
@@ -182,17 +188,6 @@ class _Alternative:
     planned_options: list[tuple[PlannedOption, ...]]
     capture_failures: tuple[str, ...]
     replaced: tuple[tuple[str, str], ...]
-    offloaded: OffloadedStep | None = None
-
-    def choose(self, budget_bytes: int | None) -> VariantChoice:
-        """Return the fastest choice within the budget. Raises `InfeasibleBudget`."""
-        if self.offloaded is not None:
-            return choose_variants(self.offloaded, budget_bytes)
-        choice = choose_options(self.step, budget_bytes)
-        peak_bytes = self.step.peak_bytes(choice.option_indices)
-        outcome = StepOutcome(peak_bytes, self.step.time_s(choice.option_indices), 0.0, 0.0, 0)
-        variants = tuple(map(CallVariant, choice.option_indices))
-        return VariantChoice(variants, outcome, choice.bound_s)
 
     @property
     def has_uncapturable(self) -> bool:
@@ -208,12 +203,6 @@ class _Alternative:
                 for options in self.step.options_per_call
             ]
         )
-
-    def minimum_peak_bytes(self) -> int:
-        """Return the smallest peak of all choices."""
-        if self.offloaded is not None:
-            return minimum_offloaded_peak_bytes(self.offloaded)
-        return minimum_peak_bytes(self.step)
 
 
 def _alternative(
@@ -254,14 +243,14 @@ def _alternative(
         options.in_flight,
         dry_run.non_block_bytes,
     )
-    offloaded: OffloadedStep | None = None
     limits = _host_limits(options, planned_options)
     if limits is not None:
         variants = host_variants(candidates, planned_options, dry_run, step)
         is_on_cpu = all(p.device.type == "cpu" for p in model.parameters())
         handle_bytes = HANDLE_BYTES if is_on_cpu else 0
         if any(variants):
-            offloaded = OffloadedStep(step, variants, limits.link, limits.host_bytes, handle_bytes)
+            host = HostCopies(variants, limits.link, limits.host_bytes, handle_bytes)
+            step = replace(step, host=host)
     return _Alternative(
         step,
         dry_run.library_bytes,
@@ -269,7 +258,6 @@ def _alternative(
         planned_options,
         tuple(failures.values()),
         selection.replaced,
-        offloaded,
     )
 
 
@@ -303,7 +291,7 @@ def _infeasible_error(
 
 def _planned_blocks(
     alternative: _Alternative,
-    choice: VariantChoice,
+    choice: OptionChoice,
     budget_bytes: int | None,
     baseline_bytes: int,
     solver: BlockSolver,

@@ -7,8 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from remat.blockwise.block_step import BlockStep
-from remat.blockwise.offloaded_step import CallVariant, host_stays, useful_variants
+from remat.blockwise.block_step import BlockStep, CallVariant, host_stays, useful_variants
 from remat.choice.offloaded_forms import MIN_BYTES
 from remat.documents.trace import CUDA_ALIGNMENT_BYTES
 from remat.frontend.blocks.block_options import PlannedOption, SavedTensor
