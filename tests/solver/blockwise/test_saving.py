@@ -9,9 +9,9 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from remat.blockwise import selective_checkpointing
+from remat.blockwise import choose
+from remat.blockwise.choose import SaveCandidate, save_selections
 from remat.blockwise.policies import BlockPolicy, Policies
-from remat.blockwise.selective_checkpointing import SaveCandidate, save_selections
 from remat.errors import DocumentError
 
 
@@ -60,13 +60,13 @@ def test_no_other_subset_saves_more_time_in_the_same_bytes(
     selections = save_selections(save_candidates)
     assert all(subset in allowed for subset in selections)
     assert len(set(selections)) == len(selections)
-    for share in selective_checkpointing._LIMIT_FRACTIONS:
+    for share in choose._LIMIT_FRACTIONS:
         room_bytes = share * total_bytes
         best_s = max(saved_s(subset) for subset in allowed if held_bytes(subset) <= room_bytes)
         reached_s = max(
             (saved_s(o) for o in selections if held_bytes(o) <= room_bytes), default=0.0
         )
-        assert reached_s >= best_s * (1 - 2 * selective_checkpointing._GAP) - 1e-12
+        assert reached_s >= best_s * (1 - 2 * choose._GAP) - 1e-12
 
 
 def document(**more: object) -> Policies:

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 import remat
 from remat.blockwise.blocks_plan import BlocksPlan
 from remat.frontend.api.enable import is_enabled
-from remat.frontend.blocks import host_variants
+from remat.frontend.blocks import candidates
 from remat.frontend.blocks.fsdp2 import unreduced_gradients
 from remat.frontend.memory.meter import allocated_peak, measure_step
 
@@ -68,7 +68,7 @@ def _worker(rank: int, kind: str, folder: str) -> None:
             _shard(model, kind)
         options: dict[str, Any] = {"scope": "blocks", "outputs": "dropped"}
         if kind == "offloaded":
-            host_variants.MIN_BYTES = 1024  # the tensors of this model are small
+            candidates.MIN_BYTES = 1024  # the tensors of this model are small
             options |= OFFLOAD
         remat.enable(model, "60%", costs=remat.Roofline("cpu"), **options)
         if kind == "enabled first":

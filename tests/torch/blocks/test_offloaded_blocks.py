@@ -26,7 +26,7 @@ from torch import nn
 import remat
 from remat.blockwise.blocks_plan import BlocksPlan
 from remat.errors import InfeasibleBudget, RematError
-from remat.frontend.blocks.step_copies import PlannedCopies, StepCopies
+from remat.frontend.blocks.runtime import PlannedCopies, StepCopies
 from remat.frontend.runtime.host_file import HostFile, host_file
 
 pytestmark = pytest.mark.usefixtures("offload_file_in_tmp_path")

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import remat
-from remat.blockwise.saved_inputs import SavedInputs
+from remat.blockwise.pareto_options import SavedInputs
 
 
 def test_a_tensor_may_be_recomputed_in_the_forward_and_saved() -> None:

@@ -10,8 +10,7 @@ from functools import cached_property
 import torch
 
 from remat.blockwise.block_step import BlockOption
-from remat.blockwise.pareto_options import pareto_options
-from remat.blockwise.saved_inputs import SavedInputs
+from remat.blockwise.pareto_options import SavedInputs, pareto_options
 from remat.costs.roofline import Roofline
 from remat.costs.trace_costs import roofline_source
 from remat.documents.program import Program

@@ -30,13 +30,16 @@ from remat.blockwise.choose import (
 from remat.choice.offloaded_forms import MIN_BYTES, OffloadLimits
 from remat.errors import InfeasibleBudget, TraceError
 from remat.frontend.blocks.block_options import BlockSolver, PlannedOption
-from remat.frontend.blocks.candidates import CallCandidates, step_limits, with_saved_inputs
+from remat.frontend.blocks.candidates import (
+    CallCandidates,
+    host_variants,
+    step_limits,
+    with_saved_inputs,
+)
 from remat.frontend.blocks.dry_run import head_growth_bytes
 from remat.frontend.blocks.fsdp2 import is_sharded
-from remat.frontend.blocks.host_variants import host_variants
-from remat.frontend.blocks.runtime import PlannedCall
+from remat.frontend.blocks.runtime import PlannedCall, PlannedCopies
 from remat.frontend.blocks.selection import select_blocks
-from remat.frontend.blocks.step_copies import PlannedCopies
 from remat.frontend.blocks.step_recorder import DryRunCall, DryRunTooLarge
 from remat.frontend.capture.model.attribute_guards import AttributeGuards
 from remat.frontend.capture.model.checkpointing import checkpointing_disabled

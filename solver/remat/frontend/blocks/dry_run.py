@@ -28,8 +28,7 @@ from remat.frontend.blocks.fsdp2 import (
     sharded_parameters,
     unreduced_gradients,
 )
-from remat.frontend.blocks.module_state import state_restored
-from remat.frontend.blocks.patching import patched_forwards
+from remat.frontend.blocks.module_state import patched_forwards, state_restored
 from remat.frontend.blocks.profile import (
     measure_eager_options,
 )

@@ -22,7 +22,7 @@ from remat.frontend.blocks.fsdp2 import (
     is_sharded,
     unreduced_gradients,
 )
-from remat.frontend.blocks.patching import layer_checkpointing_disabled
+from remat.frontend.blocks.module_state import layer_checkpointing_disabled
 from remat.frontend.blocks.runtime import BoundBlocks, PlannedCall, StepWithoutBlocks
 from remat.frontend.capture.model.attribute_guards import AttributeGuards
 from remat.frontend.planning.plan_cache import PlanEntry

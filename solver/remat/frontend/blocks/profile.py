@@ -20,8 +20,7 @@ from remat.costs.roofline import Roofline
 from remat.errors import one_line
 from remat.frontend.blocks.discovery import Submodule, trainable_parameters
 from remat.frontend.blocks.fsdp2 import gathered_storages
-from remat.frontend.blocks.module_state import BufferSnapshot, run_checkpointed
-from remat.frontend.blocks.write_journal import WriteJournal
+from remat.frontend.blocks.module_state import BufferSnapshot, WriteJournal, run_checkpointed
 from remat.frontend.capture.model.preserved_state import rng_state_preserved
 from remat.frontend.common.pytree import flatten_objects, tensors_in, unflatten_objects
 from remat.frontend.costs.timers import Clock, clock

@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import SAC_IGNORED_OPS
 
-from remat.blockwise.selective_checkpointing import SaveCandidate
+from remat.blockwise.choose import SaveCandidate
 from remat.frontend.blocks.module_state import BufferSnapshot
 from remat.frontend.blocks.profile import (
     ModuleInvocation,

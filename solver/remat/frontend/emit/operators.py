@@ -20,8 +20,8 @@ from torch.utils.checkpoint import (
 )
 
 from remat.blockwise.block_step import AS_IT_IS, CHECKPOINTED, SELECTIVE
+from remat.blockwise.choose import save_selections
 from remat.blockwise.policies import BlockPolicy
-from remat.blockwise.selective_checkpointing import save_selections
 from remat.errors import RematError
 from remat.frontend.emit.operator_profile import (
     profile_operators,

@@ -13,10 +13,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
 from remat.blockwise.block_step import AS_IT_IS, CHECKPOINTED, SELECTIVE
+from remat.blockwise.choose import SaveCandidate, save_selections
 from remat.blockwise.policies import BlockPolicy
-from remat.blockwise.selective_checkpointing import SaveCandidate, save_selections
 from remat.errors import RematError
-from remat.frontend.blocks.patching import patched_forwards
+from remat.frontend.blocks.module_state import patched_forwards
 from remat.frontend.blocks.profile import synchronized_time_s
 from remat.frontend.common.pytree import tensors_in
 
