@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
 import torch
@@ -140,6 +140,26 @@ FAMILIES: dict[str, Callable[[], Case]] = {
 
 
 # -- plain modules, one difficulty each ----------------------------------------------------------
+
+
+class WithParts(nn.Module):
+    """A module whose class statement names its parts: `class Net(WithParts, layer=(4, 8))` has a
+    linear layer. A part of another kind is a function that creates it."""
+
+    _parts: ClassVar[dict[str, tuple[int, int] | Callable[[], Any]]] = {}
+
+    def __init_subclass__(cls, **parts: tuple[int, int] | Callable[[], Any]) -> None:
+        super().__init_subclass__()
+        cls._parts = {**cls._parts, **parts}
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name, part in self._parts.items():
+            setattr(self, name, nn.Linear(*part) if isinstance(part, tuple) else part())
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
 
 
 class Mlp(nn.Module):

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.helpers.training.models import WithParts
 from tests.helpers.training.tied_net import Net, assert_equal, batch, gradients, net
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -224,11 +225,7 @@ def test_a_replaced_forward_with_variables_of_a_closure_is_planned_once() -> Non
 
         return run
 
-    class Scaled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(4, 4)
-
+    class Scaled(WithParts, layer=(4, 4)):
         @decorated
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.layer(x)

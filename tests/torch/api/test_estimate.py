@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.helpers.training.models import FAMILIES, PLAIN, Case, Mlp, Tied, gpt2
+from tests.helpers.training.models import FAMILIES, PLAIN, Case, Mlp, Tied, WithParts, gpt2
 from tests.helpers.training.recorded_steps import run_step
 from torch import nn
 
@@ -98,11 +98,7 @@ def test_a_product_retains_both_factors_until_both_gradients_are_computed() -> N
     """linear -> h * sigmoid(h) -> sum: while the product's backward computes the second gradient,
     h and the sigmoid, both gradients and the gradient of the product are live."""
 
-    class Step(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear, self.last = nn.Linear(64, 64), nn.Linear(64, 1)
-
+    class Step(WithParts, linear=(64, 64), last=(64, 1)):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             hidden = self.linear(x)
             return self.last(hidden * torch.sigmoid(hidden)).sum()
@@ -117,11 +113,7 @@ def test_a_product_of_two_dtypes_retains_its_factors_until_the_gradient_is_cast(
     """As the GELU of GPT-2 under autocast: the gradient of the factor in bfloat16 is computed in
     float32, and cast while both factors and the other gradient are live."""
 
-    class Step(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear, self.last = nn.Linear(64, 64), nn.Linear(64, 1)
-
+    class Step(WithParts, linear=(64, 64), last=(64, 1)):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             hidden = self.linear(x)
             return self.last(hidden.bfloat16() * torch.sigmoid(hidden)).sum()
@@ -134,11 +126,7 @@ def test_gradients_of_a_tensor_with_many_uses_are_added_in_place() -> None:
     """Each slice's gradient has the size of `hidden`, as the sum of those before it has: no third
     tensor is live, as in a state-space model that reads one time step after the other."""
 
-    class Step(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(8, 64)
-
+    class Step(WithParts, linear=(8, 64)):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             hidden = self.linear(x)
             state = torch.zeros(1000, 64)
@@ -158,13 +146,8 @@ def test_gradients_of_a_tensor_with_many_uses_are_added_in_place() -> None:
     _check_parts(estimate)
 
 
-class SharedSum(nn.Module):
+class SharedSum(WithParts, first=(8, 512), last=(512, 512), head=(512, 1)):
     """The gradient of the last sum is read once more after it was added to another one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(8, 512), nn.Linear(512, 512)
-        self.head = nn.Linear(512, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = self.first(x)
@@ -291,11 +274,7 @@ def test_a_step_larger_than_this_machine_is_estimated() -> None:
 
 
 def test_a_model_that_cannot_be_captured_is_an_error() -> None:
-    class Branch(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(4, 4)
-
+    class Branch(WithParts, linear=(4, 4)):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             y = self.linear(x)
             return y.sum() if y.sum() > 0 else y.mean()

@@ -11,6 +11,7 @@ import pytest
 import torch
 from benchmarks.software_gpu.families import build
 from tests.helpers.doc_snippets import ROOT
+from tests.helpers.training.models import WithParts
 from torch import nn
 
 import remat
@@ -183,11 +184,7 @@ def test_plans_keep_their_promise(answer: Fit, name: str) -> None:
 def test_released_outputs_keep_their_promise() -> None:
     """The peak is that of the head's backward, which does not read the logits."""
 
-    class WithLoss(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 4096))
-
+    class WithLoss(WithParts, layers=lambda: nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 4096))):
         def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
             logits = self.layers(x)
             return {"loss": logits.log_softmax(-1).mean(), "logits": logits}
@@ -562,11 +559,7 @@ def test_the_code_is_for_the_model() -> None:
     """A plain module has no method for checkpoints, and a function may return a call without
     keyword arguments."""
 
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.wide, self.narrow = nn.Linear(64, 512), nn.Linear(512, 64)
-
+    class Block(WithParts, wide=(64, 512), narrow=(512, 64)):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.narrow(torch.nn.functional.gelu(self.wide(x)))
 

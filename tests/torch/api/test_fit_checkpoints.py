@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.helpers.training.models import WithParts
 from tests.torch.api.test_fit import option, trained_peak
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -13,13 +14,9 @@ import remat
 SHAPE = (64, 128)
 
 
-class Scaled(nn.Module):
+class Scaled(WithParts, scale=lambda: nn.Parameter(torch.randn(1, *SHAPE))):
     """A scale of each token and channel, in float32. Autograd saves nothing of the argument, which
     the checkpoint does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.randn(1, *SHAPE))
 
     def scaled(self, x: torch.Tensor) -> torch.Tensor:
         return torch.tanh(x)

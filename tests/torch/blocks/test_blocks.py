@@ -26,6 +26,7 @@ from tests.helpers.training.block_models import (
     plan_of,
     step,
 )
+from tests.helpers.training.models import WithParts
 from torch import nn
 
 import remat
@@ -582,11 +583,7 @@ class _Caching(Block):
         return super().forward(x)
 
 
-class _Cached(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(_Caching(16) for _ in range(3))
-
+class _Cached(WithParts, blocks=lambda: nn.ModuleList(_Caching(16) for _ in range(3))):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         cache = _Cache()
         for block in self.blocks:

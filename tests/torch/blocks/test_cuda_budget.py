@@ -6,6 +6,7 @@ import gc
 
 import pytest
 import torch
+from tests.helpers.training.models import WithParts
 from torch import nn
 
 import remat
@@ -13,11 +14,7 @@ import remat
 pytestmark = pytest.mark.gpu
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(64, 256), nn.Linear(256, 64)
-
+class Block(WithParts, up=(64, 256), down=(256, 64)):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.down(torch.nn.functional.gelu(self.up(x)))
 

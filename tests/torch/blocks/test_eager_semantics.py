@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.helpers.training.models import WithParts
 from torch import nn
 
 import remat
@@ -55,11 +56,7 @@ def assert_same_steps(
             assert two.grad is None or torch.equal(one.grad, two.grad), name
 
 
-class Residual(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.wide, self.narrow = nn.LayerNorm(16), nn.Linear(16, 64), nn.Linear(64, 16)
-
+class Residual(WithParts, norm=lambda: nn.LayerNorm(16), wide=(16, 64), narrow=(64, 16)):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.narrow(torch.tanh(self.wide(self.norm(x)))).float()
 
@@ -78,24 +75,16 @@ def test_autocast_disabled_inside_of_the_model_is_followed() -> None:
     assert_same_steps(model, other, torch.randn(64, 16), autocast=True)
 
 
-class Measuring(nn.Module):
+class Measuring(WithParts, layer=(16, 16), head=(16, 1)):
     """A block with outputs that no loss reads: statistics, whose derivative may be infinite, and
     a head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.head = nn.Linear(16, 16), nn.Linear(16, 1)
 
     def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
         h = self.layer(x).relu()
         return {"out": x + h, "norm": h.sqrt().mean(), "head": self.head(x)}
 
 
-class Picking(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Measuring() for _ in range(3))
-
+class Picking(WithParts, blocks=lambda: nn.ModuleList(Measuring() for _ in range(3))):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
             x = block(x)["out"]
@@ -128,23 +117,15 @@ def test_losses_stored_in_attributes_get_their_gradients() -> None:
     assert_same_steps(model, other, torch.randn(64, 16))
 
 
-class Remembering(nn.Module):
+class Remembering(WithParts, weight=lambda: nn.Parameter(torch.randn(32, 16) / 6)):
     """A block that no capture can trace: it is recomputed as a whole."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(32, 16) / 6)
 
     def forward(self, x: torch.Tensor, *, memory: torch.Tensor) -> torch.Tensor:
         h = torch.cat([x, memory], -1) @ self.weight
         return x + (F.gelu(F.gelu(F.gelu(h))) if h.sum() < 1e9 else h)
 
 
-class Writing(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Remembering() for _ in range(4))
-
+class Writing(WithParts, blocks=lambda: nn.ModuleList(Remembering() for _ in range(4))):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         memory = torch.zeros_like(x)
         for block in self.blocks:

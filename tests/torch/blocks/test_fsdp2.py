@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from tests.helpers.training.block_models import Block, Net, Output
+from tests.helpers.training.models import WithParts
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -167,12 +168,8 @@ MICRO_BATCHES: dict[str, tuple[int, ...]] = {
 """The rows of the micro-batches of a step."""
 
 
-class BlocksAlone(nn.Module):
+class BlocksAlone(WithParts, blocks=lambda: nn.ModuleList(Block(32) for _ in range(4))):
     """Blocks without parameters outside of them: FSDP2's group of the root is empty."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block(32) for _ in range(4))
 
     def forward(self, ids: torch.Tensor) -> Output:
         x = nn.functional.one_hot(ids % 32, 32).float()

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.helpers.training.models import FAMILIES, PLAIN, Case, gpt2
+from tests.helpers.training.models import FAMILIES, PLAIN, Case, WithParts, gpt2
 from tests.helpers.training.recorded_steps import assert_same, eager_step, run_step
 from torch import nn
 from torch._dispatch.python import enable_python_dispatcher
@@ -483,11 +483,7 @@ def test_half_precision_is_widened_inside_of_softmax() -> None:
 
 
 def test_recurrent_networks_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
-    class Recurrent(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.lstm = nn.LSTM(8, 8)
-
+    class Recurrent(WithParts, lstm=lambda: nn.LSTM(8, 8)):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.lstm(x)[0].sum()
 
@@ -503,11 +499,7 @@ def test_recurrent_networks_are_warned_of(caplog: pytest.LogCaptureFixture) -> N
 # -- autocast -------------------------------------------------------------------------------
 
 
-class Mixed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.norm = nn.Linear(8, 8), nn.LayerNorm(8)
-
+class Mixed(WithParts, layer=(8, 8), norm=lambda: nn.LayerNorm(8)):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.norm(self.layer(x)).softmax(-1) @ self.layer(x).transpose(0, 1)
         with torch.autocast(x.device.type, enabled=False):

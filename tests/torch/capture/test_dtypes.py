@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.helpers.training.models import FAMILIES, PLAIN, Case, gpt2
+from tests.helpers.training.models import FAMILIES, PLAIN, Case, WithParts, gpt2
 from tests.helpers.training.recorded_steps import assert_eager_when_recomputed
 from torch import nn
 
@@ -76,12 +76,8 @@ def test_attention_is_exact_in_lower_precision(attention: str, dropout: float, m
 # -- autocast -------------------------------------------------------------------------------------
 
 
-class Twice(nn.Module):
+class Twice(WithParts, layer=(16, 16), weight=lambda: nn.Parameter(torch.randn(16, 16))):
     """A module that uses one layer twice, and one weight both cast and in float32."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.weight = nn.Linear(16, 16), nn.Parameter(torch.randn(16, 16))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = self.layer(torch.tanh(self.layer(x))) @ self.weight
@@ -102,12 +98,8 @@ class Tied(nn.Module):
         return self.head(h).square().mean()
 
 
-class Exact(nn.Module):
+class Exact(WithParts, layer=(16, 16), exact=(16, 16)):
     """A part in float32 whose backward multiplies matrices, and a cast in the model itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.exact = nn.Linear(16, 16), nn.Linear(16, 16)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = torch.tanh(self.layer(x))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch._functorch.config
-from tests.helpers.training.models import FAMILIES, PLAIN
+from tests.helpers.training.models import FAMILIES, PLAIN, WithParts
 from torch import fx, nn
 from torch._functorch._aot_autograd import descriptors as d
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
@@ -120,12 +120,7 @@ class Slots(Statistics):
 def test_a_tensor_that_a_call_stores_is_not_read_by_the_next(stores: Callable[[], Any]) -> None:
     """The mean of the first batch would be computed in each step."""
 
-    class Normalizes(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(4, 4)
-            self.statistics = stores()
-
+    class Normalizes(WithParts, linear=(4, 4), statistics=stores):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             means = getattr(self.statistics, "means", self.statistics)
             if not means:
@@ -143,12 +138,8 @@ LAST: list[torch.Tensor] = []
 mask: torch.Tensor | None = None
 
 
-class MasksByGlobal(nn.Module):
+class MasksByGlobal(WithParts, linear=(4, 4)):
     """A model that computes a tensor in the first call, and keeps it in a global variable."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
 
     @torch.autocast("cpu", enabled=False)  # the function is in a wrapper
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -158,12 +149,8 @@ class MasksByGlobal(nn.Module):
         return self.linear(x * mask)
 
 
-class StoresInGlobal(nn.Module):
+class StoresInGlobal(WithParts, linear=(4, 4)):
     """A model that leaves its last hidden state in a global list, and never reads it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         LAST[:] = [self.linear(x)]
@@ -181,11 +168,7 @@ class Proxy:
 REQUEST = Proxy()
 
 
-class NamesProxy(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
+class NamesProxy(WithParts, linear=(4, 4)):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         assert REQUEST is not None
         return self.linear(x)
@@ -228,11 +211,7 @@ def test_later_calls_count_if_the_first_one_changes_what_a_module_stores() -> No
 
 
 def test_operations_of_the_backward_belong_to_the_module_of_their_forward() -> None:
-    class Residual(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
-
+    class Residual(WithParts, first=(4, 4), last=(4, 4)):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             hidden = self.first(x)
             return hidden.sin() + self.last(hidden)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.helpers.training.models import FAMILIES, PLAIN, Mlp, Norms, Shared, Tied
+from tests.helpers.training.models import FAMILIES, PLAIN, Mlp, Norms, Shared, Tied, WithParts
 from torch import nn
 
 import remat
@@ -125,11 +125,7 @@ def test_a_block_under_two_names_keeps_its_parameters() -> None:
 
 
 def test_attributes_added_by_a_forward_are_removed_after_a_failed_capture() -> None:
-    class Remembers(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(4, 4)
-
+    class Remembers(WithParts, linear=(4, 4)):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             if "seen" not in self._buffers:
                 self.register_buffer("seen", x.detach().mean())
@@ -142,11 +138,7 @@ def test_attributes_added_by_a_forward_are_removed_after_a_failed_capture() -> N
     assert model(torch.randn(2, 4)).requires_grad
 
 
-class Branch(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
+class Branch(WithParts, linear=(4, 4)):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if x.sum() > 0:
             return self.linear(x)
@@ -159,11 +151,7 @@ def test_data_dependent_control_flow_is_refused_with_its_line() -> None:
 
 
 def test_branches_on_constants_are_captured() -> None:
-    class Constant(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(4, 4)
-
+    class Constant(WithParts, linear=(4, 4)):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             positions = torch.arange(4)
             if (positions.diff() == 1).all() and positions.sum().item() == 6:
@@ -175,11 +163,7 @@ def test_branches_on_constants_are_captured() -> None:
 
 
 def test_a_branch_on_a_modified_constant_is_data_dependent() -> None:
-    class Changed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(4, 4)
-
+    class Changed(WithParts, linear=(4, 4)):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             flags = torch.zeros(4)
             flags[:2].copy_(x[0, :2])
@@ -200,11 +184,7 @@ def test_a_model_without_gradients_is_refused() -> None:
     with pytest.raises(remat.TraceError, match="no parameter of Mlp"):
         remat.trace(Mlp().requires_grad_(False), torch.randn(4, 32))
 
-    class Detached(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(4, 4)
-
+    class Detached(WithParts, linear=(4, 4)):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.linear(x).detach()
 
@@ -255,11 +235,7 @@ def test_a_buffer_of_another_shape_is_refused() -> None:
 def test_a_large_constant_is_refused() -> None:
     table = torch.randn(600, 600)
 
-    class Holds(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(600, 600)
-
+    class Holds(WithParts, linear=(600, 600)):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return (self.linear(x) * table[0]).sum()
 
@@ -290,13 +266,9 @@ def test_a_failed_capture_restores_the_model() -> None:
     assert type(model.mask) is torch.Tensor
 
 
-class Grouped(nn.Module):
+class Grouped(WithParts, linear=(16, 16)):
     """Code as in mixtures of experts: where the model is compiled, it avoids an operation that has
     no fake kernel for float32."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(16, 16)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y, weight = self.linear(x), self.linear.weight
@@ -317,11 +289,7 @@ def test_an_operation_without_a_fake_kernel_is_captured_as_compiled_code_calls_i
 
 
 def test_an_error_of_the_model_is_an_error_even_if_compiled_code_would_not_raise_it() -> None:
-    class Strict(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(4, 4)
-
+    class Strict(WithParts, linear=(4, 4)):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             if torch.compiler.is_compiling():
                 return self.linear(x).sum()
@@ -332,11 +300,7 @@ def test_an_error_of_the_model_is_an_error_even_if_compiled_code_would_not_raise
 
 
 def test_the_error_of_a_failed_capture_is_that_of_eager_code() -> None:
-    class Broken(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(8, 8)
-
+    class Broken(WithParts, linear=(8, 8)):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             raise ValueError("compiled" if torch.compiler.is_compiling() else "eager")
 

@@ -26,7 +26,7 @@ from tests.helpers.training.compiled_steps import (
     two_steps,
     with_state,
 )
-from tests.helpers.training.models import FAMILIES, PLAIN, Case
+from tests.helpers.training.models import FAMILIES, PLAIN, Case, WithParts
 from torch import nn
 from torch._inductor.virtualized import V
 
@@ -271,12 +271,8 @@ def test_graphs_of_one_step_share_a_budget() -> None:
     assert all(len(plan.plan.schedule) > len(plan.plan.graph) for plan in shares)
 
 
-class Wide(nn.Module):
+class Wide(WithParts, up=(32, 64), down=(64, 32)):
     """A module whose backward needs more memory besides the saved tensors than others."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.down(torch.relu(self.up(x)))

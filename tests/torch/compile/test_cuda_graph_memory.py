@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch._dynamo
 from tests.helpers.cpp_compiler import needs_compiler
+from tests.helpers.training.models import WithParts
 from torch import nn
 
 import remat
@@ -18,20 +19,12 @@ pytestmark = pytest.mark.gpu
 ROWS, WIDTH = 4096, 256
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
+class Block(WithParts, up=(WIDTH, WIDTH), down=(WIDTH, WIDTH)):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.down(torch.nn.functional.gelu(self.up(x)))
 
 
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.Sequential(*(Block() for _ in range(4)))
-
+class Model(WithParts, blocks=lambda: nn.Sequential(*(Block() for _ in range(4)))):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.blocks(x).square().mean()
 

@@ -21,7 +21,7 @@ import torch
 import torch._dynamo
 import torch.nn.functional as F
 from tests.helpers.cpp_compiler import needs_compiler
-from tests.helpers.training.models import PLAIN, Case
+from tests.helpers.training.models import PLAIN, Case, WithParts
 from torch import nn
 
 import remat
@@ -97,11 +97,7 @@ def test_inductors_verified_peak_is_logged(caplog: pytest.LogCaptureFixture) -> 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_plans_have_the_name_of_their_module() -> None:
-    class Broken(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
-
+    class Broken(WithParts, first=(8, 8), second=(8, 8)):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             x = self.first(x).tanh()
             torch._dynamo.graph_break()
@@ -305,12 +301,8 @@ def test_an_infeasible_budget_says_what_uses_the_memory() -> None:
     assert smallest[0].plan.peak_bytes == pytest.approx(expected, rel=0.02)
 
 
-class Broken(nn.Module):
+class Broken(WithParts, first=(8, 8), head=(8, 400)):
     """A model that Dynamo breaks into two graphs, of which the second ends in the loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.head = nn.Linear(8, 8), nn.Linear(8, 400)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         x = self.first(x).tanh()

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tests.helpers.cpp_compiler import needs_compiler
+from tests.helpers.training.models import WithParts
 from torch import nn
 
 import remat
@@ -130,11 +131,7 @@ def test_buffers_are_not_mutated_before_their_last_read(more: dict[str, Any]) ->
     assert torch.equal(model.average, average)
 
 
-class Asserting(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(8, 8)
-
+class Asserting(WithParts, layer=(8, 8)):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         torch._assert_async((x > 0).all(), "must be positive")  # what dynamo makes of an `assert`
         return self.layer(x).tanh().sum()
@@ -148,12 +145,8 @@ def test_assertions_stay_in_the_graph(inductor: bool) -> None:
         run(-torch.ones(4, 8))
 
 
-class Inverting(nn.Module):
+class Inverting(WithParts, layer=(8, 8)):
     """A module whose check of a result is ordered by a token of torch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(8, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = self.layer(x)
@@ -172,12 +165,8 @@ def test_effect_tokens_are_passed_through(inductor: bool) -> None:
         torch.testing.assert_close(parameter.grad, gradient, rtol=1e-5, atol=1e-6)
 
 
-class Reshaping(nn.Module):
+class Reshaping(WithParts, layer=(4, 4)):
     """A module that passes a size over a graph break."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         size = x.shape[0] * 4

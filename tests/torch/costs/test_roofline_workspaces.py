@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from tests.helpers.training.models import WithParts
 from torch import nn
 
 import remat
 from remat.documents.trace import Trace
 
 
-class Attention(nn.Module):
+class Attention(WithParts, qkv=(64, 192), out=(64, 64)):
     """Attention between two linear layers, with a loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv, self.out = nn.Linear(64, 192), nn.Linear(64, 64)
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         qkv = self.qkv(x).unflatten(-1, (3, 4, 16)).permute(2, 0, 3, 1, 4)

@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 from tests.helpers.programs import keep_all, recompute_all, traced
-from tests.helpers.training.models import PLAIN, Case
+from tests.helpers.training.models import PLAIN, Case, WithParts
 from tests.helpers.training.recorded_steps import assert_same, eager_step, run_step
 from torch import nn
 from torch._ops import OpOverload
@@ -23,12 +23,8 @@ from remat.passes.gradient_accumulation import with_gradient_accumulation
 from remat.rewrite import BATCH_NORM, BATCH_NORM_RECOMPUTES, BATCH_NORM_WITHOUT_STATS
 
 
-class Net(nn.Module):
+class Net(WithParts, linear=(8, 8), norm=lambda: nn.BatchNorm1d(8)):
     """Linear, dropout, a view that the backward reads, batch norm; it contains the loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.norm = nn.Linear(8, 8), nn.BatchNorm1d(8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = torch.tanh(nn.functional.dropout(self.linear(x), 0.5))
@@ -281,12 +277,8 @@ def test_variables_of_recomputations_have_unique_names(net: Trace) -> None:
     assert copies == {"tanh__2", "tanh__3", "tanh__4"}
 
 
-class Returned(nn.Module):
+class Returned(WithParts, layers=lambda: nn.ModuleList(nn.Linear(32, 32) for _ in range(4))):
     """A module that returns its first activation, which the end of the backward reads."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(4))
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         first = h = torch.tanh(self.layers[0](x))

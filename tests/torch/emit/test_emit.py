@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.helpers.training.models import WithParts
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -292,13 +293,9 @@ def test_frozen_blocks_are_profiled_separately(frozen: int, rules: str) -> None:
     assert 0.93 * policies.peak_bytes <= peak_of(model, ids) <= policies.peak_bytes
 
 
-class _Passes(nn.Module):
+class _Passes(WithParts, block=lambda: Block(32)):
     """A block that returns one of its inputs unchanged, as blocks of T5 do with the bias of
     their attention."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.block = Block(32)
 
     def forward(self, x: torch.Tensor, bias: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return self.block(x + bias), bias

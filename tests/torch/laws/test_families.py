@@ -7,7 +7,7 @@ import copy
 
 import pytest
 import torch
-from tests.helpers.training.models import FAMILIES, Case
+from tests.helpers.training.models import FAMILIES, Case, WithParts
 from tests.helpers.training.recorded_steps import assert_same, eager_step, run_step
 from torch import nn
 from torch.nn import functional
@@ -75,12 +75,8 @@ def test_a_plan_in_another_order_computes_the_same(family: str) -> None:
     assert first_run_order(gm.plan.schedule) != tuple(range(len(gm.plan.graph)))
 
 
-class Branches(nn.Module):
+class Branches(WithParts, scale=lambda: nn.Parameter(torch.ones(8, 1))):
     """Two independent dropouts; running the second first needs less memory."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(8, 1))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         dropped_out = functional.dropout(self.scale * x.repeat(1, 64), 0.5)

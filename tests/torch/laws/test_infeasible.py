@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tests.helpers.command_line import quick
+from tests.helpers.training.models import WithParts
 from torch import nn
 
 import remat
@@ -26,20 +27,12 @@ STRATEGY = remat.Auto(gap=0.5, peak_gap=0.3, time_limit=10)
 OPTIONS: dict[str, Any] = {"strategy": STRATEGY, "costs": COSTS, "split": "off"}
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.wide, self.narrow = nn.Linear(16, 64), nn.Linear(64, 16)
-
+class Block(WithParts, wide=(16, 64), narrow=(64, 16)):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.narrow(F.gelu(self.wide(x)))
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
-
+class Net(WithParts, blocks=lambda: nn.ModuleList(Block() for _ in range(2))):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
             x = block(x)

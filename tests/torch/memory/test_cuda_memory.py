@@ -16,6 +16,7 @@ import pytest
 import torch
 from hypothesis import strategies as st
 from tests.helpers.paths import DATA
+from tests.helpers.training.models import WithParts
 from torch import Tensor, nn
 
 import remat
@@ -310,11 +311,9 @@ def test_an_estimate_takes_the_reserve_into_account():
 # -- free memory ----------------------------------------------------------------------------
 
 
-class Wide(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 1))
-
+class Wide(
+    WithParts, layers=lambda: nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 1))
+):
     def forward(self, x: Tensor) -> Tensor:
         return self.layers(x).mean()
 

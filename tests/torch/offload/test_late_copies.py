@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from tests.helpers.training.models import WithParts
 from torch import nn
 
 import remat
@@ -20,22 +21,14 @@ from remat.plan_data import HOST_BYTES_STAT
 WIDTH, ROWS, BLOCKS = 4096, 65536, 8
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up = nn.Linear(WIDTH, 4 * WIDTH)
-        self.down = nn.Linear(4 * WIDTH, WIDTH)
-
+class Block(
+    WithParts, norm=lambda: nn.LayerNorm(WIDTH), up=(WIDTH, 4 * WIDTH), down=(4 * WIDTH, WIDTH)
+):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
 
 
-class Blocks(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.Sequential(*(Block() for _ in range(BLOCKS)))
-
+class Blocks(WithParts, blocks=lambda: nn.Sequential(*(Block() for _ in range(BLOCKS)))):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.blocks(x).sum()
 

@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 from tests.helpers.offload_brute_force import cheapest_with_offload
+from tests.helpers.training.models import WithParts
 from torch import nn
 
 import remat
@@ -24,12 +25,8 @@ MIN_BYTES = 4096
 ROUNDING = 1e-6
 
 
-class Chain(nn.Module):
+class Chain(WithParts, weight=lambda: nn.Parameter(torch.ones(64))):
     """Large tensors that the backward needs late, and smaller ones that it needs at once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(64))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = x * self.weight

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.helpers.training.models import FAMILIES, Case, Mlp, gpt2
+from tests.helpers.training.models import FAMILIES, Case, Mlp, WithParts, gpt2
 from tests.helpers.training.recorded_steps import Step, assert_same, run_step
 from torch import nn
 
@@ -115,24 +115,16 @@ def test_gradient_accumulation_needs_no_other_capture() -> None:
     assert planner_of(case.model).trace_cache.capture_count == 2
 
 
-class Branching(nn.Module):
+class Branching(WithParts, short=(8, 8), long=(8, 8)):
     """A model that branches for long inputs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.short, self.long = nn.Linear(8, 8), nn.Linear(8, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         layer = self.long if x.shape[0] > 20 else self.short
         return torch.tanh(layer(x)).square().sum()
 
 
-class Padding(nn.Module):
+class Padding(WithParts, layer=(8, 8)):
     """A model that pads to a multiple of eight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(8, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = nn.functional.pad(x, (0, 0, 0, -x.shape[0] % 8))
@@ -152,12 +144,8 @@ class ByItsSize(nn.Module):
         return torch.tanh(self.layer(x) * scale).sum()
 
 
-class Constants(nn.Module):
+class Constants(WithParts, layer=(8, 8)):
     """A model that branches on a value computed from a size."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(8, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         places = torch.arange(100)[: x.shape[0]]
@@ -218,11 +206,7 @@ def test_a_model_that_branches_on_a_derived_size_is_captured_per_size() -> None:
 def test_sizes_that_are_equal_by_chance_may_differ_later() -> None:
     """Two inputs have the same number of rows at first, then not."""
 
-    class Two(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(8, 8)
-
+    class Two(WithParts, layer=(8, 8)):
         def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
             return self.layer(x).square().mean() + torch.tanh(self.layer(y)).sum()
 

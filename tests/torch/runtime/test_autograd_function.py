@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from tests.helpers.programs import keep_all, recompute_all, traced
+from tests.helpers.training.models import WithParts
 from tests.helpers.training.recorded_steps import RecordedCalls
 from torch import nn
 
@@ -47,12 +48,8 @@ def test_gradients_of_any_layout_are_accepted(kind: str, width: int) -> None:
     assert len(copies) == (kind != "as planned")
 
 
-class Sizes(nn.Module):
+class Sizes(WithParts, layer=(3, 4)):
     """Returns a dimension of size one, whose stride is meaningless."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(3, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.layer(x).unsqueeze(1)
@@ -69,12 +66,8 @@ def test_the_stride_of_a_dimension_of_size_one_is_ignored() -> None:
     assert torch.ops.aten.copy_.default not in [op for op, _, _ in reached.calls]
 
 
-class Late(nn.Module):
+class Late(WithParts, layers=lambda: nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3))):
     """Returns the loss last, after an output without gradient."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3))
 
     def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
         h = self.layers(x)

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.helpers.training.models import WithParts
 from torch import nn
 from torch.nn.utils import prune
 
@@ -187,11 +188,7 @@ def test_buffers_may_be_assigned_to_each_other() -> None:
 
 @pytest.mark.parametrize("inplace", [False, True])
 def test_tensors_that_are_written_to_are_no_constants(inplace: bool) -> None:
-    class Branching(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(4, 4)
-
+    class Branching(WithParts, layer=(4, 4)):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             seen = torch.zeros(4, dtype=torch.bool)
             if inplace:
@@ -211,11 +208,7 @@ def test_tensors_that_are_written_to_are_no_constants(inplace: bool) -> None:
 def test_random_numbers_of_python_are_no_constants_of_a_plan(
     random_number: Callable[[], float],
 ) -> None:
-    class Skipping(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
-
+    class Skipping(WithParts, a=(4, 4), b=(4, 4)):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             h = self.a(x)
             return (self.b(h) if random_number() < 0.5 else h).square().sum()
@@ -232,11 +225,7 @@ def test_random_numbers_of_python_are_no_constants_of_a_plan(
 
 
 def test_seeding_inside_of_a_forward_is_followed() -> None:
-    class Seeding(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(4, 4)
-
+    class Seeding(WithParts, layer=(4, 4)):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             torch.manual_seed(3)
             return (self.layer(x) * torch.rand(4)).sum()
@@ -247,11 +236,7 @@ def test_seeding_inside_of_a_forward_is_followed() -> None:
     assert (torch.manual_seed, torch.random.manual_seed) == original_functions
 
 
-class Indexing(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(8, 8)
-
+class Indexing(WithParts, layer=(8, 8)):
     def forward(self, x: torch.Tensor, index: Any) -> torch.Tensor:
         output = self.layer(x)
         return output[index].sum() if not isinstance(index, float) else output.sum() * index
@@ -273,11 +258,7 @@ def test_different_structures_of_inputs_are_distinguished() -> None:
 
 
 def test_inputs_of_another_layout_are_replanned() -> None:
-    class Reshaping(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(8, 8)
-
+    class Reshaping(WithParts, layer=(8, 8)):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.layer(x.reshape(-1, 8)).square().sum()
 
@@ -317,11 +298,7 @@ class Scale:
     by: float | None = 2.0
 
 
-class Returning(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-
+class Returning(WithParts, layer=(4, 4)):
     def forward(self, x: torch.Tensor, kind: str, scale: Scale) -> Any:
         loss = self.layer(x).sum() * (1.0 if scale.by is None else scale.by)
         if kind == "dataclass":
@@ -340,11 +317,7 @@ def test_dataclasses_and_default_dictionaries_are_passed_through() -> None:
 
 
 def test_many_inputs_and_the_smallest_integer_are_supported() -> None:
-    class Unbinding(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.rows = nn.Embedding(9, 4)
-
+    class Unbinding(WithParts, rows=lambda: nn.Embedding(9, 4)):
         def forward(self, ids: torch.Tensor) -> torch.Tensor:
             lowest = torch.iinfo(ids.dtype).min
             top = ids.masked_fill(ids < 3, lowest).unbind(1)[-1].clamp(0)
@@ -363,11 +336,7 @@ def test_a_module_with_its_own_plan_is_not_replanned() -> None:
 
 
 def test_evaluation_takes_any_argument() -> None:
-    class Caching(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(4, 4)
-
+    class Caching(WithParts, layer=(4, 4)):
         def forward(self, x: torch.Tensor, cache: object = None) -> torch.Tensor:
             return self.layer(x)
 
@@ -395,19 +364,11 @@ def test_a_step_depends_on_no_graph_whose_gradients_it_does_not_compute(
 ) -> None:
     """An input that the forward only reads detached: its graph may be freed already."""
 
-    class Probe(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inside = layers()
-
+    class Probe(WithParts, inside=layers):
         def forward(self, *args: Any) -> torch.Tensor:
             return forward(self, *args)
 
-    class Repeated(nn.Module):  # two blocks to plan
-        def __init__(self) -> None:
-            super().__init__()
-            self.probes = nn.ModuleList([Probe(), Probe()])
-
+    class Repeated(WithParts, probes=lambda: nn.ModuleList([Probe(), Probe()])):
         def forward(self, *args: Any) -> torch.Tensor:
             return torch.stack([probe(*args) for probe in self.probes]).sum()
 
@@ -453,12 +414,8 @@ def test_a_step_with_anomaly_detection_is_planned(scope: str) -> None:
     assert len(remat.plans(planned)) == 1
 
 
-class SameMask(nn.Module):
+class SameMask(WithParts, linear=(8, 8)):
     """Draws the same mask twice, as reversible layers do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         state = torch.get_rng_state()

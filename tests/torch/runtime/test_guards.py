@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from tests.helpers.programs import keep_all, traced
+from tests.helpers.training.models import WithParts
 from torch import nn
 
 import remat
@@ -147,12 +148,8 @@ def test_an_input_that_newly_requires_a_gradient_is_refused() -> None:
     lowered(X).sum().backward()
 
 
-class Reads(nn.Module):
+class Reads(WithParts, layer=(6, 1)):
     """A module that has a gradient for its first input only."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(6, 1)
 
     def forward(self, x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
         return (self.layer(x) * y.detach()).sum() + z.sum()

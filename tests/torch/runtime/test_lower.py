@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 import torch
 from tests.helpers.programs import keep_all, recompute_all, traced
-from tests.helpers.training.models import PLAIN, Case
+from tests.helpers.training.models import PLAIN, Case, WithParts
 from tests.helpers.training.recorded_steps import assert_same, eager_step, run_step
 from torch import nn
 
@@ -24,24 +24,16 @@ from remat.frontend.runtime.lower import lower_program
 from remat.passes.gradient_accumulation import with_gradient_accumulation
 
 
-class FirstOf(nn.Module):
+class FirstOf(WithParts, conv=lambda: nn.Conv2d(3, 4, 3, bias=False)):
     """A module that reads only the first result of one operation, and only the second of
     another."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(3, 4, 3, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.conv(nn.functional.max_pool2d(x, 2)).square().mean()
 
 
-class Recurrent(nn.Module):
+class Recurrent(WithParts, layer=lambda: nn.LSTM(6, 6, batch_first=True)):
     """A recurrent layer: oneDNN's kernel depends on whether gradients are enabled."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.LSTM(6, 6, batch_first=True)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.layer(x)[0].square().mean()
@@ -103,12 +95,8 @@ def test_a_compiled_program_is_data() -> None:
 # -- constants ------------------------------------------------------------------------------
 
 
-class Constant(nn.Module):
+class Constant(WithParts, layer=(6, 3)):
     """A module with constants of three elements and of none."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(6, 3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = self.layer(x) * torch.tensor([1.0, 0.5, 2.0])

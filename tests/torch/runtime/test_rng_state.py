@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from tests.helpers.training.models import WithParts
 from torch import nn
 
 import remat
@@ -70,11 +71,7 @@ def test_a_sample_is_repeated_from_seed_and_offset(
     assert (generator.seed, generator.offset) == before
 
 
-class Dropped(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
-
+class Dropped(WithParts, layers=lambda: nn.ModuleList(nn.Linear(16, 16) for _ in range(4))):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
             x = nn.functional.dropout(torch.tanh(layer(x)), 0.3)

@@ -22,6 +22,7 @@ import remat
 
 pytest.importorskip("playwright", reason="playwright is not installed")
 from playwright.sync_api import Browser, Page, expect, sync_playwright
+from tests.helpers.training.models import WithParts
 
 CHROMIUM = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
@@ -46,12 +47,8 @@ pytestmark = [
 expect.set_options(timeout=60_000)  # machines that run tests are busy
 
 
-class Tiny(nn.Module):
+class Tiny(WithParts, layers=lambda: nn.ModuleList(nn.Linear(16, 16) for _ in range(6))):
     """A few layers, whose activations take most of the memory."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(6))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from tests.helpers.paths import ROOT
+from tests.helpers.training.models import WithParts
 from torch import Tensor, nn
 
 pytestmark = pytest.mark.software_gpu
@@ -121,11 +122,7 @@ def test_autocast_with_a_gradient_scaler_trains() -> None:
     assert scaler.get_scale() == 64.0
 
 
-class Dropped(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
-
+class Dropped(WithParts, layers=lambda: nn.ModuleList(nn.Linear(6, 6) for _ in range(3))):
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
             x = nn.functional.dropout(layer(x).tanh(), 0.3)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.helpers.training.models import WithParts
 from tests.torch.split.test_split_region import built, head_region
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -126,13 +127,8 @@ def test_rows_are_written_in_the_buffers_layout() -> None:
     assert buffer.stride() == (1, 4)
 
 
-class Head(nn.Module):
+class Head(WithParts, layer=(256, 256), head=lambda: nn.Linear(256, 2048, bias=False)):
     """A projection to many classes and the loss, large enough that products take most time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(256, 256)
-        self.head = nn.Linear(256, 2048, bias=False)
 
     def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return cross_entropy(self.head(self.layer(x)), target)

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import settings
+from tests.helpers.training.models import WithParts
 from torch import Tensor, nn
 
 import remat
@@ -48,13 +49,10 @@ class Function(nn.Module):
         return self.function(x)
 
 
-class Gated(nn.Module):
+class Gated(
+    WithParts, up=(WIDTH, 32), gate=lambda: nn.Linear(WIDTH, 32, bias=False), down=(32, WIDTH)
+):
     """An MLP whose hidden layer is multiplied by a gate."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.gate = nn.Linear(WIDTH, 32), nn.Linear(WIDTH, 32, bias=False)
-        self.down = nn.Linear(32, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(F.silu(self.gate(x)) * self.up(x))
