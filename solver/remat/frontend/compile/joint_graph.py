@@ -9,10 +9,10 @@ the forward.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 from torch import fx
@@ -36,84 +36,14 @@ from remat.frontend.compile.fx_utils import (
     num_elements,
     output_tensors,
 )
+from remat.frontend.compile.inductor.probe import (
+    InputLifetimes,
+    Kernel,
+    ProbeResult,
+    fuse_matmul_additions,
+    probe_kernels,
+)
 from remat.limits.outputs import OUTPUTS_HELD, are_dropped
-
-
-@dataclass(frozen=True)
-class InductorKernel:
-    """One kernel of a scheduled graph, in terms of the names of FX nodes.
-
-    It writes the nodes `written` and was lowered from the nodes `origins`. `is_extern` marks extern
-    kernels and templates. `workspace_bytes` are allocated only while it runs; None for an extern
-    kernel that could not be measured. `in_place_pairs` are (output, input) pairs that may share
-    memory if the input is dead after the kernel, in the order in which Inductor tries them.
-    """
-
-    written: tuple[str, ...]
-    origins: tuple[str, ...]
-    is_extern: bool = False
-    workspace_bytes: int | None = None
-    in_place_pairs: tuple[tuple[str, str], ...] = ()
-
-
-@dataclass(frozen=True)
-class ProbeResult:
-    """A forward or backward graph as Inductor would run it.
-
-    `kernels` are in the order of execution and `peak_bytes` is the peak of all inputs and buffers
-    that are allocated or freed in the graph. `layout_copy_bytes` are the parameters and batch
-    tensors that the graph saves as a copy in another layout. `output_strides` has the strides of
-    each output by name, where they are constants.
-    """
-
-    kernels: tuple[InductorKernel, ...] = ()
-    peak_bytes: int = 0
-    layout_copy_bytes: int = 0
-    output_strides: Mapping[str, tuple[int, ...]] = field(
-        default_factory=dict[str, tuple[int, ...]]
-    )
-
-
-@dataclass(frozen=True)
-class InputLifetimes:
-    """Which inputs of a forward or backward graph free their memory during the graph.
-
-    `storages` has for each input the name of its storage base and the bytes that count for it: 0
-    for parameters and the batch, which are allocated during the whole step. Inputs `overwritable`
-    may be overwritten in place. `donated_bytes` are the tangents that are freed once they are read.
-    Inputs `retained` stay allocated to the end: outputs of the forward that the caller references.
-    """
-
-    storages: Mapping[str, tuple[str, int]]
-    overwritable: Collection[str]
-    donated_bytes: Mapping[str, int]
-    retained: Collection[str] = ()
-
-
-class KernelProbe(Protocol):
-    """A function that schedules one half of a step and returns its kernels."""
-
-    def __call__(
-        self, half: fx.GraphModule, inputs: InputLifetimes, forward: ProbeResult | None
-    ) -> ProbeResult:
-        """Schedule a half; `forward` is None for the forward, else the forward's own result."""
-        ...
-
-
-class FxKernel(NamedTuple):
-    """One of Inductor's kernels, in terms of nodes of the joint graph.
-
-    `written` are the tensors that it writes, as far as Inductor reports them, and `origins` the
-    operations that it was lowered from. `is_extern` marks extern kernels and templates.
-    `workspace_bytes` are allocated only while it runs, None if that is unknown. `in_place_pairs`
-    are (output, input) pairs that may share memory if the input is dead after the kernel.
-    """
-
-    written: tuple[fx.Node, ...]
-    origins: tuple[fx.Node, ...]
-    is_extern: bool = False
-    workspace_bytes: int | None = None
-    in_place_pairs: tuple[tuple[fx.Node, fx.Node], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -138,7 +68,7 @@ class CompiledJointGraph:
     forward_outputs: tuple[Any, ...]
     gradients: tuple[Any, ...]
     saved_tensors: tuple[fx.Node, ...]
-    kernels: tuple[FxKernel, ...] | None
+    kernels: tuple[Kernel[fx.Node], ...] | None
     probe_results: tuple[ProbeResult, ...]
     mutated: frozenset[fx.Node]
     output_meta: dict[str, Any]
@@ -267,14 +197,13 @@ def build_joint_graph(
     inputs: Sequence[object],
     num_fwd_outputs: int,
     static_lifetime_input_indices: list[int] | None,
-    probe: KernelProbe | None,
-    rewrite_half: Callable[[fx.GraphModule], None] | None = None,
     outputs: str = OUTPUTS_HELD,
+    *,
+    inductor: bool,
 ) -> CompiledJointGraph:
     """Build the joint graph of a step from AOTAutograd's, which is modified.
 
-    `probe` returns the kernels of each half; None where the graphs run without Inductor.
-    `rewrite_half` applies rewrites of Inductor to a half in advance. `outputs` is "held" or
+    With `inductor`, the graph has the kernels that Inductor would run. `outputs` is "held" or
     "dropped": what the caller does with the forward's outputs.
     """
     for node in module.graph.nodes:  # torch.utils.checkpoint's marks: the plan decides instead
@@ -283,16 +212,16 @@ def build_joint_graph(
     mutated_names = {node.name for node in inputs_mutated_after_forward(module)}
     old_placeholders = [(n.name, n) for n in module.graph.nodes if n.op == "placeholder"]
     halves = min_cut_partition(module, inputs, num_fwd_outputs, static_lifetime_input_indices)
-    if rewrite_half is not None:
+    if inductor:
         for half in halves:
-            rewrite_half(half)
+            fuse_matmul_additions(half)
     graph = fx.Graph()
     by_name: dict[str, fx.Node] = {name: graph.node_copy(node) for name, node in old_placeholders}
     placeholders = tuple(by_name.values())
     constants: dict[object, fx.Node] = {}
     returned: list[tuple[Any, ...]] = []
     operations: list[fx.Node] = []
-    kernels: list[FxKernel] = []
+    kernels: list[Kernel[fx.Node]] = []
     probes: list[ProbeResult] = []
     num_forward = 0
     saved_tensors: tuple[fx.Node, ...] = ()
@@ -329,15 +258,15 @@ def build_joint_graph(
         else:
             num_forward = len(operations)
             mutated |= {storage_base(n) for call in operations for n in mutated_args(call)}
-        if probe is not None:
+        if inductor:
             forward_outputs = returned[0][:num_fwd_outputs]
             retained = retained_outputs(forward_outputs, outputs) if is_backward else ()
             backward_inputs = _input_lifetimes(
                 joint_node, placeholders, forward_outputs, returned[-1], retained
             )
-            probes.append(probe(half, backward_inputs, probes[0] if probes else None))
+            probes.append(probe_kernels(half, backward_inputs, probes[0] if probes else None))
             nodes = {node.name: joint for node, joint in joint_node.items()}
-            kernels += [_fx_kernel(kernel, nodes) for kernel in probes[-1].kernels]
+            kernels += [_with_nodes(kernel, nodes) for kernel in probes[-1].kernels]
     mutated.update(storage_base(n) for call in operations for n in mutated_args(call))
     return CompiledJointGraph(
         module=module,
@@ -347,11 +276,11 @@ def build_joint_graph(
         forward_outputs=returned[0][:num_fwd_outputs],
         gradients=returned[1],
         saved_tensors=saved_tensors,
-        kernels=None if probe is None else tuple(kernels),
+        kernels=tuple(kernels) if inductor else None,
         probe_results=tuple(probes),
         mutated=frozenset(mutated),
         output_meta=output_meta,
-        plain_halves=None if probe is None or not is_plain_correct else halves,
+        plain_halves=halves if inductor and is_plain_correct else None,
         backward_inputs=backward_inputs,
         batch_copy_bytes=_batch_copy_bytes(placeholders, static_lifetime_input_indices or ()),
     )
@@ -408,7 +337,7 @@ def _overwritable_inputs(
     }
 
 
-def _fx_kernel(kernel: InductorKernel, nodes: Mapping[str, fx.Node]) -> FxKernel:
+def _with_nodes(kernel: Kernel[str], nodes: Mapping[str, fx.Node]) -> Kernel[fx.Node]:
     """Return a kernel in terms of the joint graph's nodes. `nodes` has them by the names that the
     half gives them; names of other nodes are left out."""
     written, origins = (
@@ -420,4 +349,4 @@ def _fx_kernel(kernel: InductorKernel, nodes: Mapping[str, fx.Node]) -> FxKernel
         for output, input_ in kernel.in_place_pairs
         if output in nodes and input_ in nodes
     )
-    return FxKernel(written, origins, kernel.is_extern, kernel.workspace_bytes, in_place_pairs)
+    return Kernel(written, origins, kernel.is_extern, kernel.workspace_bytes, in_place_pairs)

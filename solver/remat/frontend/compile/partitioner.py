@@ -31,7 +31,6 @@ from remat.frontend.compile.fx_utils import (
 )
 from remat.frontend.compile.inductor.fusion_control import InstallFusionChoices
 from remat.frontend.compile.inductor.peak_check import PeakVerifier
-from remat.frontend.compile.inductor.probe import fuse_matmul_additions, probe_kernels
 from remat.frontend.compile.joint_graph import CompiledJointGraph, build_joint_graph
 from remat.frontend.compile.kernels.cost_model import KernelCostModel
 from remat.frontend.compile.kernels.fusion_groups import sort_by_dependencies
@@ -551,15 +550,13 @@ class Partitioner(CustomPartitionerFn):
         )
 
     def _joint_graph(self, gm: fx.GraphModule, inputs: _JointInputs) -> CompiledJointGraph:
-        inductor = self.options.inductor
         return build_joint_graph(
             gm,
             inputs.values,
             inputs.num_fwd_outputs,
             inputs.static,
-            probe_kernels if inductor else None,
-            fuse_matmul_additions if inductor else None,
             self.options.outputs,
+            inductor=self.options.inductor,
         )
 
     def discard_plan(self) -> None:

@@ -11,13 +11,15 @@ from tests.helpers.cpp_compiler import needs_compiler
 from torch import fx, nn
 
 from remat.frontend.compile.inductor import probe
-from remat.frontend.compile.joint_graph import CompiledJointGraph, FxKernel
+from remat.frontend.compile.joint_graph import CompiledJointGraph
 from remat.frontend.compile.kernels.cost_model import kernel_workspaces
 
 ATEN = torch.ops.aten
 
 
-def joint_graph(operations: Sequence[fx.Node], *kernels: FxKernel) -> CompiledJointGraph:
+def joint_graph(
+    operations: Sequence[fx.Node], *kernels: probe.Kernel[fx.Node]
+) -> CompiledJointGraph:
     graph = operations[0].graph
     return CompiledJointGraph(
         module=fx.GraphModule({}, graph),
@@ -51,16 +53,16 @@ def test_a_kernel_that_adds_the_bias_does_not_set_a_convolutions_workspace() -> 
     convolution, total = convolution_and_sum()
     joint = joint_graph(
         (convolution, total),
-        FxKernel((), (convolution,), is_extern=True, workspace_bytes=None),
-        FxKernel((convolution,), (convolution,), workspace_bytes=0),
-        FxKernel((total,), (convolution, total), workspace_bytes=96),
+        probe.Kernel((), (convolution,), is_extern=True, workspace_bytes=None),
+        probe.Kernel((convolution,), (convolution,), workspace_bytes=0),
+        probe.Kernel((total,), (convolution, total), workspace_bytes=96),
     )
     assert kernel_workspaces(joint) == {total: 96}
 
 
 def test_an_extern_kernels_measured_workspace_counts() -> None:
     convolution, total = convolution_and_sum()
-    measured = FxKernel((), (convolution,), is_extern=True, workspace_bytes=640)
+    measured = probe.Kernel((), (convolution,), is_extern=True, workspace_bytes=640)
     assert kernel_workspaces(joint_graph((convolution, total), measured)) == {convolution: 640}
 
 

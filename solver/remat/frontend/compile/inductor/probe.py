@@ -13,8 +13,9 @@ keeps two kernels: Inductor's rewrite would delay the product, whose inputs then
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
 
 import sympy
 import torch
@@ -38,10 +39,64 @@ from remat.frontend.compile.inductor.peak_check import (
     layout_copy_bytes,
     live_peak_bytes,
 )
-from remat.frontend.compile.joint_graph import InductorKernel, InputLifetimes, ProbeResult
 
 _ADD = torch.ops.aten.add.Tensor
 _ADDMM = torch.ops.aten.addmm.default
+
+N = TypeVar("N")
+
+
+@dataclass(frozen=True)
+class Kernel(Generic[N]):
+    """One of Inductor's kernels, in terms of FX nodes: of their names in the graph that Inductor
+    schedules, or of the joint graph's nodes.
+
+    `written` are the tensors that it writes, as far as Inductor reports them, and `origins` the
+    operations that it was lowered from. `is_extern` marks extern kernels and templates.
+    `workspace_bytes` are allocated only while it runs; None for an extern kernel that could not be
+    measured. `in_place_pairs` are (output, input) pairs that may share memory if the input is dead
+    after the kernel, in the order in which Inductor tries them.
+    """
+
+    written: tuple[N, ...]
+    origins: tuple[N, ...]
+    is_extern: bool = False
+    workspace_bytes: int | None = None
+    in_place_pairs: tuple[tuple[N, N], ...] = ()
+
+
+@dataclass(frozen=True)
+class ProbeResult:
+    """A forward or backward graph as Inductor would run it.
+
+    `kernels` are in the order of execution and `peak_bytes` is the peak of all inputs and buffers
+    that are allocated or freed in the graph. `layout_copy_bytes` are the parameters and batch
+    tensors that the graph saves as a copy in another layout. `output_strides` has the strides of
+    each output by name, where they are constants.
+    """
+
+    kernels: tuple[Kernel[str], ...] = ()
+    peak_bytes: int = 0
+    layout_copy_bytes: int = 0
+    output_strides: Mapping[str, tuple[int, ...]] = field(
+        default_factory=dict[str, tuple[int, ...]]
+    )
+
+
+@dataclass(frozen=True)
+class InputLifetimes:
+    """Which inputs of a forward or backward graph free their memory during the graph.
+
+    `storages` has for each input the name of its storage base and the bytes that count for it: 0
+    for parameters and the batch, which are allocated during the whole step. Inputs `overwritable`
+    may be overwritten in place. `donated_bytes` are the tangents that are freed once they are read.
+    Inputs `retained` stay allocated to the end: outputs of the forward that the caller references.
+    """
+
+    storages: Mapping[str, tuple[str, int]]
+    overwritable: Collection[str]
+    donated_bytes: Mapping[str, int]
+    retained: Collection[str] = ()
 
 
 def fuse_matmul_additions(half: fx.GraphModule) -> None:
@@ -183,9 +238,9 @@ def _example_input(placeholder: fx.Node, forward: ProbeResult | None) -> Any:
     return value.as_strided(value.size(), strides)
 
 
-def _inductor_kernels(nodes: Sequence[Any]) -> list[InductorKernel]:
+def _inductor_kernels(nodes: Sequence[Any]) -> list[Kernel[str]]:
     """Return the scheduled kernels in terms of the names of FX nodes."""
-    kernels: list[InductorKernel] = []
+    kernels: list[Kernel[str]] = []
     readers = readers_by_name(nodes)
     for node in nodes:
         written: dict[str, None] = {}
@@ -210,9 +265,7 @@ def _inductor_kernels(nodes: Sequence[Any]) -> list[InductorKernel]:
         )
         is_extern = node.is_extern() or node.is_template()
         kernels.append(
-            InductorKernel(
-                tuple(written), tuple(origins), is_extern, workspace_bytes, in_place_pairs
-            )
+            Kernel(tuple(written), tuple(origins), is_extern, workspace_bytes, in_place_pairs)
         )
     return kernels
 
