@@ -39,7 +39,7 @@ from remat.frontend.blocks.candidates import (
 from remat.frontend.blocks.dry_run import head_growth_bytes
 from remat.frontend.blocks.fsdp2 import is_sharded
 from remat.frontend.blocks.runtime import PlannedCall, PlannedCopies
-from remat.frontend.blocks.selection import select_blocks
+from remat.frontend.blocks.selection import Selection, select_blocks
 from remat.frontend.blocks.step_recorder import DryRunCall, DryRunTooLarge
 from remat.frontend.capture.model.attribute_guards import AttributeGuards
 from remat.frontend.capture.model.checkpointing import checkpointing_disabled
@@ -97,7 +97,7 @@ def plan_blocks(
         # The child modules of a block together save at least as much as the block.
         baseline_bytes = whole.step.peak_bytes([0] * len(whole.candidates))
         limits = step_limits(options, model)
-        budget_bytes = limits.available_bytes(baseline_bytes, whole.library_bytes)
+        budget_bytes = limits.available_bytes(baseline_bytes, whole.selection.dry_run.library_bytes)
         alternatives = [whole]
         if whole.has_uncapturable:
             # A dry run with child modules retains what the code between them saves. If that exceeds
@@ -133,7 +133,7 @@ def plan_blocks(
         peak_bytes=lambda planned: planned.plan.peak_bytes + limits.reserve_bytes,
         requested=limits.budget,
     )
-    traces = (o.trace for a in alternatives for options in a.planned_options for o in options)
+    traces = (o.trace for a in alternatives for c in a.candidates for o in c.planned)
     if planned.offloaded_sizes_bytes:
         device = torch.device(next(traces).device)
         reserve_host(device, planned.offloaded_sizes_bytes, planned.plan.host_bytes)
@@ -164,8 +164,8 @@ def _fastest_plan(
                     )
                 )
         if not plans:
-            failures = () if not_whole_reason else alternatives[0].capture_failures
-            raise _infeasible_error(errors, failures)
+            failures = {} if not_whole_reason else alternatives[0].selection.failures
+            raise _infeasible_error(errors, list(failures.values()))
     finally:
         errors.clear()  # their tracebacks have this frame: a reference cycle
     if budget_bytes is None:
@@ -177,20 +177,11 @@ def _fastest_plan(
 
 @dataclass(frozen=True)
 class _Alternative:
-    """A selection of blocks for the step, with the candidates of each block call.
+    """A selection of blocks for the step, with the candidates of each block call."""
 
-    `planned_options` has the plans of each call, () for a call that runs in eager mode.
-    `capture_failures` says why blocks and child modules could not be captured. `replaced` has the
-    blocks that are planned by their child modules, with the reasons. `library_bytes` are the
-    workspaces of libraries, a part of the step's peaks.
-    """
-
-    step: BlockStep
-    library_bytes: int
+    selection: Selection
     candidates: list[CallCandidates]
-    planned_options: list[tuple[PlannedOption, ...]]
-    capture_failures: tuple[str, ...]
-    replaced: tuple[tuple[str, str], ...]
+    step: BlockStep
 
     @property
     def has_uncapturable(self) -> bool:
@@ -231,14 +222,12 @@ def _alternative(
     budget_bytes = None if options.budget is None else options.budget.size_bytes
     step_bytes = max([budget_bytes or 0, *(event.non_block_bytes for event in dry_run.events)])
     solver.measuring_limit_bytes = max(0, step_bytes - dry_run.constant_bytes)
-    planned_options = [
-        () if c.measured_options else tuple(solver.options_of(c)) for c in dry_run.calls
-    ]
     call_counts = Counter(id(c.submodule.module) for c in dry_run.calls)
+    planned = [() if c.measured_options else tuple(solver.options_of(c)) for c in dry_run.calls]
     candidates: list[CallCandidates] = []
-    for block_call, planned in zip(dry_run.calls, planned_options, strict=True):
+    for block_call, planned_options in zip(dry_run.calls, planned, strict=True):
         forward_count = call_counts[id(block_call.submodule.module)] * options.in_flight
-        candidates.append(_candidates(block_call, planned, solver, failures, forward_count))
+        candidates.append(_candidates(block_call, planned_options, solver, failures, forward_count))
     candidates = with_saved_inputs(candidates, dry_run)
     step = BlockStep(
         tuple(candidate.options for candidate in candidates),
@@ -246,29 +235,22 @@ def _alternative(
         options.in_flight,
         dry_run.non_block_bytes,
     )
-    limits = _host_limits(options, planned_options)
+    limits = _host_limits(options, candidates)
     if limits is not None:
-        variants = host_variants(candidates, planned_options, dry_run, step)
+        variants = host_variants(candidates, dry_run, step)
         is_on_cpu = all(p.device.type == "cpu" for p in model.parameters())
         handle_bytes = HANDLE_BYTES if is_on_cpu else 0
         if any(variants):
             host = HostCopies(variants, limits.link, limits.host_bytes, handle_bytes)
             step = replace(step, host=host)
-    return _Alternative(
-        step,
-        dry_run.library_bytes,
-        candidates,
-        planned_options,
-        tuple(failures.values()),
-        selection.replaced,
-    )
+    return _Alternative(selection, candidates, step)
 
 
 def _host_limits(
-    options: OptimizeOptions, planned_options: Sequence[Sequence[PlannedOption]]
+    options: OptimizeOptions, candidates: Sequence[CallCandidates]
 ) -> OffloadLimits | None:
     """Return the limits of offloading; None if nothing can be offloaded."""
-    trace = next((planned[0].trace for planned in planned_options if planned), None)
+    trace = next((c.planned[0].trace for c in candidates if c.planned), None)
     if trace is None:
         return None
     limits = host_limits(
@@ -305,12 +287,12 @@ def _planned_blocks(
     sizes_bytes: list[int] = []
     block_calls: list[BlockCall] = []
     planned_calls: list[PlannedCall] = []
-    for number, (candidate, planned_options, variant) in enumerate(
-        zip(alternative.candidates, alternative.planned_options, choice.variants, strict=True)
+    for number, (candidate, variant) in enumerate(
+        zip(alternative.candidates, choice.variants, strict=True)
     ):
         index = variant.option
         block, how = candidate.call.submodule, candidate.option_names[index]
-        planned = planned_options[index] if planned_options else None
+        planned = candidate.planned[index] if candidate.planned else None
         plan = None if planned is None else planned.plan
         if planned is not None:
             positions = set(variant.tensors)
@@ -335,7 +317,7 @@ def _planned_blocks(
                 signature=candidate.call.signature,
                 lowered=None if planned is None else planned.lowered,
                 plan=plan,
-                may_recompute=bool(planned_options) or CHECKPOINTED in candidate.option_names,
+                may_recompute=bool(candidate.planned) or CHECKPOINTED in candidate.option_names,
                 copies=copies.get(number),
                 changes_values=candidate.call.changes_values,
                 guards=AttributeGuards() if planned is None else solver.guards_of(candidate.call),
@@ -347,10 +329,10 @@ def _planned_blocks(
         baseline_bytes=baseline_bytes,
         bound_s=choice.bound_s,
         calls=tuple(block_calls),
-        library_bytes=alternative.library_bytes,
+        library_bytes=alternative.selection.dry_run.library_bytes,
         cost_source=solver.cost_source,
         not_whole_reason=not_whole_reason,
-        replaced=alternative.replaced,
+        replaced=alternative.selection.replaced,
         waiting_s=choice.outcome.waiting_s,
         copies_s=choice.outcome.copies_s,
         host_bytes=choice.outcome.host_bytes,
@@ -376,7 +358,7 @@ def _planned_copies(step: BlockStep, variants: Sequence[CallVariant]) -> dict[in
 
 def _candidates(
     call: DryRunCall,
-    planned_options: tuple[PlannedOption, ...],
+    planned: tuple[PlannedOption, ...],
     solver: BlockSolver,
     failures: Mapping[int, str],
     forward_count: int,
@@ -386,13 +368,9 @@ def _candidates(
     A block with buffers that runs more than once is not checkpointed: the other runs change the
     buffers before its recomputation.
     """
-    if planned_options:
-        return CallCandidates(
-            call,
-            tuple(planned.option for planned in planned_options),
-            (PLANNED,) * len(planned_options),
-            tuple(planned.saved_inputs for planned in planned_options),
-        )
+    if planned:
+        options = tuple(planned_option.option for planned_option in planned)
+        return CallCandidates(call, options, (PLANNED,) * len(planned), planned)
     module = call.submodule.module
     has_buffers = any(True for _ in module.buffers())
     options = call.measured_options

@@ -16,7 +16,7 @@ from remat.blockwise.block_step import (
     host_stays,
     useful_variants,
 )
-from remat.blockwise.pareto_options import NEVER_FREED, HeldInput, SavedInputs
+from remat.blockwise.pareto_options import NEVER_FREED, HeldInput
 from remat.choice.offloaded_forms import MIN_BYTES
 from remat.documents.trace import CUDA_ALIGNMENT_BYTES
 from remat.frontend.blocks.block_options import PlannedOption, SavedTensor
@@ -33,15 +33,15 @@ from remat.limits.limits import Limits
 class CallCandidates:
     """The options among which one is chosen for a block call.
 
-    `option_names` has the name of each option, and `saved_inputs` the input tensors that it saves;
-    if it is empty (the block is not planned), each option holds all inputs until its backward ends.
-    `unplanned_reason` says why the block could not be planned, if that was tried.
+    `option_names` has the name of each option, and `planned` its plan; if that is empty (the block
+    runs in eager mode), each option holds all inputs until its backward ends. `unplanned_reason`
+    says why the block could not be planned, if that was tried.
     """
 
     call: DryRunCall
     options: tuple[BlockOption, ...]
     option_names: tuple[str, ...]
-    saved_inputs: tuple[SavedInputs, ...] = ()
+    planned: tuple[PlannedOption, ...] = ()
     unplanned_reason: str = ""
 
 
@@ -77,8 +77,8 @@ def with_saved_inputs(
                 for ref in (reads.keys() | shared) - counted
             ]
             input_bytes = sum(i.size_bytes for i in inputs)
-            if candidate.saved_inputs:
-                backward_bytes = candidate.saved_inputs[index].backward_bytes(inputs)
+            if candidate.planned:
+                backward_bytes = candidate.planned[index].saved_inputs.backward_bytes(inputs)
             else:
                 backward_bytes = option.backward_bytes + input_bytes
             saved_bytes = option.saved_bytes + input_bytes
@@ -92,10 +92,10 @@ def _last_reads(candidate: CallCandidates, index: int) -> dict[StorageWeakRef, i
     """Return the storages of the inputs that option `index` saves, and the last run of the backward
     that reads each."""
     storages = candidate.call.input_storages
-    if not candidate.saved_inputs:
+    if not candidate.planned:
         return dict.fromkeys(storages, NEVER_FREED)
     last_reads: dict[StorageWeakRef, int] = {}
-    for number, run in candidate.saved_inputs[index].last_reads.items():
+    for number, run in candidate.planned[index].saved_inputs.last_reads.items():
         last_reads[storages[number]] = max(run, last_reads.get(storages[number], 0))
     return last_reads
 
@@ -117,17 +117,14 @@ _SHARES = (0.25, 0.5, 0.75, 1.0)
 
 
 def host_variants(
-    candidates: Sequence[CallCandidates],
-    planned_options: Sequence[Sequence[PlannedOption]],
-    dry_run: DryRun,
-    step: BlockStep,
+    candidates: Sequence[CallCandidates], dry_run: DryRun, step: BlockStep
 ) -> tuple[tuple[CallVariant, ...], ...]:
     """Return the variants of each call that offload tensors; none for calls that cannot, such as
     those of blocks in eager mode."""
     stays = host_stays(step)
     call_counts = Counter(ref for c in candidates for ref in set(c.call.input_storages))
     variants: list[tuple[CallVariant, ...]] = []
-    for number, (candidate, options) in enumerate(zip(candidates, planned_options, strict=True)):
+    for number, candidate in enumerate(candidates):
         if number not in stays:
             variants.append(())
             continue
@@ -135,7 +132,7 @@ def host_variants(
             CallVariant(
                 index, tuple(t.position for t in tensors), sum(t.size_bytes for t in tensors)
             )
-            for index, option in enumerate(options)
+            for index, option in enumerate(candidate.planned)
             for tensors in _selections(
                 [
                     tensor
@@ -145,7 +142,7 @@ def host_variants(
                 ]
             )
         ]
-        plain = [CallVariant(index) for index in range(len(options))]
+        plain = [CallVariant(index) for index in range(len(candidate.planned))]
         useful = useful_variants(candidate.options, [*plain, *of_call])
         variants.append(tuple(variant for variant in useful if variant.tensors))
     return tuple(variants)
