@@ -30,7 +30,7 @@ from remat.choice.offloaded_forms import OffloadLimits
 from remat.choice.step import solve_step
 from remat.costs.roofline import Roofline
 from remat.limits.budget import Budget
-from remat.limits.pieces import PIECES
+from remat.limits.options import PIECES
 from remat.plan_data import COPIES_S_STAT, HOST_BYTES_STAT, WAITING_S_STAT
 
 Row = dict[str, Any]

@@ -27,7 +27,7 @@ import remat
 from benchmarks.harness import machine, report
 from remat.choice.split import solve_with_splits
 from remat.limits.budget import Budget
-from remat.limits.pieces import PIECES as SPLIT_CHOICES
+from remat.limits.options import PIECES as SPLIT_CHOICES
 from remat.passes.split.peak_region import find_peak_region, large_operations
 from remat.passes.split.regions import TraceIndex
 from remat.passes.split.rewriting import split_regions

@@ -28,15 +28,14 @@ from remat.choice.step import solve_step
 from remat.choice.trace_plan import TracePlan
 from remat.costs.roofline import Roofline
 from remat.limits.budget import Budget
-from remat.limits.pieces import PIECES
+from remat.limits.options import PIECES
 from remat.plan import Plan
 from remat.plan_data import HOST_BYTES_STAT
 from remat.strategies.base import Strategy
-from remat.strategies.baselines.chen_sqrt import ChenSqrt
-from remat.strategies.baselines.every_k import EveryK
+from remat.strategies.baselines.chen import ChenSqrt
 from remat.strategies.baselines.knapsack import Knapsack
-from remat.strategies.baselines.per_block import PerBlock
 from remat.strategies.baselines.selective import Selective
+from remat.strategies.baselines.uniform import EveryK, PerBlock
 
 STRATEGIES: dict[str, Strategy] = dict(
     zip(

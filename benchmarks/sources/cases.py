@@ -17,7 +17,7 @@ from benchmarks.sources.models import (
     qwen3_8b_step,
 )
 from remat.costs.devices import DeviceSpec, find_device
-from remat.limits.pieces import PIECES
+from remat.limits.options import PIECES
 
 READ_ON = "2026-11-27"
 

@@ -12,7 +12,7 @@ from remat.documents.trace import Trace
 from remat.errors import InfeasibleBudget, RematError, wrong_type
 from remat.graph import Graph
 from remat.limits.budget import Budget
-from remat.limits.pieces import PIECES
+from remat.limits.options import PIECES
 from remat.plan import Plan
 from remat.progress import Cancel, ProgressCallback, is_cancelled
 from remat.report.comparison import ComparisonData, ComparisonRow

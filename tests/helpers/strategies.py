@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from remat.strategies import Strategy
-from remat.strategies.baselines.chains.rotor import Rotor
-from remat.strategies.baselines.chen_greedy import ChenGreedy
-from remat.strategies.baselines.every_k import EveryK
+from remat.strategies.baselines.chen import ChenGreedy
+from remat.strategies.baselines.rotor import Rotor
+from remat.strategies.baselines.uniform import EveryK
 from remat.strategies.registry import COMPARED_AS, STRATEGIES
 
 VARIANTS: dict[str, tuple[Strategy, ...]] = {

@@ -21,8 +21,7 @@ from remat.documents.program import Program
 from remat.frontend.planning import planner
 from remat.rewrite import rewrite
 from remat.strategies import Strategy
-from remat.strategies.baselines.keep_all import KeepAll
-from remat.strategies.baselines.recompute_all import RecomputeAll
+from remat.strategies.baselines.uniform import KeepAll, RecomputeAll
 
 Plant = Callable[[], AbstractContextManager[object]]
 

@@ -23,8 +23,7 @@ from remat.fitting.data_sheet import fit_trace
 from remat.fitting.question import DEFAULT_STRATEGY
 from remat.limits.budget import Budget
 from remat.limits.limits import Limits
-from remat.limits.offload import is_offload_allowed
-from remat.limits.pieces import pieces_to_try
+from remat.limits.options import is_offload_allowed, pieces_to_try
 from remat.plan import Plan
 from remat.progress import Progress, ProgressCallback
 from remat.rewrite import rewrite

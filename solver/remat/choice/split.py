@@ -17,7 +17,7 @@ from remat.choice.trace_plan import TracePlan
 from remat.documents.trace import Trace
 from remat.errors import InfeasibleBudget, SolverTimeout
 from remat.limits.budget import Budget
-from remat.limits.pieces import PIECES
+from remat.limits.options import PIECES
 from remat.passes.split.largest_operations import split_largest_operations
 from remat.plan import Plan
 from remat.plan_data import UNSPLIT_BOUND_STAT, UNSPLIT_MIN_BYTES_STAT

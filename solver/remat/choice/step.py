@@ -19,7 +19,7 @@ from remat.errors import InfeasibleBudget, SolverTimeout
 from remat.heuristics.peak_bounds import end_bytes, peak_lower_bound_bytes
 from remat.limits.budget import Budget
 from remat.limits.infeasible import plan_or_smallest
-from remat.limits.pieces import PIECES
+from remat.limits.options import PIECES
 from remat.limits.units import format_bytes
 from remat.passes.split.largest_operations import split_largest_operations
 from remat.passes.split.obstacle import split_obstacle

@@ -8,7 +8,7 @@ from remat.commands.common import command_options, files
 from remat.commands.common.capture_device import capture_device_type
 from remat.commands.common.step_options import StepOptions, check_step_device, with_step_options
 from remat.commands.common.summaries import to_json_text
-from remat.limits.reserve import parse_reserve
+from remat.limits.options import parse_reserve
 
 
 @with_step_options

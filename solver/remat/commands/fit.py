@@ -15,10 +15,9 @@ from remat.commands.common.progress_line import show_progress
 from remat.commands.common.step_options import StepOptions, check_step_device, with_step_options
 from remat.costs.optimizer_memory import OPTIMIZERS, check_optimizer
 from remat.errors import RematError
-from remat.fitting.fit_arguments import check_time_limit
 from remat.fitting.lengths import LengthDistribution
-from remat.fitting.question import DEFAULT_LIMIT_S
-from remat.limits.reserve import parse_bytes
+from remat.fitting.question import DEFAULT_LIMIT_S, check_time_limit
+from remat.limits.options import parse_bytes
 
 Optimizer = Annotated[
     str,

@@ -22,8 +22,7 @@ from remat.commands.common.progress_line import show_progress
 from remat.commands.common.step_options import StepOptions, with_step_options
 from remat.commands.common.summaries import compiled_plan_summary, plan_summary, to_json_text
 from remat.limits.infeasible import INFEASIBLE_ERROR
-from remat.limits.offload import OFFLOAD_OFF
-from remat.limits.pieces import SPLIT_AUTO
+from remat.limits.options import OFFLOAD_OFF, SPLIT_AUTO
 from remat.limits.units import format_bytes
 from remat.report.eager_step import eager_peak_bytes
 from remat.rewrite import rewrite

@@ -13,8 +13,7 @@ from remat.commands.common.interruptible_solve import (
 from remat.commands.common.offload_limits import check_offload_options, offload_limits
 from remat.commands.common.piece_costs import with_costs_of_pieces
 from remat.limits.infeasible import INFEASIBLE_ERROR
-from remat.limits.offload import OFFLOAD_OFF
-from remat.limits.pieces import SPLIT_OFF
+from remat.limits.options import OFFLOAD_OFF, SPLIT_OFF
 from remat.rewrite import rewrite
 
 

@@ -26,7 +26,7 @@ from remat.commands.common.summaries import (
 from remat.documents.sweep import SweepDocument
 from remat.documents.trace import Trace
 from remat.limits.budget import Budget
-from remat.limits.offload import OFFLOAD_OFF
+from remat.limits.options import OFFLOAD_OFF
 from remat.limits.units import format_bytes, format_seconds
 from remat.plan import Plan
 from remat.progress import Cancel

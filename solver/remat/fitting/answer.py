@@ -6,9 +6,8 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 
 from remat.fitting.checkpoints import checkpoint_options
-from remat.fitting.plans import loss_only_options, plan_options
-from remat.fitting.question import FitQuestion
-from remat.fitting.routing import routing_notes
+from remat.fitting.plans import loss_only_options, plan_options, routing_notes
+from remat.fitting.question import FitQuestion, report_stage
 from remat.fitting.settings import (
     optimizer_options,
     released_output_options,
@@ -16,7 +15,6 @@ from remat.fitting.settings import (
 )
 from remat.fitting.shards import sharding_options
 from remat.fitting.smaller_batches import smaller_batch_options
-from remat.fitting.stages import report_stage
 from remat.report.fit import ExcludedOption, Fit, FitOption
 
 _Kind = Callable[[FitQuestion], Iterator[FitOption | ExcludedOption]]

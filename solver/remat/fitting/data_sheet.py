@@ -12,9 +12,8 @@ from remat.costs.trace_costs import with_roofline_costs
 from remat.documents.trace import Trace
 from remat.errors import RematError
 from remat.fitting.answer import answer_question
-from remat.fitting.answer_deadline import Deadline
-from remat.fitting.convolutions import convolution_notes
-from remat.fitting.question import DEFAULT_STRATEGY, EagerStep, FitQuestion
+from remat.fitting.plans import convolution_notes
+from remat.fitting.question import DEFAULT_STRATEGY, Deadline, EagerStep, FitQuestion
 from remat.limits.limits import SEGMENTS_MARGIN
 from remat.progress import ProgressCallback
 from remat.report.fit import Fit

@@ -1,7 +1,13 @@
-"""`FitQuestion`: a training loop and the memory that it has to fit."""
+"""`FitQuestion`: a training loop, the memory that it has to fit, and the time for the answer.
+
+All solves of an answer share one `Deadline`. Reports of its progress name the stage, such as
+"option 3 of 8: plan".
+"""
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
@@ -9,17 +15,93 @@ from remat.allocator.prediction import is_on_cuda
 from remat.costs.optimizer_memory import OptimizerMemory, optimizer_memory, smaller_optimizers
 from remat.costs.roofline import Roofline
 from remat.documents.trace import Trace, trained_parameters
-from remat.fitting.answer_deadline import Deadline
-from remat.fitting.stages import in_stage, report_stage
+from remat.errors import BudgetError, RematError
 from remat.graph import Graph
-from remat.limits.outputs import OUTPUTS_HELD
+from remat.limits.options import OUTPUTS_HELD, parse_bytes
 from remat.limits.units import format_bytes
-from remat.progress import ProgressCallback
+from remat.progress import STAGE_PHASE, Progress, ProgressCallback
 from remat.report.eager_step import eager_graph, with_eager_masks
 from remat.report.fit import FitOption
 from remat.report.training_memory import TrainingMemory, optimizer_step_bytes
 from remat.schedule import Schedule
 from remat.strategies import Auto, Strategy
+from remat.strategies.base import with_limits
+
+_LEAST_LIMIT_S = 0.1
+"""Strategies need a time limit above 0."""
+
+
+@dataclass(frozen=True)
+class Deadline:
+    """The time limit of an answer; `remat.solve` takes it as its `cancel`."""
+
+    limit_s: float = math.inf
+    started_at_s: float = field(default_factory=time.monotonic)
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since the start."""
+        return time.monotonic() - self.started_at_s
+
+    @property
+    def remaining_s(self) -> float:
+        """Seconds until the time limit; 0 after it."""
+        return max(0.0, self.limit_s - self.elapsed_s)
+
+    def is_set(self) -> bool:
+        """True after the time limit."""
+        return self.remaining_s <= 0.0
+
+    def shortened(self, strategy: Strategy) -> Strategy:
+        """Return the strategy with a time limit of at most the remaining time, if it has one."""
+        return with_limits(strategy, time_limit=max(_LEAST_LIMIT_S, self.remaining_s))
+
+
+def report_stage(progress: ProgressCallback | None, stage: str, deadline: Deadline) -> None:
+    """Report that a stage starts; no-op without a callback."""
+    if progress is not None:
+        progress(Progress(STAGE_PHASE, deadline.elapsed_s, stage=stage))
+
+
+def in_stage(progress: ProgressCallback | None, stage: str) -> ProgressCallback | None:
+    """Return a callback that adds the stage to reports, in front of a stage that they have."""
+    if progress is None:
+        return None
+
+    def report_in_stage(report: Progress) -> None:
+        progress(replace(report, stage=": ".join(filter(None, (stage, report.stage)))))
+
+    return report_in_stage
+
+
+def parse_memory(memory: int | str) -> int:
+    """Return the bytes that torch's allocator may reserve. Raises `BudgetError`."""
+    if isinstance(memory, bool) or not isinstance(memory, (int, str)) or memory in (0, "0"):
+        raise BudgetError(
+            f"the memory is {str(memory)[:80]!r}; pass what torch's allocator may reserve, bytes "
+            'above 0 or "75GiB"'
+        )
+    return parse_bytes(memory, "memory", "75GiB")
+
+
+def check_time_limit(time_limit: float) -> None:
+    """Raise `RematError` if the time limit is no number of seconds above 0."""
+    is_number = isinstance(time_limit, (int, float)) and not isinstance(time_limit, bool)
+    if not is_number or not time_limit > 0:
+        raise RematError(
+            f"the time limit is {str(time_limit)[:80]!r}; pass seconds above 0, such as 12, or "
+            "math.inf"
+        )
+
+
+def check_batch(batch: int | None) -> None:
+    """Raise `RematError` if the batch size is no number from 1 on."""
+    if batch is not None and (isinstance(batch, bool) or not isinstance(batch, int) or batch < 1):
+        raise RematError(
+            f"the batch is {str(batch)[:80]!r}; pass the batch size of the example inputs, an "
+            "integer from 1 on"
+        )
+
 
 DEFAULT_STRATEGY = Auto(gap=0.02, time_limit=2.0)
 """How to solve for plans: several are solved for one answer. `remat.enable` takes more time, and

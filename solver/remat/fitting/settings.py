@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from remat.allocator.prediction import is_on_cuda
 from remat.costs.optimizer_memory import smaller_optimizers
 from remat.fitting.question import EagerStep, FitQuestion
-from remat.limits.outputs import OUTPUTS_DROPPED
+from remat.limits.options import OUTPUTS_DROPPED
 from remat.passes.outputs import loss_code, returns_loss, with_outputs
 from remat.report.fit import FitOption
 

@@ -8,7 +8,7 @@ from math import prod
 from remat.documents.records import Gradient, Node, Output
 from remat.documents.trace import Trace
 from remat.errors import no_loss_returned
-from remat.limits.outputs import OUTPUTS_LOSS, are_dropped
+from remat.limits.options import OUTPUTS_LOSS, are_dropped
 
 
 def with_outputs(trace: Trace, outputs: str) -> Trace:

@@ -18,13 +18,11 @@ from remat.documents.program import Program
 from remat.documents.trace import Trace
 from remat.errors import InfeasibleBudget, RematError, ServiceError, wrong_type
 from remat.fitting.data_sheet import gpu_name
-from remat.fitting.fit_arguments import check_batch, parse_memory
+from remat.fitting.question import check_batch, parse_memory
 from remat.graph import Graph
 from remat.limits.budget import Budget
 from remat.limits.infeasible import INFEASIBLE_ERROR, is_smallest_accepted, warn_of_smallest
-from remat.limits.offload import OFFLOAD_OFF, parse_host_budget
-from remat.limits.outputs import OUTPUTS_HELD
-from remat.limits.pieces import SPLIT_AUTO, SPLIT_OFF
+from remat.limits.options import OFFLOAD_OFF, OUTPUTS_HELD, SPLIT_AUTO, SPLIT_OFF, parse_host_budget
 from remat.plan import Plan
 from remat.progress import Cancel, ProgressCallback
 from remat.report.fit import Fit

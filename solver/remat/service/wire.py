@@ -30,8 +30,15 @@ from remat.fitting.data_sheet import GPUS, gpu_name
 from remat.graph import Graph
 from remat.limits.budget import Budget
 from remat.limits.infeasible import INFEASIBLE, INFEASIBLE_ERROR, is_smallest_accepted
-from remat.limits.offload import OFFLOAD_AUTO, OFFLOAD_OFF, is_offload_allowed
-from remat.limits.pieces import MAX_PIECES, SPLIT_AUTO, SPLIT_OFF, pieces_to_try
+from remat.limits.options import (
+    MAX_PIECES,
+    OFFLOAD_AUTO,
+    OFFLOAD_OFF,
+    SPLIT_AUTO,
+    SPLIT_OFF,
+    is_offload_allowed,
+    pieces_to_try,
+)
 from remat.report.fit import Fit
 from remat.strategies.auto import Auto
 from remat.strategies.base import Strategy

@@ -12,18 +12,14 @@ from pydantic import ValidationError
 from remat.strategies.auto import Auto
 from remat.strategies.base import Strategy
 from remat.strategies.baselines.articulation import ArticulationPoints
-from remat.strategies.baselines.chains.revolve import Revolve
-from remat.strategies.baselines.chains.rotor import Rotor
-from remat.strategies.baselines.chen_greedy import ChenGreedy
-from remat.strategies.baselines.chen_sqrt import ChenSqrt
-from remat.strategies.baselines.every_k import EveryK
-from remat.strategies.baselines.keep_all import KeepAll
+from remat.strategies.baselines.checkmate import CheckmateMilp
+from remat.strategies.baselines.chen import ChenGreedy, ChenSqrt
 from remat.strategies.baselines.knapsack import Knapsack
-from remat.strategies.baselines.per_block import PerBlock
-from remat.strategies.baselines.published_milp.checkmate import CheckmateMilp
-from remat.strategies.baselines.published_milp.lp_rounding import LpRounding
-from remat.strategies.baselines.recompute_all import RecomputeAll
+from remat.strategies.baselines.lp_rounding import LpRounding
+from remat.strategies.baselines.revolve import Revolve
+from remat.strategies.baselines.rotor import Rotor
 from remat.strategies.baselines.selective import Selective
+from remat.strategies.baselines.uniform import EveryK, KeepAll, PerBlock, RecomputeAll
 from remat.strategies.exact import Exact
 from remat.strategies.option_types import option_error, options_schema
 

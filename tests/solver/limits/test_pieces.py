@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from remat.limits.pieces import pieces_to_try
+from remat.limits.options import pieces_to_try
 
 
 def test_numbers_of_pieces() -> None:

@@ -19,7 +19,7 @@ from remat.milp.solvers import pulp_solvers, pulp_versions
 from remat.milp.solvers.highs import HighsSolver
 from remat.milp.solvers.outcome import SolverOutcome
 from remat.milp.solvers.pulp_versions import ProgramArrays
-from remat.strategies.baselines.published_milp.checkmate_program import CheckmateModel
+from remat.strategies.baselines.checkmate import CheckmateModel
 
 BUDGET = 2_400
 

@@ -26,19 +26,19 @@ from remat.simulate import simulate
 from remat.solve import solve
 from remat.strategies import Auto, Exact, Strategy, Task
 from remat.strategies.baselines.articulation import ArticulationPoints, articulation_points
-from remat.strategies.baselines.chains.revolve import Revolve
-from remat.strategies.baselines.chains.rotor import Rotor
-from remat.strategies.baselines.chen_sqrt import ChenSqrt
+from remat.strategies.baselines.checkmate import CheckmateMilp
+from remat.strategies.baselines.chen import ChenSqrt
 from remat.strategies.baselines.knapsack import Knapsack
+from remat.strategies.baselines.lp_rounding import LpRounding
 from remat.strategies.baselines.module_blocks import find_blocks
-from remat.strategies.baselines.per_block import PerBlock
-from remat.strategies.baselines.published_milp.checkmate import CheckmateMilp
-from remat.strategies.baselines.published_milp.lp_rounding import LpRounding
+from remat.strategies.baselines.revolve import Revolve
+from remat.strategies.baselines.rotor import Rotor
 from remat.strategies.baselines.schedule_builder import (
     checkpoint_segments,
     eager_backward_order,
 )
 from remat.strategies.baselines.selective import Selective
+from remat.strategies.baselines.uniform import PerBlock
 
 pytestmark = pytest.mark.usefixtures("short_eviction")
 

@@ -30,8 +30,7 @@ from remat.schedule import Schedule
 from remat.simulate import simulate
 from remat.solve import solve, sweep
 from remat.strategies.auto import Auto
-from remat.strategies.baselines.per_block import PerBlock
-from remat.strategies.baselines.recompute_all import RecomputeAll
+from remat.strategies.baselines.uniform import PerBlock, RecomputeAll
 from remat.view import (
     frontier_svg,
     modules_svg,

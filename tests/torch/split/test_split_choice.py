@@ -17,7 +17,7 @@ from remat.choice.trace_plan import TracePlan
 from remat.documents.plan import PlanDocument
 from remat.heuristics.peak_bounds import end_bytes
 from remat.limits.budget import Budget
-from remat.limits.pieces import PIECES
+from remat.limits.options import PIECES
 from remat.limits.units import format_bytes
 from remat.passes.split.recorded_splits import with_recorded_splits
 from remat.plan import Plan

@@ -46,7 +46,7 @@ from remat.graph import Graph, Operation, Value
 from remat.plan import Plan
 from remat.schedule import Schedule
 from remat.strategies import KeepAll, RecomputeAll
-from remat.strategies.baselines.per_block import PerBlock
+from remat.strategies.baselines.uniform import PerBlock
 from remat.view import (
     annotated_code,
     chrome_trace,

@@ -14,9 +14,7 @@ from remat.costs.devices import DEVICES, find_device
 from remat.limits.budget import Budget
 from remat.limits.infeasible import INFEASIBLE, is_smallest_accepted
 from remat.limits.limits import Limits
-from remat.limits.outputs import are_dropped
-from remat.limits.pieces import pieces_to_try
-from remat.limits.reserve import parse_reserve
+from remat.limits.options import are_dropped, parse_reserve, pieces_to_try
 from remat.strategies.base import Strategy
 from remat.strategies.registry import (
     COMPARED_AS,

@@ -6,7 +6,7 @@ from remat.choice.offloaded_forms import OffloadLimits
 from remat.commands.common.exits import UsageError
 from remat.costs.trace_costs import roofline_of
 from remat.documents.trace import Trace
-from remat.limits.offload import is_offload_allowed, parse_host_budget
+from remat.limits.options import is_offload_allowed, parse_host_budget
 
 
 def check_offload_options(offload: str, host_budget: str | None) -> None:

@@ -12,7 +12,7 @@ import typer
 
 from remat.commands.common import command_options
 from remat.commands.common.exits import UsageError, print_message
-from remat.limits.outputs import OUTPUTS_HELD
+from remat.limits.options import OUTPUTS_HELD
 
 if TYPE_CHECKING:
     from remat.commands.models.batches import BatchSizes

@@ -22,7 +22,7 @@ from remat.allocator.replay import round_size
 from remat.errors import TraceError, one_line
 from remat.frontend.common.pytree import flatten
 from remat.frontend.memory.meter import LiveStorageMeter, allocated_peak, cuda_peak, unique_bytes
-from remat.limits.outputs import OUTPUTS_HELD, are_dropped
+from remat.limits.options import OUTPUTS_HELD, are_dropped
 from remat.limits.units import format_bytes, format_seconds
 
 Tensors = Mapping[str, torch.Tensor]

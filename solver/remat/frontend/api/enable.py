@@ -41,8 +41,7 @@ from remat.frontend.runtime.guards import CallSignature, ModelCall, ModelTracker
 from remat.frontend.runtime.module import RematModule
 from remat.limits.budget import Budget, is_auto, missing_percent_sign_hint
 from remat.limits.infeasible import INFEASIBLE_ERROR, is_smallest_accepted
-from remat.limits.offload import OFFLOAD_OFF, is_offload_allowed
-from remat.limits.pieces import SPLIT_AUTO, pieces_to_try
+from remat.limits.options import OFFLOAD_OFF, SPLIT_AUTO, is_offload_allowed, pieces_to_try
 from remat.limits.units import format_bytes
 from remat.plan import Plan
 from remat.progress import ProgressCallback

@@ -15,7 +15,7 @@ from remat.documents.trace import Trace
 from remat.frontend.capture.trace import trace as capture
 from remat.frontend.common.target_gpu import DEFAULT_GPU
 from remat.frontend.memory.device_memory import Reserve, reserve_size
-from remat.limits.outputs import OUTPUTS_HELD
+from remat.limits.options import OUTPUTS_HELD
 from remat.report.estimate import Estimate
 
 

@@ -15,19 +15,22 @@ from remat.costs.trace_costs import with_roofline_costs
 from remat.documents.trace import Trace
 from remat.errors import BudgetError, RematError, wrong_type
 from remat.fitting.answer import answer_question
-from remat.fitting.answer_deadline import Deadline
-from remat.fitting.convolutions import convolution_notes
 from remat.fitting.data_sheet import usable_bytes
-from remat.fitting.fit_arguments import check_batch, check_time_limit, parse_memory
 from remat.fitting.lengths import LengthDistribution, longest_fits
+from remat.fitting.plans import convolution_notes
 from remat.fitting.question import (
     DEFAULT_LIMIT_S,
     DEFAULT_STRATEGY,
+    Deadline,
     EagerStep,
     FitQuestion,
     ScriptChanges,
+    check_batch,
+    check_time_limit,
+    in_stage,
+    parse_memory,
+    report_stage,
 )
-from remat.fitting.stages import in_stage, report_stage
 from remat.frontend.api.batch_search import ModelFnResult, parse_model_fn_result
 from remat.frontend.api.estimate import roofline_for_trace
 from remat.frontend.capture.trace import trace as capture
@@ -37,7 +40,7 @@ from remat.frontend.costs.operation_costs import with_measured_convolutions
 from remat.frontend.memory.device_memory import free_bytes
 from remat.frontend.memory.meter import unique_bytes
 from remat.limits.limits import SEGMENTS_MARGIN
-from remat.limits.outputs import OUTPUTS_HELD
+from remat.limits.options import OUTPUTS_HELD
 from remat.passes.gradient_accumulation import with_gradient_accumulation
 from remat.progress import ProgressCallback
 from remat.report.fit import Fit

@@ -25,9 +25,15 @@ from remat.frontend.runtime.module import RematModule
 from remat.limits.budget import Budget, is_auto
 from remat.limits.infeasible import INFEASIBLE_ERROR, is_smallest_accepted
 from remat.limits.limits import Limits
-from remat.limits.offload import OFFLOAD_OFF, is_offload_allowed, parse_host_budget
-from remat.limits.outputs import OUTPUTS_HELD, are_dropped
-from remat.limits.pieces import SPLIT_AUTO, pieces_to_try
+from remat.limits.options import (
+    OFFLOAD_OFF,
+    OUTPUTS_HELD,
+    SPLIT_AUTO,
+    are_dropped,
+    is_offload_allowed,
+    parse_host_budget,
+    pieces_to_try,
+)
 from remat.progress import ProgressCallback
 from remat.strategies import Strategy
 from remat.strategies.base import checked_strategy

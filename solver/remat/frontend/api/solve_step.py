@@ -14,8 +14,7 @@ from remat.frontend.costs.cost_cache import CostCache
 from remat.frontend.planning.solving import solve_trace
 from remat.limits.budget import Budget
 from remat.limits.infeasible import INFEASIBLE_ERROR, plan_or_smallest
-from remat.limits.offload import OFFLOAD_OFF
-from remat.limits.pieces import SPLIT_OFF
+from remat.limits.options import OFFLOAD_OFF, SPLIT_OFF
 from remat.progress import Progress
 from remat.strategies import Strategy
 

@@ -28,7 +28,7 @@ from remat.frontend.api.comparison import (
     time_rows,
 )
 from remat.frontend.runtime.module import RematModule
-from remat.limits.outputs import OUTPUTS_DROPPED, OUTPUTS_HELD
+from remat.limits.options import OUTPUTS_DROPPED, OUTPUTS_HELD
 from remat.limits.units import format_bytes, format_seconds
 from remat.plan import Plan
 from remat.report.tables import align_columns

@@ -29,7 +29,7 @@ from remat.frontend.planning.optimize_options import OptimizeOptions
 from remat.frontend.planning.schedule_reuse import BlockScheduleCache
 from remat.frontend.runtime.guards import CallSignature
 from remat.frontend.runtime.lower import LoweredProgram, lower_program
-from remat.limits.outputs import OUTPUTS_DROPPED
+from remat.limits.options import OUTPUTS_DROPPED
 from remat.passes.gradient_accumulation import with_gradient_accumulation
 from remat.passes.offload.candidates import fills_storage
 from remat.plan import Plan

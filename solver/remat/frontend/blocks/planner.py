@@ -36,7 +36,7 @@ from remat.frontend.runtime.guards import (
     call_signature,
 )
 from remat.limits.infeasible import INFEASIBLE_ERROR
-from remat.limits.outputs import OUTPUTS_LOSS, differentiated_with
+from remat.limits.options import OUTPUTS_LOSS, differentiated_with
 
 logger = logging.getLogger("remat")
 

@@ -34,7 +34,7 @@ from remat.frontend.runtime.guards import CallSignature, ModelCall, ModelTracker
 from remat.frontend.runtime.lower import LoweredProgram
 from remat.frontend.runtime.module import BoundProgram
 from remat.frontend.runtime.offload import arrive, offload, release, reload
-from remat.limits.outputs import SCALARS
+from remat.limits.options import SCALARS
 from remat.plan import Plan
 
 

@@ -20,7 +20,7 @@ from remat.frontend.blocks.dry_run import DryRun, run_dry
 from remat.frontend.blocks.profile import measure_eager_options
 from remat.frontend.planning.optimize_options import OptimizeOptions
 from remat.frontend.runtime.guards import ModelCall
-from remat.limits.outputs import are_dropped
+from remat.limits.options import are_dropped
 from remat.report.tables import fold_layer_numbers
 
 _DATA_DEPENDENT = "its calls depend on the data"

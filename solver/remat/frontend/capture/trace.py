@@ -20,7 +20,7 @@ from torch.nn.parameter import UninitializedParameter
 from remat.documents.structure import Structure
 from remat.documents.trace import Trace
 from remat.errors import TraceError
-from remat.frontend.capture.absent_gpu.convolution_layouts import cudnn_convolution_layouts
+from remat.frontend.capture.absent_gpu.cuda_kernels import cudnn_convolution_layouts
 from remat.frontend.capture.attempts import capture_step
 from remat.frontend.capture.eager_kernels.fake_layouts import fakes_with_kernel_layouts
 from remat.frontend.capture.eager_kernels.overrides import eager_kernel_overrides
@@ -42,7 +42,7 @@ from remat.frontend.capture.model.text_output import text_output_reported
 from remat.frontend.capture.reading.captured_joint_graph import CapturedJointGraph
 from remat.frontend.common.pytree import flatten
 from remat.frontend.common.target_gpu import TargetGpu, find_target_gpu, local_device
-from remat.limits.outputs import OUTPUTS_HELD, are_dropped, differentiated_with
+from remat.limits.options import OUTPUTS_HELD, are_dropped, differentiated_with
 from remat.passes.outputs import with_outputs
 
 log = logging.getLogger("remat")

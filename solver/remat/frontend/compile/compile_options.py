@@ -13,10 +13,16 @@ from remat.errors import BudgetError, similar_names_hint, wrong_type
 from remat.limits.budget import Budget
 from remat.limits.infeasible import INFEASIBLE_ERROR, is_smallest_accepted
 from remat.limits.limits import Limits
-from remat.limits.offload import OFFLOAD_OFF, is_offload_allowed, parse_host_budget
-from remat.limits.outputs import OUTPUTS_HELD, are_dropped
-from remat.limits.pieces import SPLIT_AUTO, pieces_to_try
-from remat.limits.reserve import parse_reserve
+from remat.limits.options import (
+    OFFLOAD_OFF,
+    OUTPUTS_HELD,
+    SPLIT_AUTO,
+    are_dropped,
+    is_offload_allowed,
+    parse_host_budget,
+    parse_reserve,
+    pieces_to_try,
+)
 from remat.progress import ProgressCallback
 from remat.strategies import Auto, Strategy
 from remat.strategies.base import checked_strategy

@@ -43,7 +43,7 @@ from remat.frontend.compile.inductor.probe import (
     fuse_matmul_additions,
     probe_kernels,
 )
-from remat.limits.outputs import OUTPUTS_HELD, are_dropped
+from remat.limits.options import OUTPUTS_HELD, are_dropped
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from torch import fx, nn
 
 from remat.frontend.common.dropped_output import DroppedOutput
 from remat.frontend.compile.fx_utils import storage_bytes
-from remat.limits.outputs import OUTPUTS_LOSS
+from remat.limits.options import OUTPUTS_LOSS
 from remat.limits.units import format_bytes
 
 _DEFAULT_LOSS_TYPE = "ForCausalLM"

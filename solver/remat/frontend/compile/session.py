@@ -27,7 +27,7 @@ from remat.frontend.compile.partitioner import Partitioner
 from remat.frontend.compile.registry import NO_FEEDBACK, PlannedSplit, ReplanFeedback
 from remat.frontend.compile.split import CannotSplit
 from remat.frontend.compile.step_graphs import StepGraphs
-from remat.limits.pieces import PIECES, pieces_to_try
+from remat.limits.options import PIECES, pieces_to_try
 from remat.limits.units import format_bytes
 from remat.report.describe import describe_peak
 

@@ -41,7 +41,7 @@ from remat.frontend.planning.optimize_options import OptimizeOptions
 from remat.frontend.runtime.guards import ModelCall
 from remat.limits.budget import Budget
 from remat.limits.infeasible import INFEASIBLE_ERROR, plan_or_smallest
-from remat.limits.outputs import OUTPUTS_HELD, OUTPUTS_LOSS, are_dropped
+from remat.limits.options import OUTPUTS_HELD, OUTPUTS_LOSS, are_dropped
 from remat.strategies import Strategy
 
 logger = logging.getLogger("remat")

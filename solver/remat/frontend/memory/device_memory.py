@@ -23,7 +23,7 @@ from remat.errors import BudgetError
 from remat.frontend.common.backward_thread import run_in_backward
 from remat.limits.budget import Budget
 from remat.limits.limits import SEGMENTS_MARGIN, Limits, nothing_left
-from remat.limits.reserve import parse_reserve
+from remat.limits.options import parse_reserve
 
 _CGROUP = Path("/sys/fs/cgroup")
 

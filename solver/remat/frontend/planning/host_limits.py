@@ -32,7 +32,7 @@ from remat.frontend.costs.cost_cache import (
 from remat.frontend.memory.device_memory import free_bytes
 from remat.frontend.runtime.host_file import is_io_direct, new_host_file, offload_directory
 from remat.frontend.runtime.pinned_memory import pinned_memory
-from remat.limits.offload import is_offload_allowed, parse_host_budget
+from remat.limits.options import is_offload_allowed, parse_host_budget
 from remat.limits.units import format_bytes
 
 _COPY_BYTES = 64 << 20

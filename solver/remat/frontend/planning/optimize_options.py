@@ -14,9 +14,7 @@ from remat.frontend.costs.cost_cache import CostCache
 from remat.frontend.memory.device_memory import Reserve
 from remat.limits.budget import Budget
 from remat.limits.infeasible import INFEASIBLE_ERROR
-from remat.limits.offload import OFFLOAD_OFF
-from remat.limits.outputs import OUTPUTS_HELD
-from remat.limits.pieces import SPLIT_AUTO
+from remat.limits.options import OFFLOAD_OFF, OUTPUTS_HELD, SPLIT_AUTO
 from remat.plan import Plan
 from remat.progress import ProgressCallback
 from remat.strategies import Strategy

@@ -28,7 +28,7 @@ from remat.frontend.capture.symbolic_capture import (
 from remat.frontend.capture.trace import CapturedStep, capture
 from remat.frontend.planning.optimize_options import OptimizeOptions
 from remat.frontend.runtime.guards import CallSignature, ModelCall
-from remat.limits.outputs import differentiated_with
+from remat.limits.options import differentiated_with
 from remat.passes.outputs import with_outputs
 from remat.passes.trace_equality import is_same_except_names
 

@@ -4,8 +4,7 @@
 - `peak_order`: an order with a small peak, without recomputation.
 - `schedule_search`: schedules within a budget, in any order or with recomputations only.
 - `anneal`: the annealing loop; `moves`: the random changes that it tries.
-- `schedule_profile`: the changing sequence with its memory and time; `placement`: queries on it;
-  `lifetimes`: how lifetimes of copies change.
+- `schedule_profile`: the changing sequence with its memory and time; `placement`: queries on it.
 
 Nothing here looks at a clock: work is counted in moves, and `stop` is called between them.
 """

@@ -15,8 +15,7 @@ from remat.errors import RematError
 from remat.graph import Graph
 from remat.solution import Solution
 from remat.strategies.base import Task
-from remat.strategies.baselines.chen_greedy import greedy_candidates
-from remat.strategies.baselines.chen_sqrt import checkpoint_after, sqrt_ends
+from remat.strategies.baselines.chen import checkpoint_after, greedy_candidates, sqrt_ends
 from remat.strategies.baselines.schedule_builder import segmented_count, select_cheapest
 from remat.strategies.option_types import Checked
 

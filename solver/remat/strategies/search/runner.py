@@ -21,8 +21,7 @@ from remat.schedule import Schedule
 from remat.simulate import peak_and_time
 from remat.solution import Stats
 from remat.strategies.option_types import MilpOptions
-from remat.strategies.search.deadline import Clock
-from remat.strategies.search.stall import StallDetector
+from remat.strategies.search.deadline import Clock, StallDetector
 
 _MAX_ATTEMPTS = 5
 """Attempts with ever tighter programs until the simulated schedule fits the budget."""

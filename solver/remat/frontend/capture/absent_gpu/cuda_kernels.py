@@ -3,18 +3,51 @@
 They are registered in torch's Python dispatcher
 (see `remat.frontend.capture.eager_kernels.overrides`). `CUDA_KERNELS` apply to tensors on a GPU,
 where torch's capture takes other operators than eager mode. `absent_gpu_kernels` apply to CPU
-tensors that stand for an absent GPU, and add what eager mode runs on CUDA only.
+tensors that stand for an absent GPU, and add what eager mode runs on CUDA only. Convolutions have
+the memory layouts that cuDNN selects: those of the CPU's libraries depend on the batch size, too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 from torch._ops import OpOverload
+from torch._prims_common import suggest_memory_format
 
 from remat.frontend.capture.absent_gpu.attention import attention_kernel
 from remat.frontend.common.target_gpu import TargetGpu
+
+_CHANNELS_LAST = (torch.channels_last, torch.channels_last_3d)
+
+
+@contextmanager
+def cudnn_convolution_layouts() -> Iterator[None]:
+    """Within the context, fake convolutions have the layouts of cuDNN. For captures, which run one
+    at a time."""
+    original = torch._C._conv_determine_backend_memory_format
+    torch._C._conv_determine_backend_memory_format = _cudnn_memory_format
+    try:
+        yield
+    finally:
+        torch._C._conv_determine_backend_memory_format = original
+
+
+def _cudnn_memory_format(
+    x: torch.Tensor, weight: torch.Tensor, backend: object
+) -> torch.memory_format:
+    """Return the memory format of a convolution's results: channels-last if input or weight is, but
+    never in float64. Source: `cudnn_conv_suggest_memory_format` in ATen/native/ConvUtils.h, torch
+    2.11 to 2.15."""
+    if torch.float64 in (x.dtype, weight.dtype):
+        return torch.contiguous_format
+    for tensor in (x, weight):
+        memory_format = suggest_memory_format(tensor)
+        if memory_format in _CHANNELS_LAST:
+            return memory_format
+    return torch.contiguous_format
+
 
 Tensor = torch.Tensor
 _aten = torch.ops.aten

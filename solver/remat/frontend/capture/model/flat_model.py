@@ -39,7 +39,7 @@ from remat.frontend.capture.model.stores import (
 )
 from remat.frontend.common.pytree import flatten, unflatten
 from remat.frontend.common.torch_modes import capture_paused
-from remat.limits.outputs import SCALARS
+from remat.limits.options import SCALARS
 
 
 @dataclass

@@ -41,7 +41,7 @@ from remat.frontend.compile.kernels.cost_model import GroupCost
 from remat.frontend.compile.kernels.fusion_groups import FusionGroup, moved_bytes, tensors_read
 from remat.frontend.compile.registry import UnsplitStep
 from remat.graph import Graph, Operation, Value
-from remat.limits.outputs import OUTPUTS_HELD
+from remat.limits.options import OUTPUTS_HELD
 from remat.passes.offload.copies_in_graph import CopyOperation, OffloadedGraph, offload_values
 from remat.plan import Plan
 from remat.schedule import Schedule

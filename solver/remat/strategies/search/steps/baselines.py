@@ -14,10 +14,9 @@ from remat.graph import Graph
 from remat.schedule import Schedule
 from remat.strategies.base import Strategy, Task
 from remat.strategies.baselines.articulation import ArticulationPoints
-from remat.strategies.baselines.chen_greedy import ChenGreedy
-from remat.strategies.baselines.every_k import EveryK
+from remat.strategies.baselines.chen import ChenGreedy
 from remat.strategies.baselines.knapsack import Knapsack
-from remat.strategies.baselines.per_block import PerBlock
+from remat.strategies.baselines.uniform import EveryK, PerBlock
 from remat.strategies.search.deadline import Clock
 from remat.strategies.search.state import SearchState
 

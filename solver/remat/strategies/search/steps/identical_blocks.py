@@ -22,7 +22,7 @@ from remat.milp.shared_decisions import SharedDecisions
 from remat.milp.slots import Slots
 from remat.schedule import Schedule
 from remat.strategies.base import Task
-from remat.strategies.baselines.per_block import PerBlock
+from remat.strategies.baselines.uniform import PerBlock
 from remat.strategies.search.deadline import Clock
 from remat.strategies.search.runner import MilpRunner
 from remat.strategies.search.state import SearchState

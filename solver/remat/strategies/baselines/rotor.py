@@ -27,8 +27,7 @@ import numpy.typing as npt
 from remat.schedule import Schedule
 from remat.solution import Solution
 from remat.strategies.base import Task
-from remat.strategies.baselines.chains.chain import Chain, ChainScheduleWriter
-from remat.strategies.baselines.chains.chain_costs import ChainCosts, Floats
+from remat.strategies.baselines.chain import Chain, ChainCosts, ChainScheduleWriter, Floats
 from remat.strategies.baselines.schedule_builder import select_cheapest
 from remat.strategies.option_types import Checked, between
 

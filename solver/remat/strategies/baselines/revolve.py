@@ -18,7 +18,7 @@ from typing import Annotated
 from remat.schedule import Schedule
 from remat.solution import Solution
 from remat.strategies.base import Task
-from remat.strategies.baselines.chains.chain import Chain, ChainScheduleWriter
+from remat.strategies.baselines.chain import Chain, ChainScheduleWriter
 from remat.strategies.baselines.schedule_builder import select_cheapest
 from remat.strategies.option_types import Checked, between
 

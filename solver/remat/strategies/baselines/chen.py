@@ -1,8 +1,9 @@
-"""Segments of about b bytes each.
+"""Segments of the forward pass, of which only the borders are retained.
 
-Chen, Xu, Zhang, Guestrin: Training deep nets with sublinear memory cost (2016), algorithm 3: walk
-the forward pass, and end a segment where its values exceed b bytes. The paper searches b around
-sqrt(x y), where x is the size of the borders and y the largest segment.
+Chen, Xu, Zhang, Guestrin: Training deep nets with sublinear memory cost (2016). `ChenSqrt`, section
+4.1: n operations in segments of sqrt(n) take O(sqrt(n)) memory and one more forward pass.
+`ChenGreedy`, algorithm 3: walk the forward pass, and end a segment where its values exceed b bytes.
+The paper searches b around sqrt(x y), where x is the size of the borders and y the largest segment.
 """
 
 from __future__ import annotations
@@ -16,9 +17,49 @@ from remat.graph import Graph
 from remat.schedule import Schedule
 from remat.solution import Solution
 from remat.strategies.base import Task
-from remat.strategies.baselines.chen_sqrt import checkpoint_after
-from remat.strategies.baselines.schedule_builder import segmented_count, select_cheapest
+from remat.strategies.baselines.schedule_builder import (
+    Segments,
+    checkpoint_segments,
+    forward_count,
+    segmented_count,
+    select_cheapest,
+)
 from remat.strategies.option_types import Checked, between
+
+
+@dataclass(frozen=True)
+class ChenSqrt(Checked):
+    """sqrt(n) segments of the forward pass in its linear order; a single choice without a
+    parameter.
+
+    In graphs that are no chain, every value that crosses a border is retained. The last segment is
+    not dropped, as its backward pass follows at once.
+    """
+
+    name = "chen_sqrt"
+
+    def run(self, task: Task) -> Solution:
+        """Return the single schedule. Raises `InfeasibleBudget` if it does not fit."""
+        ends = sqrt_ends(range(segmented_count(task.graph)))
+        candidates = [(f"{len(ends)} checkpoints", checkpoint_after(task.graph, ends))]
+        return select_cheapest(task, candidates, strategy=self.name)
+
+
+def sqrt_ends(candidates: Sequence[int]) -> list[int]:
+    """Return every sqrt(n)-th of n candidates for the end of a segment, except for the last one."""
+    step = max(1, round(math.sqrt(len(candidates))))
+    return [op for op in candidates[step - 1 :: step] if op != candidates[-1]]
+
+
+def checkpoint_after(graph: Graph, ends: Sequence[int]) -> Schedule:
+    """Return the schedule with a segment up to each of `ends`. What comes after the last of them is
+    dropped only if there is no backward pass."""
+    starts = [0, *(end + 1 for end in ends)]
+    segments: Segments = [range(a, b + 1) for a, b in zip(starts, ends, strict=False)]
+    if forward_count(graph) is None and starts[-1] < len(graph):
+        segments = [*segments, range(starts[-1], len(graph))]
+    return checkpoint_segments(graph, segments)
+
 
 _GRID_STEPS = 48
 

@@ -1,0 +1,156 @@
+"""Schedules by one rule for all operations or blocks, as training scripts have them.
+
+Retain everything, which PyTorch does without checkpointing, or nothing; one checkpoint per block,
+by torch.utils.checkpoint, or per k blocks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from remat.errors import RematError
+from remat.graph import Graph
+from remat.schedule import Schedule
+from remat.simulate import simulate
+from remat.solution import Solution
+from remat.strategies.base import Task
+from remat.strategies.baselines.chain import cut_points
+from remat.strategies.baselines.module_blocks import find_blocks, merge_consecutive
+from remat.strategies.baselines.schedule_builder import (
+    ScheduleBuilder,
+    checkpoint_segments,
+    forward_count,
+    segmented_count,
+    select_cheapest,
+)
+from remat.strategies.infeasible import infeasible
+from remat.strategies.option_types import Checked, between
+
+
+@dataclass(frozen=True)
+class KeepAll(Checked):
+    """Every operation once: the fastest schedule, and the one with the largest peak."""
+
+    name = "keep_all"
+
+    def run(self, task: Task) -> Solution:
+        """Return the graph's own order. Raises `InfeasibleBudget` if it does not fit."""
+        graph, budget_bytes = task.graph, task.budget_bytes
+        schedule = Schedule.keep_all(graph)
+        peak_bytes = simulate(graph, schedule).peak_bytes
+        if budget_bytes is not None and peak_bytes > budget_bytes:
+            raise infeasible(
+                graph, budget_bytes, peak_bytes, "keep_all recomputes nothing", proved=False
+            )
+        bound = graph.total_cost_s if budget_bytes is not None else None
+        return Solution(schedule, bound, "order", proved=budget_bytes is not None)
+
+
+@dataclass(frozen=True)
+class RecomputeAll(Checked):
+    """Before each operation of the backward pass, recompute everything that it reads from the
+    inputs, and drop it afterwards: quadratic time.
+
+    This is not the smallest peak, as a recomputation needs as much memory as the forward pass
+    between two reads. Without a backward pass, each operation starts from the inputs.
+    """
+
+    name = "recompute_all"
+
+    def run(self, task: Task) -> Solution:
+        """Return the single schedule. Raises `InfeasibleBudget` if it does not fit."""
+        return select_cheapest(task, [("all", _schedule(task.graph))], strategy=self.name)
+
+
+def _schedule(graph: Graph) -> Schedule:
+    builder = ScheduleBuilder(graph)
+    count = forward_count(graph) or 0
+    for op in range(count):
+        builder.run(op)
+    builder.drop(v for op in range(count) for v in graph.operations[op].outputs)
+    for op in range(count, len(graph)):
+        operation = graph.operations[op]
+        recomputed = builder.missing_operations(operation.inputs)
+        for parent in recomputed:
+            builder.run(parent)
+        builder.run(op)
+        builder.drop(v for o in (*recomputed, op) for v in graph.operations[o].outputs)
+    return builder.schedule()
+
+
+_MAX_PIECES = 32
+_MAX_K_TRIED = 64
+
+
+@dataclass(frozen=True)
+class EveryK(Checked):
+    """torch.utils.checkpoint around each `k` consecutive blocks; the best `k` if that is None.
+
+    If the graph has no repeated blocks, pieces between cut points of the forward pass are used
+    instead, and if it has few of these, pieces of equal cost. Equivalent to
+    torch.utils.checkpoint.checkpoint_sequential, except that the last segment is no exception.
+    """
+
+    k: Annotated[int, between(1, 1_000_000)] | None = None
+    name = "every_k"
+
+    def run(self, task: Task) -> Solution:
+        """Return the cheapest `k` that fits. Raises `InfeasibleBudget` if no `k` fits."""
+        pieces = _pieces_of(task.graph)
+        # A larger k recomputes the same operations with fewer borders: try all k up to 64, and the
+        # largest.
+        all_k = [k for k in range(1, len(pieces) + 1) if k <= _MAX_K_TRIED or k == len(pieces)]
+        k_values = all_k if self.k is None else [self.k]
+        candidates = (
+            (f"k={k}", checkpoint_segments(task.graph, merge_consecutive(pieces, k)))
+            for k in k_values
+        )
+        return select_cheapest(task, candidates, strategy=self.name)
+
+
+def _pieces_of(graph: Graph) -> list[tuple[int, ...]]:
+    blocks = find_blocks(graph)
+    if len(blocks) > 1:
+        return blocks
+    count = segmented_count(graph)
+    ends = [*cut_points(graph), count - 1]
+    if len(ends) >= 4:
+        starts = [0, *(end + 1 for end in ends[:-1])]
+        return [tuple(range(a, b + 1)) for a, b in zip(starts, ends, strict=True) if a <= b]
+    return _equal_cost(graph, count)
+
+
+def _equal_cost(graph: Graph, count: int) -> list[tuple[int, ...]]:
+    total_s = sum(operation.cost_s for operation in graph.operations[:count])
+    pieces: list[list[int]] = [[]]
+    cost_s = 0.0
+    for op in range(count):
+        if pieces[-1] and cost_s >= total_s * len(pieces) / min(_MAX_PIECES, count):
+            pieces.append([])
+        pieces[-1].append(op)
+        cost_s += graph.operations[op].cost_s
+    return [tuple(ops) for ops in pieces if ops]
+
+
+@dataclass(frozen=True)
+class PerBlock(Checked):
+    """torch.utils.checkpoint (non-reentrant, with early stop) around each repeated block.
+
+    Blocks come from the operations' module paths (see `module_blocks`). Values that cross a block's
+    border are retained, and so is everything outside blocks. Equivalent to
+    `model.activation_checkpointing_enable()` of transformers.
+    """
+
+    name = "per_block"
+
+    def run(self, task: Task) -> Solution:
+        """Return the single schedule. Raises `RematError` for a graph without numbered modules."""
+        blocks = find_blocks(task.graph)
+        if not blocks:
+            raise RematError(
+                "per_block needs repeated blocks, but no operation has a module path with a "
+                'number, such as "layers.0": use EveryK, or ChenSqrt'
+            )
+        candidates = [(f"{len(blocks)} blocks", checkpoint_segments(task.graph, blocks))]
+        return select_cheapest(task, candidates, strategy=self.name)
