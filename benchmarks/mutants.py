@@ -54,7 +54,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "solver/remat/frontend/runtime/lower.py": ("torch/runtime/test_lower",),
     "solver/remat/frontend/runtime/autograd_function.py": ("torch/runtime/test_autograd_function",),
     "solver/remat/frontend/runtime/guards.py": ("torch/runtime/test_guards",),
-    "solver/remat/frontend/costs/cost_cache.py": ("torch/costs/test_key", "torch/costs/test_cache"),
+    "solver/remat/frontend/costs/cost_key.py": ("torch/costs/test_key",),
     "server/remat_server/http/auth.py": ("server/test_auth",),
     "server/remat_server/store/leases.py": ("server/test_leases",),
 }

@@ -214,7 +214,7 @@ def _workspace_differences(present: Trace) -> Iterator[str]:
     """Yield operations whose workspace by formula is not the one that the allocator counts. Both
     are for the operands of the trace on the GPU: other operands are among the other properties."""
     from remat.frontend.common.torch_modes import isolated_modes
-    from remat.frontend.costs.cost_cache import cost_key
+    from remat.frontend.costs.cost_key import cost_key
     from remat.frontend.costs.operation_benchmark import OperationBenchmark
     from remat.frontend.costs.timers import measure_memory_on_cuda
 

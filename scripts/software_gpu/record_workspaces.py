@@ -144,7 +144,7 @@ def _trace_rows(trace: Any) -> Iterator[Row]:
 
     from remat.errors import RematError
     from remat.frontend.common.torch_modes import isolated_modes
-    from remat.frontend.costs.cost_cache import cost_key
+    from remat.frontend.costs.cost_key import cost_key
     from remat.frontend.costs.operation_benchmark import OperationBenchmark
 
     metas = trace.tensors

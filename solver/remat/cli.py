@@ -37,17 +37,13 @@ from remat.commands.common.exits import (
     signal_exit_code,
 )
 from remat.commands.compare import compare
-from remat.commands.diff import diff
 from remat.commands.doctor import doctor
-from remat.commands.estimate import estimate
-from remat.commands.explain import explain
 from remat.commands.fit import fit
-from remat.commands.measure import measure
-from remat.commands.plot import plot
+from remat.commands.plans import diff, explain, plot
 from remat.commands.run import run
 from remat.commands.solve import solve
 from remat.commands.sweep import sweep
-from remat.commands.trace import trace
+from remat.commands.trace import estimate, measure, trace
 from remat.milp.solvers.solver_processes import kill_child_processes
 
 _COMMANDS = {

@@ -10,7 +10,6 @@ import math
 import time
 from collections.abc import Callable, Sequence
 
-from remat.choice.declined import reason_to_decline, with_reason
 from remat.choice.late_copies import plan_with_late_copies
 from remat.choice.offload_search import CLOSE_SHARE, offloaded_forms
 from remat.choice.offload_smallest import solve_smallest
@@ -21,7 +20,7 @@ from remat.choice.offloaded_forms import (
     OffloadLimits,
     least_time_s,
 )
-from remat.choice.offloaded_plans import best_plan, is_as_fast
+from remat.choice.offloaded_plans import best_plan, is_as_fast, reason_to_decline, with_reason
 from remat.choice.trace_plan import TracePlan
 from remat.documents.trace import Trace
 from remat.errors import InfeasibleBudget, SolverTimeout

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 
-from remat.choice.declined import with_reason
 from remat.choice.late_copies import plan_with_late_copies
 from remat.choice.offload_search import offloaded_forms
 from remat.choice.offloadable_step import S, StepPlan
@@ -20,7 +19,7 @@ from remat.choice.offloaded_forms import (
     form_with_everything_offloaded,
     least_time_s,
 )
-from remat.choice.offloaded_plans import best_plan, is_as_fast, is_within_reach
+from remat.choice.offloaded_plans import best_plan, is_as_fast, is_within_reach, with_reason
 from remat.errors import InfeasibleBudget, SolverTimeout
 from remat.heuristics.peak_bounds import peak_lower_bound_bytes
 from remat.limits.budget import Budget

@@ -1,5 +1,7 @@
-"""The fastest plan of forms with offloaded tensors: up to two of the most promising are solved in
-full, and one without recomputation if that may be faster.
+"""The fastest plan of forms with offloaded tensors, or the reason why nothing is offloaded.
+
+Up to two of the most promising forms are solved in full, and one without recomputation if that may
+be faster.
 """
 
 from __future__ import annotations
@@ -16,12 +18,14 @@ from remat.errors import GraphError, InfeasibleBudget, SolverTimeout
 from remat.graph import Graph
 from remat.heuristics.local_search import smallest_peak_schedule
 from remat.limits.budget import Budget
+from remat.limits.units import format_bytes
 from remat.passes.offload.copies import copy_times
 from remat.passes.offload.shorter_waits import with_shorter_waits
 from remat.plan import Plan
 from remat.plan_data import (
     COPIES_S_STAT,
     HOST_BYTES_STAT,
+    NOT_OFFLOADED_STAT,
     REQUESTED_GAP_STAT,
     TO_DEVICE_RATE_STAT,
     TO_HOST_RATE_STAT,
@@ -29,6 +33,25 @@ from remat.plan_data import (
     Status,
 )
 from remat.simulate import baseline_of, simulate
+
+
+def with_reason(without: StepPlan[S], reason: str) -> StepPlan[S]:
+    """Return a plan without offloading that records why nothing is offloaded."""
+    stats = {**without.plan.stats, NOT_OFFLOADED_STAT: reason}
+    return without._replace(plan=replace(without.plan, stats=stats))
+
+
+def reason_to_decline(without: StepPlan[S], offloaded: Plan | None, min_bytes: int) -> str:
+    """Return why a plan without offloading is taken. `offloaded` is the fastest one with, and
+    `min_bytes` the size of the smallest tensor that is offloaded."""
+    if offloaded is not None:
+        return f"no plan with offloading is faster than {offloaded.overhead:+.3%}"
+    if len(without.plan.schedule) == len(without.plan.graph):
+        return "the step fits the budget without recomputation"
+    if not without.step.offloadable_values(min_bytes):
+        return f"no tensor of {format_bytes(min_bytes)} or more can be on the host"
+    return "no plan with offloading is within the budget"
+
 
 _MAX_ATTEMPTS = 3
 """Rewritten traces that are solved in full, as long as none fits the budget."""

@@ -10,9 +10,8 @@ from dataclasses import replace
 
 from remat.choice.offload import solve_with_offload
 from remat.choice.offloaded_forms import OffloadLimits
-from remat.choice.plan_request import PlanRequest
+from remat.choice.plan_request import PlanRequest, StepClock
 from remat.choice.split import CHOICE_LIMIT_S, MAX_PIECE_NODES, solve_with_splits
-from remat.choice.step_clock import StepClock
 from remat.choice.trace_plan import TracePlan
 from remat.documents.trace import Trace
 from remat.errors import InfeasibleBudget, SolverTimeout

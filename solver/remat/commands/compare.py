@@ -8,10 +8,10 @@ from typing import Annotated
 import typer
 
 from remat.commands.common import command_options, files
+from remat.commands.common.command_options import with_costs_of_pieces
 from remat.commands.common.exits import UsageError
 from remat.commands.common.frontier_files import FRONTIER_WRITERS, FrontierContent
 from remat.commands.common.interruptible_solve import exit_if_interrupted, run_with_progress
-from remat.commands.common.piece_costs import with_costs_of_pieces
 from remat.commands.common.progress_line import ProgressLine
 from remat.commands.common.summaries import JsonObject, plan_summary, to_csv_text, to_json_text
 from remat.compare import BUDGETS, Comparison

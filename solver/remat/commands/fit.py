@@ -10,9 +10,14 @@ import typer
 from remat.commands.common import command_options, files
 from remat.commands.common.capture_device import capture_device_type
 from remat.commands.common.exits import UsageError
-from remat.commands.common.length_option import Lengths, parse_lengths
 from remat.commands.common.progress_line import show_progress
-from remat.commands.common.step_options import StepOptions, check_step_device, with_step_options
+from remat.commands.common.step_options import (
+    Lengths,
+    StepOptions,
+    check_step_device,
+    parse_lengths,
+    with_step_options,
+)
 from remat.costs.optimizer_memory import OPTIMIZERS, check_optimizer
 from remat.errors import RematError
 from remat.fitting.lengths import LengthDistribution

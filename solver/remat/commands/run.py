@@ -10,6 +10,7 @@ import typer
 
 from remat.choice.plan_request import PlanRequest
 from remat.commands.common import command_options, files
+from remat.commands.common.command_options import check_offload_options, offload_limits
 from remat.commands.common.exits import UsageError
 from remat.commands.common.interruptible_solve import (
     describe_incumbent,
@@ -17,7 +18,6 @@ from remat.commands.common.interruptible_solve import (
     plan_interruptibly,
     warnings_as_messages,
 )
-from remat.commands.common.offload_limits import check_offload_options, offload_limits
 from remat.commands.common.progress_line import show_progress
 from remat.commands.common.step_options import StepOptions, with_step_options
 from remat.commands.common.summaries import compiled_plan_summary, plan_summary, to_json_text

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from remat.choice.plan_request import PlanRequest
 from remat.commands.common import command_options, files
+from remat.commands.common.command_options import (
+    check_offload_options,
+    offload_limits,
+    with_costs_of_pieces,
+)
 from remat.commands.common.interruptible_solve import (
     describe_incumbent,
     exit_if_interrupted,
     hint_how_to_save,
     plan_interruptibly,
 )
-from remat.commands.common.offload_limits import check_offload_options, offload_limits
-from remat.commands.common.piece_costs import with_costs_of_pieces
 from remat.limits.infeasible import INFEASIBLE_ERROR
 from remat.limits.options import OFFLOAD_OFF, SPLIT_OFF
 from remat.rewrite import rewrite

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from remat.choice.offloaded_sweep import sweep_with_offload
 from remat.commands.common import command_options, files
+from remat.commands.common.command_options import check_offload_options, offload_limits
 from remat.commands.common.exits import UsageError
 from remat.commands.common.frontier_files import FRONTIER_WRITERS, FrontierContent
 from remat.commands.common.interruptible_solve import (
@@ -14,7 +15,6 @@ from remat.commands.common.interruptible_solve import (
     hint_how_to_save,
     run_with_progress,
 )
-from remat.commands.common.offload_limits import check_offload_options, offload_limits
 from remat.commands.common.progress_line import ProgressLine
 from remat.commands.common.summaries import (
     frontier_table,

@@ -22,7 +22,7 @@ Minimise the sum of cost_{op(s)} r_s (`remat.milp.builder`) subject to
     group     at most one slot of a group runs, on inputs that are live
 
 where `ProgramBuilder._write_consume` and so on write the rows of these names, and
-`remat.milp.group_cuts` those of groups.
+`remat.milp.model` those of groups.
 
 The second produce row costs nothing, even where an operation has several outputs: the recomputed
 value serves every later reader, so the old copy need not live up to that run.
@@ -44,11 +44,51 @@ import pulp
 
 from remat.graph import Graph
 from remat.milp.builder import BinaryTerm, ProgramBuilder
-from remat.milp.group_cuts import add_group_cuts
 from remat.milp.shared_decisions import SharedDecisions
 from remat.milp.slots import Slots
 from remat.milp.solvers import pulp_versions
 from remat.milp.solvers.program_arrays import ProgramArrays
+
+
+def add_group_cuts(builder: ProgramBuilder) -> None:
+    """Add the rows that tighten the relaxation for every group of more than one slot.
+
+    Take an operation v and a group G of its slots of which at most one runs. Whichever slot runs,
+    each input d of v must be live: retained since before the group began, or produced again in
+    between. So for every input d, produced by p, and every t in G
+
+        sum_{s in G, s <= t} r_s
+            <=  h_{d, before first(G)} + sum_{slots q of p, first(G) < q < t} r_q
+
+    Otherwise the relaxation runs a quarter of v in each of four slots and retains only a quarter of
+    d: on a 12-layer GPT at half its memory the LP bound is 2.65% of extra time without these rows
+    and 5.69% with them, the optimum being 6.17%.
+    """
+    builder.enable_all_rows()
+    slots_of: dict[int, list[int]] = {}
+    for slot in builder.run_variables:
+        slots_of.setdefault(builder.slots.operations[slot], []).append(slot)
+    for number, group in enumerate(builder.slots.groups):
+        if len(group) < 2 or not all(builder.has_rows(slot) for slot in group):
+            continue
+        runs = [builder.run_variables[slot] for slot in group]
+        builder.add_le(f"group_{number}", runs, [], 1)
+        operation = builder.graph.operations[builder.slots.operations[group[0]]]
+        for value in operation.inputs:
+            if builder.has_no_variable(value):
+                continue
+            producer_slots = slots_of.get(builder.graph.producer[value], [])
+            retained = builder.retained_before[group[0], value]
+            renewed = builder.first_slot.get(builder.graph.renewal.get(value, -1), -1)
+            for count, last_slot in enumerate(group[1:], start=2):
+                if group[0] < renewed < last_slot:
+                    break  # from there on, the value is live without a recomputation
+                producer_runs = [
+                    builder.run_variables[q] for q in producer_slots if group[0] < q < last_slot
+                ]
+                builder.add_le(
+                    f"cut_{number}_{value}_{last_slot}", runs[:count], [retained, *producer_runs]
+                )
 
 
 @dataclass

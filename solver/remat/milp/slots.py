@@ -10,7 +10,7 @@ slot set trades exactness for speed:
   looks like, but also a skip connection, so no flag says which operations are backward.
 
 A *group* is a set of slots of one operation of which at most one runs. Groups of one slot restrict
-nothing; larger ones make the relaxation tight (see `remat.milp.group_cuts`). A *stage* is the place
+nothing; larger ones make the relaxation tight (see `remat.milp.model`). A *stage* is the place
 before an operation's first run: the slots of a stage are for recomputations at that place.
 """
 

@@ -11,7 +11,7 @@ import pytest
 
 import remat
 from remat.commands.common.exits import UsageError
-from remat.commands.common.length_option import parse_lengths
+from remat.commands.common.step_options import parse_lengths
 from remat.fitting.lengths import LengthDistribution
 
 

@@ -16,8 +16,7 @@ from tests.helpers.process_limit import PROCESS_LIMIT_S
 
 import remat
 from remat.commands import diagnosis as doctor
-from remat.commands.diagnosis import Check, run_checks
-from remat.commands.requirements import Requirement
+from remat.commands.diagnosis import Check, Requirement, run_checks
 from remat.frontend.costs.cost_cache import CostCache, MeasuredCost, default_cache_path
 from remat.milp.solvers.pulp_versions import IS_PULP_4
 

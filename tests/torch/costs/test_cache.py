@@ -16,7 +16,7 @@ import torch
 from tests.helpers.process_limit import PROCESS_LIMIT_S
 
 import remat
-from remat.frontend.costs import cost_cache
+from remat.frontend.costs import cost_cache, cost_key
 from remat.frontend.costs.cost_cache import FILE_NAME, CostCache, MeasuredCost, default_cache_path
 
 KEY = {"op": "aten.mm.default", "args": [["float32", [2, 3]]]}
@@ -193,8 +193,8 @@ def test_costs_of_another_measurement_version_are_not_used(
     trace = remat.trace(torch.nn.Linear(4, 4), torch.randn(2, 4))
     path = tmp_path / "costs.sqlite"
     sizes = []
-    for version in (1, cost_cache.MEASUREMENT_VERSION, cost_cache.MEASUREMENT_VERSION):
-        monkeypatch.setattr(cost_cache, "MEASUREMENT_VERSION", version)
+    for version in (1, cost_key.MEASUREMENT_VERSION, cost_key.MEASUREMENT_VERSION):
+        monkeypatch.setattr(cost_key, "MEASUREMENT_VERSION", version)
         remat.measure(trace, cache=path)
         with closing(sqlite3.connect(path)) as connection:
             sizes += connection.execute("SELECT count(*) FROM costs").fetchone()

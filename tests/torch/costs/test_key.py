@@ -12,7 +12,7 @@ import torch
 
 from remat.documents.arguments import Literal, Ref
 from remat.documents.records import Node, TensorMeta
-from remat.frontend.costs import cost_cache
+from remat.frontend.costs import cost_key as cost_key
 
 
 def tensor(device: str = "cuda:0", offset: int = 0) -> TensorMeta:
@@ -31,17 +31,17 @@ def key(
         results=(),
     )
     metas = {"x": tensor(**argument), "y": tensor()}  # type: ignore[arg-type]
-    return cost_cache.cost_key(node, metas, home)
+    return cost_key.cost_key(node, metas, home)
 
 
 def test_the_key_depends_on_the_kind_of_device() -> None:
     assert key(device="cuda:0") == key(device="cuda:1") == key(device="cuda")
     assert key(place="cuda:0") == key(place="cuda:1") != key(place="cpu")
     assert key(device="cuda:0") != key(device="cpu")
-    assert cost_cache.tensor_key(tensor("cpu"), "cpu")[-1] == "home"
-    assert cost_cache.tensor_key(tensor("cpu"), "cuda")[-1] == "cpu"
-    assert cost_cache.tensor_key(tensor("cuda:0"), "cpu")[-1] == "cuda"
-    assert cost_cache.tensor_key(tensor("cuda:0"), "cuda")[-1] == "home"
+    assert cost_key.tensor_key(tensor("cpu"), "cpu")[-1] == "home"
+    assert cost_key.tensor_key(tensor("cpu"), "cuda")[-1] == "cpu"
+    assert cost_key.tensor_key(tensor("cuda:0"), "cpu")[-1] == "cuda"
+    assert cost_key.tensor_key(tensor("cuda:0"), "cuda")[-1] == "home"
 
 
 def test_the_key_depends_on_the_alignment() -> None:
@@ -57,13 +57,13 @@ def test_one_tensor_read_twice_has_another_key_than_two_tensors() -> None:
 def test_a_processor_is_identified_by_its_model(monkeypatch: pytest.MonkeyPatch) -> None:
     about = "processor\t: 0\nvendor_id\t: Maker\nmodel name\t: Some CPU: 2 GHz \nmodel\t\t: 85\n"
     monkeypatch.setattr(Path, "read_text", lambda path: about * 2)
-    assert cost_cache.processor_name.__wrapped__() == "Some CPU: 2 GHz"
+    assert cost_key.processor_name.__wrapped__() == "Some CPU: 2 GHz"
 
 
 @pytest.mark.skipif(not Path("/proc/cpuinfo").exists(), reason="has no /proc")
 def test_this_machines_processor_is_identified_by_its_model() -> None:
     cpuinfo = Path("/proc/cpuinfo").read_text()
-    name = cost_cache.device_name(torch.device("cpu"))
+    name = cost_key.device_name(torch.device("cpu"))
     assert f"model name\t: {name}\n" in cpuinfo or "model name" not in cpuinfo
 
 
@@ -78,14 +78,14 @@ def test_a_processor_without_a_model_is_identified_by_its_architecture(
 
     monkeypatch.setattr(Path, "read_text", read)
     monkeypatch.setattr(platform, "processor", str)
-    assert cost_cache.processor_name.__wrapped__() == platform.machine()
+    assert cost_key.processor_name.__wrapped__() == platform.machine()
     monkeypatch.setattr(platform, "machine", str)
-    assert cost_cache.processor_name.__wrapped__() == "cpu"
+    assert cost_key.processor_name.__wrapped__() == "cpu"
 
 
 def test_other_devices_are_identified_by_their_names() -> None:
-    assert cost_cache.device_name(torch.device("meta")) == "meta"
-    assert cost_cache.device_name(torch.device("mps:0")) == "mps:0"
+    assert cost_key.device_name(torch.device("meta")) == "meta"
+    assert cost_key.device_name(torch.device("mps:0")) == "mps:0"
 
 
 ACCELERATOR: dict[str, Callable[[pytest.MonkeyPatch], object]] = {
@@ -104,10 +104,10 @@ def test_precision_switches_are_part_of_an_accelerators_key(
     accelerator, cpu = torch.device("meta"), torch.device("cpu")
     monkeypatch.setattr(torch.version, "cuda", None)
     monkeypatch.setattr(torch.version, "hip", None)
-    before = cost_cache.environment_key(accelerator), cost_cache.environment_key(cpu)
+    before = cost_key.environment_key(accelerator), cost_key.environment_key(cpu)
     ACCELERATOR[change](monkeypatch)
-    assert cost_cache.environment_key(accelerator) != before[0]
-    assert cost_cache.environment_key(cpu) == before[1]
+    assert cost_key.environment_key(accelerator) != before[0]
+    assert cost_key.environment_key(cpu) == before[1]
 
 
 def test_each_kind_of_device_has_its_own_precision() -> None:
@@ -115,7 +115,7 @@ def test_each_kind_of_device_has_its_own_precision() -> None:
     torch.set_float32_matmul_precision("medium")
     try:
         precisions: list[Any] = [
-            cost_cache.environment_key(torch.device(kind))["fp32"] for kind in ("cpu", "meta")
+            cost_key.environment_key(torch.device(kind))["fp32"] for kind in ("cpu", "meta")
         ]
     finally:
         torch.set_float32_matmul_precision(before)
@@ -125,17 +125,17 @@ def test_each_kind_of_device_has_its_own_precision() -> None:
 def test_an_older_switch_that_torch_refuses_to_read_is_recorded_as_none() -> None:
     """torch refuses once a newer switch was used, which has the same information."""
     products, cpu = torch.backends.mkldnn.matmul, torch.device("cpu")
-    before, key_before = products.fp32_precision, cost_cache.environment_key(cpu)
+    before, key_before = products.fp32_precision, cost_key.environment_key(cpu)
     try:
         products.fp32_precision = "bf16"
-        changed = cost_cache.environment_key(cpu)
+        changed = cost_key.environment_key(cpu)
     finally:
         products.fp32_precision = before
     assert (key_before["matmul"], changed["matmul"]) == ("highest", None)
     assert changed["fp32"] != key_before["fp32"]
-    assert cost_cache.environment_key(cpu) == key_before
+    assert cost_key.environment_key(cpu) == key_before
 
 
 def test_the_number_of_threads_is_part_of_a_cpus_key_only() -> None:
-    assert cost_cache.environment_key(torch.device("cpu"))["threads"] == torch.get_num_threads()
-    assert "threads" not in cost_cache.environment_key(torch.device("meta"))
+    assert cost_key.environment_key(torch.device("cpu"))["threads"] == torch.get_num_threads()
+    assert "threads" not in cost_key.environment_key(torch.device("meta"))

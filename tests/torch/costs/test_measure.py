@@ -28,7 +28,7 @@ from remat.documents.structure import Structure
 from remat.documents.trace import Trace
 from remat.errors import RematError
 from remat.frontend.common import operators
-from remat.frontend.costs import cost_cache, timers
+from remat.frontend.costs import cost_key, timers
 from remat.frontend.costs import operation_benchmark as benches
 from remat.frontend.costs import operation_costs as pricing
 from remat.frontend.costs.cost_cache import CostCache
@@ -189,7 +189,7 @@ CHANGES: dict[str, Callable[[pytest.MonkeyPatch], Trace]] = {
     "deterministic": lambda _: torch.use_deterministic_algorithms(True) or products(),
     "matmul precision": lambda _: torch.set_float32_matmul_precision("medium") or products(),
     "torch": lambda patch: patch.setattr(torch, "__version__", "3.0") or products(),
-    "device": lambda patch: patch.setattr(cost_cache, "processor_name", str) or products(),
+    "device": lambda patch: patch.setattr(cost_key, "processor_name", str) or products(),
 }
 
 
@@ -808,14 +808,14 @@ def test_the_newer_tf32_switches_are_in_the_key(operation: str) -> None:
     """torch refuses to read the older ones then."""
     switch = getattr(torch.backends.mkldnn, operation)
     cpu = torch.device("cpu")
-    before, key_before = switch.fp32_precision, cost_cache.environment_key(cpu)
+    before, key_before = switch.fp32_precision, cost_key.environment_key(cpu)
     try:
         switch.fp32_precision = "bf16"
-        assert cost_cache.environment_key(cpu)["fp32"] != key_before["fp32"]
+        assert cost_key.environment_key(cpu)["fp32"] != key_before["fp32"]
         assert measure(chain(1), cache=False).measured
     finally:
         switch.fp32_precision = before
-    assert cost_cache.environment_key(cpu) == key_before
+    assert cost_key.environment_key(cpu) == key_before
 
 
 def test_progress_is_reported() -> None:

@@ -13,7 +13,7 @@ import torch
 from tests.helpers.training.models import FAMILIES
 
 import remat
-from remat.choice.step_clock import StepClock
+from remat.choice.plan_request import StepClock
 
 GAP = 0.005
 

@@ -9,12 +9,21 @@ from typing import Annotated, Any
 
 import typer
 
+from remat.choice.offloaded_forms import OffloadLimits
 from remat.commands.common.exits import UsageError
 from remat.costs.devices import DEVICES, find_device
+from remat.costs.trace_costs import roofline_of, with_roofline_costs
+from remat.documents.trace import Trace
 from remat.limits.budget import Budget
 from remat.limits.infeasible import INFEASIBLE, is_smallest_accepted
 from remat.limits.limits import Limits
-from remat.limits.options import are_dropped, parse_reserve, pieces_to_try
+from remat.limits.options import (
+    are_dropped,
+    is_offload_allowed,
+    parse_host_budget,
+    parse_reserve,
+    pieces_to_try,
+)
 from remat.strategies.base import Strategy
 from remat.strategies.registry import (
     COMPARED_AS,
@@ -23,6 +32,41 @@ from remat.strategies.registry import (
     from_data,
     to_data,
 )
+
+
+def check_offload_options(offload: str, host_budget: str | None) -> None:
+    """Raise `UsageError` for an unknown value of `--offload`, or for `--host-budget` without it;
+    `BudgetError` for a host budget that is no size."""
+    try:
+        is_allowed = is_offload_allowed(offload)
+    except ValueError as error:
+        raise UsageError(f"--{error}") from None
+    if parse_host_budget(host_budget) is not None and not is_allowed:
+        raise UsageError("--host-budget is for offloaded tensors: add --offload auto")
+
+
+def offload_limits(
+    offload: str, host_budget: str | None, trace: Trace, *, is_here: bool
+) -> OffloadLimits | None:
+    """Return the limits for a trace; None if nothing may be offloaded. The bandwidth comes from
+    where the costs of the trace came from: a data sheet, or this machine. `is_here` says that the
+    step runs on this machine."""
+    if not is_offload_allowed(offload):
+        return None
+    from remat.frontend.planning.host_limits import host_limits
+
+    costs = roofline_of(trace)
+    return host_limits(offload, host_budget, None, trace, costs, None, is_here=is_here)
+
+
+def with_costs_of_pieces(trace: Trace) -> Trace:
+    """Return a trace with costs of its pieces, from the source of the others' costs."""
+    if (roofline := roofline_of(trace)) is not None:
+        return with_roofline_costs(trace, roofline)
+    from remat.frontend.costs.measure import measure_pieces
+
+    return measure_pieces(trace)
+
 
 GPUS = tuple(name for name, device in DEVICES.items() if device.capability)
 AUTOCAST_DTYPES = ("bfloat16", "float16")

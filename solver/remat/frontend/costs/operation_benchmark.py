@@ -16,7 +16,8 @@ from remat.frontend.common.backward_thread import run_in_backward
 from remat.frontend.common.operators import Operator, resolve
 from remat.frontend.common.torch_modes import NEEDS_GRAD_MODE, run_with_grad_mode
 from remat.frontend.common.writes import resolve_writer
-from remat.frontend.costs.cost_cache import MeasuredCost, environment_key
+from remat.frontend.costs.cost_cache import MeasuredCost
+from remat.frontend.costs.cost_key import environment_key
 from remat.frontend.costs.operands import OperandFactory, operand_and_result_bytes
 from remat.frontend.costs.timers import measure_on_cpu, measure_on_cuda
 from remat.frontend.memory.device_memory import free_bytes

@@ -20,13 +20,8 @@ from remat.costs.trace_costs import MIN_COST_S, OperationCost, with_costs
 from remat.documents.records import Node, TensorMeta
 from remat.documents.trace import Trace, convolutions
 from remat.frontend.common.torch_modes import isolated_modes
-from remat.frontend.costs.cost_cache import (
-    CostCache,
-    MeasuredCost,
-    cost_key,
-    device_name,
-    environment_key,
-)
+from remat.frontend.costs.cost_cache import CostCache, MeasuredCost
+from remat.frontend.costs.cost_key import cost_key, device_name, environment_key
 from remat.frontend.costs.operands import operand_and_result_bytes
 from remat.frontend.costs.operation_benchmark import (
     AboveMemoryLimit,

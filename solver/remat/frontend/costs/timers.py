@@ -37,7 +37,8 @@ from remat.errors import DocumentError, TraceError
 from remat.frontend.common.garbage_collection import cycles_not_collected
 from remat.frontend.common.operators import argument_from_torch
 from remat.frontend.common.pytree import tensors_in
-from remat.frontend.costs.cost_cache import MeasuredCost, device_name
+from remat.frontend.costs.cost_cache import MeasuredCost
+from remat.frontend.costs.cost_key import device_name
 
 MEASUREMENT_S = 0.02
 """The total time of all blocks, approximately."""

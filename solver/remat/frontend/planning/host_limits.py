@@ -23,12 +23,8 @@ from remat.costs.roofline import Roofline
 from remat.documents.targets import ARRIVE_TARGET, OFFLOAD_TARGET
 from remat.documents.trace import Trace
 from remat.errors import BudgetError, wrong_type
-from remat.frontend.costs.cost_cache import (
-    MEASUREMENT_VERSION,
-    CostCache,
-    MeasuredCost,
-    device_name,
-)
+from remat.frontend.costs.cost_cache import CostCache, MeasuredCost
+from remat.frontend.costs.cost_key import MEASUREMENT_VERSION, device_name
 from remat.frontend.memory.device_memory import free_bytes
 from remat.frontend.runtime.host_file import is_io_direct, new_host_file, offload_directory
 from remat.frontend.runtime.pinned_memory import pinned_memory

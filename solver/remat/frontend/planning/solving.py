@@ -8,9 +8,8 @@ from typing import NamedTuple
 import torch
 
 from remat.allocator.budget_fitting import solve_within_allocator_budget
-from remat.choice.plan_request import PlanRequest
+from remat.choice.plan_request import PlanRequest, StepClock
 from remat.choice.step import plan_step
-from remat.choice.step_clock import StepClock
 from remat.costs.roofline import Roofline
 from remat.costs.trace_costs import OperationCost, with_costs
 from remat.documents.program import Program

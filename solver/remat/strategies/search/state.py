@@ -71,7 +71,7 @@ class SearchState:
         self.options = options
         self.small_values_share = small_values_share
         """Share of the memory for activations that may be reserved for small values, which are then
-        always retained: see `remat.milp.small_values`."""
+        always retained: see `remat.milp.builder`."""
         self.target_bytes = target_bytes
         self.runner = runner or MilpRunner(
             task.graph, options, Clock.of(options.time_limit, task.cancel), task.progress
