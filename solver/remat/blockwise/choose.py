@@ -7,7 +7,7 @@ budget. It is a multiple-choice knapsack in which every prefix of the calls has 
 Offloaded bytes do not count in the events between their release and their reload. A copy runs while
 exactly one other call computes: the step waits for the part of the copy that takes longer than that
 call, a variable for each call and direction. Its rows are linear, and exact for the simulator
-(`BlockStep.outcome`), since the copy of a call starts when that of the call before has ended.
+(`BlockStep.outcome`), since a call's copy starts when the previous call's copy has ended.
 
 Executors that take one setting for all blocks have few settings: each of them is evaluated. Under
 the rules of other checkpointing libraries a block is recomputed as a whole before its backward,
@@ -224,7 +224,7 @@ def _without_needless_copies(
 
 
 class _ChoiceProgram:
-    """The MILP of a choice; without a budget, that of the smallest peak. Bytes and seconds are in
+    """The MILP of a choice; without a budget, its objective is the peak. Bytes and seconds are in
     units of the largest of their kind. The budgets are reduced by `margin` of these units."""
 
     def __init__(
@@ -335,8 +335,8 @@ class _ChoiceProgram:
         self._rows.append(("host", terms, pulp.LpConstraintLE, limit))
 
     def _waiting_variables(self) -> list[pulp.LpVariable]:
-        """Return a variable for each call and direction: the seconds of its copy beyond those of
-        the call that runs meanwhile, at least."""
+        """Return a variable for each call and direction: at least the seconds by which its copy
+        takes longer than the call that runs meanwhile."""
         if self._step.host is None:
             return []
         link = self._step.host.link

@@ -51,7 +51,7 @@ def explain(
 
 
 def _matching_operations(plan: Plan, name: str) -> list[JsonObject]:
-    """Return the operations with this name, and those of the module with this path."""
+    """Return the operations with this name, or in the module with this path."""
     return [
         _operation_summary(plan, op)
         for op, operation in enumerate(plan.graph.operations)

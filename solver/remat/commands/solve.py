@@ -40,8 +40,8 @@ def solve(
     """Find the schedule with the least extra time within a budget.
 
     With --split, operations may run in pieces, and with --offload, tensors may be offloaded:
-    --program has them then, too. The costs of pieces and copies come from where those of the trace
-    came from: a data sheet, or this machine.
+    --program has them then, too. The costs of pieces and copies have the same source as the
+    trace's costs: a data sheet, or this machine.
     """
     pieces = command_options.pieces_from_option(split)
     check_offload_options(offload, host_budget)

@@ -23,8 +23,9 @@ ELEMENTS_PER_S = 2.5e9
 (1.7e9 to 3.4e9 measured): one whose operands are converted, broadcast or strided."""
 
 MISALIGNED_EFFICIENCY = 0.19
-"""Rate of a product in half precision, as a share of that of large aligned products, if a matrix
-has rows whose bytes are no multiple of 16 (0.14 to 0.22 measured, for a vocabulary of 50,257)."""
+"""Rate of a product in half precision, as a share of the rate of large aligned products, if a
+matrix has rows whose bytes are no multiple of 16 (0.14 to 0.22 measured, for a vocabulary of
+50,257)."""
 
 ALIGNMENT = 8
 """Elements of half precision in 16 bytes."""
@@ -154,7 +155,7 @@ def _is_strided(name: str, operands: Sequence[TensorMeta], results: Sequence[Ten
 
 
 def _strides(tensor: TensorMeta) -> list[int]:
-    """Return the strides of dimensions with several elements: those of others mean nothing."""
+    """Return the strides of dimensions with several elements: other strides mean nothing."""
     return [s for s, n in zip(tensor.stride, tensor.shape, strict=True) if n > 1]
 
 
@@ -191,8 +192,8 @@ _FEW_CHANNELS, _FEW_CHANNELS_SLOWDOWN = 4, 3
 
 
 def image_seconds(node: Node, metas: Mapping[str, TensorMeta], multiprocessors: int) -> float:
-    """Return the seconds that an operation takes in addition to those of the roofline; 0 for
-    operations without a rule."""
+    """Return the seconds to add to the roofline's for an operation; 0 for operations without a
+    rule."""
     name = node.target.split(".")[1]
     operands = [metas[operand] for operand in node.operand_names]
     if not operands or len(operands[0].shape) < 4 or not _is_contiguous(operands[0]):

@@ -79,7 +79,7 @@ def _adam(parameters: Sequence[TensorMeta], is_cuda: bool) -> tuple[_Sizes, _Siz
 
 def _adafactor(parameters: Sequence[TensorMeta], is_cuda: bool) -> tuple[_Sizes, _Sizes]:
     """Return the sizes of variances of rows and columns. The update of one parameter is live until
-    that of the next one is computed."""
+    the update of the next one is computed."""
     state: list[int] = []
     for parameter in parameters:
         size, shape = _bytes(parameter), parameter.shape

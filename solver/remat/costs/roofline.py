@@ -6,7 +6,7 @@ architectures", CACM 52(4), 2009. It needs no device and no torch. Attainable ra
 of tiling, wave and cache effects; where torch's CUDA kernels are known to be slower, `cuda_kernels`
 says by how much. What torch's kernels allocate while they run is in `workspaces`, without cuDNN's.
 
-FLOPs equal those of `torch.utils.flop_counter` where it has a formula (a multiply-add counts as
+FLOPs are counted as by `torch.utils.flop_counter` where it has a formula (a multiply-add counts as
 two, causal masks are not subtracted), plus attention on the CPU. One exception is the weight
 gradient of a grouped convolution: torch's formula ignores the groups, this one counts them.
 """
@@ -105,8 +105,8 @@ def _convolution(args: Sequence[object]) -> int:
 
 
 def _convolution_backward(args: Sequence[object]) -> int:
-    """Return the FLOPs of a convolution's backward: those of the forward for the gradient of the
-    input, and as many for that of the weight."""
+    """Return the FLOPs of a convolution's backward: as many as the forward for the input's
+    gradient, and as many for the weight's."""
     output_mask = args[10]
     gradient_count = 2
     if isinstance(output_mask, (list, tuple)):

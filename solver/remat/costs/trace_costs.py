@@ -95,8 +95,8 @@ def with_roofline_costs(trace: Trace, roofline: Roofline) -> Trace:
 
 
 def _workspace_device(trace: Trace, roofline: Roofline) -> DeviceSpec | None:
-    """Return the CUDA device whose kernels decide the workspaces: the roofline's, or that of the
-    trace for a roofline of custom rates. None if the step does not run on CUDA."""
+    """Return the CUDA device whose kernels decide the workspaces: the roofline's, or the
+    trace's for a roofline of custom rates. None if the step does not run on CUDA."""
     if trace.device.partition(":")[0] != "cuda":
         return None
     if roofline.device.capability is not None:

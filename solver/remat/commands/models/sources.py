@@ -40,7 +40,7 @@ _FORMS = "package.module:factory, path/to/script.py:factory, hf:gpt2, hf:org/nam
 
 @dataclass(frozen=True)
 class TrainingStep:
-    """A model and the arguments of one call. `name` is that of the factory, model type or file.
+    """A model and the arguments of one call. `name` is the name of the factory, model type or file.
 
     A model from a configuration returns a loss; a model from a factory may return other outputs.
     """

@@ -152,7 +152,7 @@ _LARGE_SHARED_MEMORY = ((8, 0), (9, 0), (10, 0), (10, 3))
 
 def efficient_backward(call: OperatorCall) -> Allocations:
     """The backward of memory-efficient attention: row sums, and the query's gradient in float32
-    tiles, with those of keys and values where registers do not hold them."""
+    tiles, with the gradients of keys and values where registers do not hold them."""
     grad_out, query, value = call.tensor(0), call.tensor(1), call.tensor(3)
     batch, heads, queries, _ = query.shape
     capability = call.device.capability or (0, 0)

@@ -151,8 +151,8 @@ def is_contiguous(meta: TensorMeta) -> bool:
 
 
 def is_contiguous_layout(shape: Iterable[int], stride: Iterable[int]) -> bool:
-    """True if strides are those of a contiguous tensor of this shape; those of dimensions of size
-    1 do not count."""
+    """True if a tensor with this shape and these strides is contiguous. Strides of dimensions of
+    size 1 do not count."""
     expected = 1
     for size, step in reversed(list(zip(shape, stride, strict=True))):
         if size == 0:

@@ -105,7 +105,7 @@ _RESIZED = {
 
 
 def _loss_storage(call: OperatorCall, position: int) -> tuple[int, ...]:
-    """Return the bytes of the storage of a loss, which is that of the element-wise loss."""
+    """Return the bytes of the storage of a loss: the storage of the element-wise loss."""
     return (tensor_bytes(_element_loss(call)),) if _is_reduced(call, position) else ()
 
 

@@ -6,8 +6,8 @@ through a staging buffer in global memory, next to one semaphore per column of b
 buffer is large: without a reduction across the threads of a block's x dimension, torch allocates it
 `block.x * vector size` times larger than the partial results.
 
-The rules are those of `setReduceConfig` and `gpu_reduce_kernel` in
-aten/src/ATen/native/cuda/Reduce.cuh, and of `TensorIterator` (torch 2.11 to 2.15).
+The rules follow `setReduceConfig` and `gpu_reduce_kernel` in
+aten/src/ATen/native/cuda/Reduce.cuh, and `TensorIterator` (torch 2.11 to 2.15).
 """
 
 from __future__ import annotations

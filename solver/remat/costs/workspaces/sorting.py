@@ -1,7 +1,7 @@
 """Sorts, scans and selections by CUB, and the temporary storage that they need.
 
 Radix sorts of more elements than one tile need a second buffer for keys and values, histograms, and
-a counter for each digit and tile. Scans need a state for each tile. The sizes of tiles are those of
+a counter for each digit and tile. Scans need a state for each tile. The sizes of tiles are from
 CUB in CUDA 13 (cub/device/dispatch/tuning), as recorded for compute capability 8.0, 9.0 and 10.0.
 """
 

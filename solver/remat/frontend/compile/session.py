@@ -45,7 +45,7 @@ class PlanSession:
     2. plans without offloading, if kernels do not take the plans with offloaded tensors;
     3. plans with the largest operations in pieces, if no plan fits and `split` is "auto".
 
-    `feedback` and `split` are those of an earlier process.
+    `feedback` and `split` are what an earlier process found for this graph.
     """
 
     def __init__(

@@ -72,8 +72,8 @@ def l2_cache_bytes(device: torch.device) -> int:
 
 
 def only_moves_bytes(node: Node) -> bool:
-    """True for an operation of remat whose time is that of the bytes that it moves: all
-    except `add_product` and `write`, which compute as well."""
+    """True for an operation of remat whose time is the time to move its bytes: all except
+    `add_product` and `write`, which compute as well."""
     computes = node.target == ADD_PRODUCT_TARGET or is_write(node)
     return node.target.startswith("remat.") and not computes
 

@@ -1,21 +1,27 @@
 """`measure_operations`: the costs of a list of operations, each distinct one measured once.
 
-Operations that fail, or exceed the limits of time or memory, are estimated from the others.
+Operations that fail, or exceed the limits of time or memory, are estimated from the others: by a
+roofline with one fitted factor, the median ratio of measured to predicted time. So the data sheet
+of a similar device is adapted to the speed of this one.
 """
 
 from __future__ import annotations
 
 import logging
 import math
+import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from textwrap import shorten
 from typing import TypeAlias
 
 import torch
 
+from remat.costs.devices import match_device
+from remat.costs.roofline import Roofline, operation_seconds
 from remat.costs.trace_costs import MIN_COST_S, OperationCost, with_costs
 from remat.documents.records import Node, TensorMeta
 from remat.documents.trace import Trace, convolutions
@@ -28,7 +34,6 @@ from remat.frontend.costs.operation_benchmark import (
     OperationBenchmark,
     only_moves_bytes,
 )
-from remat.frontend.costs.timers import CalibratedRoofline
 from remat.limits.units import format_bytes
 
 MeasureProgress: TypeAlias = Callable[[int, int, str], None]
@@ -255,3 +260,43 @@ def with_measured_convolutions(trace: Trace) -> Trace:
             node.launch_s,
         )
     return with_costs(trace, costs)
+
+
+_FALLBACK_DEVICES = {"cpu": "cpu", "cuda": "a100"}
+"""Names of data sheets by device type, for devices without a data sheet of their own."""
+
+
+@dataclass(frozen=True)
+class CalibratedRoofline:
+    """A roofline whose times are multiplied by a factor, the median of `sample_count` ratios."""
+
+    metas: Mapping[str, TensorMeta]
+    roofline: Roofline
+    factor: float
+    sample_count: int
+
+    @classmethod
+    def fit(
+        cls,
+        device: torch.device,
+        metas: Mapping[str, TensorMeta],
+        measured: Iterable[tuple[Node, MeasuredCost]],
+    ) -> CalibratedRoofline:
+        """Fit the factor to measured operations; it is 1 without any."""
+        spec = match_device(device_name(device)) if device.type == "cuda" else None
+        roofline = Roofline(spec.name if spec else _FALLBACK_DEVICES.get(device.type, "cpu"))
+        ratios = [cost.cost_s / operation_seconds(node, metas, roofline) for node, cost in measured]
+        factor = statistics.median(ratios) if ratios else 1.0
+        return cls(metas, roofline, factor, len(ratios))
+
+    def seconds(self, node: Node) -> float:
+        """Return the estimated seconds of an operation."""
+        return self.factor * operation_seconds(node, self.metas, self.roofline)
+
+    @property
+    def description(self) -> str:
+        """The way of estimation, as text for messages."""
+        return (
+            f"by the roofline of {self.roofline.name}, times {self.factor:.2g} as fitted to "
+            f"{self.sample_count} measured operations"
+        )

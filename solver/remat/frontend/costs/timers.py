@@ -1,4 +1,4 @@
-"""Times of operations: of one call, of code that runs, and estimates by a fitted roofline.
+"""Times of operations: of one call, and of code that runs.
 
 One call is timed in blocks, after a warm-up: for about 20 ms in total, or three calls, on the CPU
 with the warm-up, if one takes more than 50 ms. On the CPU the fastest block counts, since
@@ -8,10 +8,6 @@ CUDA, which runs nothing else, the median.
 A block that cannot be captured is run under a `Clock`. If the costs of the planned blocks come from
 the roofline of another device, its time must come from there, too: times of two devices must not be
 added.
-
-Operations that cannot be measured are estimated by a roofline with one fitted factor, the median
-ratio of measured to predicted time. So the data sheet of a similar device is adapted to the speed
-of this one.
 """
 
 from __future__ import annotations
@@ -21,14 +17,12 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from remat.costs.devices import match_device
 from remat.costs.roofline import Roofline, operation_seconds
 from remat.costs.trace_costs import MIN_COST_S
 from remat.documents.arguments import Ref
@@ -38,7 +32,6 @@ from remat.frontend.common.garbage_collection import cycles_not_collected
 from remat.frontend.common.operators import argument_from_torch
 from remat.frontend.common.pytree import tensors_in
 from remat.frontend.costs.cost_cache import MeasuredCost
-from remat.frontend.costs.cost_key import device_name
 
 MEASUREMENT_S = 0.02
 """The total time of all blocks, approximately."""
@@ -309,43 +302,3 @@ def _meta(tensor: torch.Tensor) -> TensorMeta:
         stride=tensor.stride(),
         device=str(tensor.device),
     )
-
-
-_FALLBACK_DEVICES = {"cpu": "cpu", "cuda": "a100"}
-"""Names of data sheets by device type, for devices without a data sheet of their own."""
-
-
-@dataclass(frozen=True)
-class CalibratedRoofline:
-    """A roofline whose times are multiplied by a factor, the median of `sample_count` ratios."""
-
-    metas: Mapping[str, TensorMeta]
-    roofline: Roofline
-    factor: float
-    sample_count: int
-
-    @classmethod
-    def fit(
-        cls,
-        device: torch.device,
-        metas: Mapping[str, TensorMeta],
-        measured: Iterable[tuple[Node, MeasuredCost]],
-    ) -> CalibratedRoofline:
-        """Fit the factor to measured operations; it is 1 without any."""
-        spec = match_device(device_name(device)) if device.type == "cuda" else None
-        roofline = Roofline(spec.name if spec else _FALLBACK_DEVICES.get(device.type, "cpu"))
-        ratios = [cost.cost_s / operation_seconds(node, metas, roofline) for node, cost in measured]
-        factor = statistics.median(ratios) if ratios else 1.0
-        return cls(metas, roofline, factor, len(ratios))
-
-    def seconds(self, node: Node) -> float:
-        """Return the estimated seconds of an operation."""
-        return self.factor * operation_seconds(node, self.metas, self.roofline)
-
-    @property
-    def description(self) -> str:
-        """The way of estimation, as text for messages."""
-        return (
-            f"by the roofline of {self.roofline.name}, times {self.factor:.2g} as fitted to "
-            f"{self.sample_count} measured operations"
-        )

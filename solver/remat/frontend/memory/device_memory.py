@@ -81,8 +81,8 @@ def library_bytes(
     a step with the operations `targets`: 0 on the CPU, and without matrix products. `capability` is
     the compute capability of a CUDA device that this machine does not have.
 
-    Up to torch 2.14 the thread of the forward and that of the backward each have a workspace, which
-    stays allocated. From 2.15 on a workspace is allocated for each product and freed after it, so
+    Up to torch 2.14 the threads of the forward and the backward each have a workspace, which stays
+    allocated. From 2.15 on a workspace is allocated for each product and freed after it, so
     that one counts, unless TORCH_CUBLAS_WORKSPACE_CACHE=1. (Measured with the allocators of both
     versions; see `scripts/allocator`.) A product with a bias runs in cuBLASLt, whose workspace may
     be another one.
@@ -138,7 +138,7 @@ def _workspace_bytes(device: torch.device, capability: tuple[int, int] | None, h
 def _combined_bytes(blas_bytes: int, lt_bytes: int) -> int:
     """Return the bytes of both workspaces.
 
-    From torch 2.13 on cuBLASLt shares that of cuBLAS, unless the environment says that it must not.
+    From torch 2.13 on cuBLASLt shares cuBLAS's, unless the environment says that it must not.
     Before, it shares it only if the environment says so. With torch 2.11, plans without it were
     exceeded by one or two megabytes (H200, 2026-11-27); that 2.12 is like 2.11 is an assumption.
     """
@@ -280,8 +280,8 @@ processes."""
 
 @dataclass(frozen=True, slots=True)
 class AutoLimits:
-    """The limits of a plan whose budget is "auto": those of its peak, and the largest size in bytes
-    of the segments that torch's allocator reserves."""
+    """The limits of a plan whose budget is "auto". `limits` are for its peak, `segments_bytes` for
+    the segments that torch's allocator reserves."""
 
     limits: Limits
     segments_bytes: int

@@ -75,7 +75,7 @@ class HostFile:
     """A file of slots. A slot can be reused when nothing refers to it and its copies have ended.
 
     `write` and `read` return at once. The tensor that is written must not change until `wait`
-    returns, and that of `read` is complete when its copy's `wait` returns.
+    returns. The tensor that `read` returns is complete when its copy's `wait` returns.
     """
 
     def __init__(self, directory: str, *, is_direct: bool = False) -> None:
@@ -219,7 +219,7 @@ def _rounded_bytes(size_bytes: int) -> int:
 
 
 def offload_directory() -> str:
-    """Return the directory of the file: `REMAT_OFFLOAD_DIR`, or that of temporary files."""
+    """Return the directory of the file: `REMAT_OFFLOAD_DIR`, or the one for temporary files."""
     return os.environ.get(DIRECTORY_VARIABLE) or tempfile.gettempdir()
 
 

@@ -139,8 +139,8 @@ hook of either is a change of both."""
 
 
 class RematModule(fx.GraphModule):
-    """See `remat.optimize`. `plan`, `program`, `forward_graph` and `backward_graph` are those of
-    the latest planned inputs, or None before the first call."""
+    """See `remat.optimize`. `plan`, `program`, `forward_graph` and `backward_graph` are for the
+    latest planned inputs, and None before the first call."""
 
     def __init__(self, model: nn.Module, provider: StepProvider) -> None:
         self.__dict__["_model"] = model  # `recompile`, called below, reads its signature

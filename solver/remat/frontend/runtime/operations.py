@@ -1,4 +1,4 @@
-"""The operations of remat that programs call, in addition to those of torch.
+"""The operations of remat that programs call, in addition to torch's.
 
 Gradient accumulation: autograd receives all gradients of a node at once, so where parameters have a
 `.grad` already, a second full set of gradients would be live at the same time. Adding each gradient
@@ -32,9 +32,6 @@ from remat.frontend.common.operators import register
 def add_in_place(total: torch.Tensor, gradient: torch.Tensor) -> None:
     """Add the gradient of a further use of a tied parameter to `total`, as autograd does."""
     total.add_(gradient)
-
-
-register(ADD_INTO_TARGET, add_in_place)
 
 
 def accumulate_grad(parameter: torch.Tensor | None, gradient: torch.Tensor) -> torch.Tensor | None:
@@ -102,11 +99,6 @@ def write_rows(
     return buffer
 
 
-register(ADD_TARGET, add)
-register(ADD_PRODUCT_TARGET, add_product)
-register(WRITE_ROWS_TARGET, write_rows)
-
-
 RngState = torch.Tensor | tuple[int, int]
 """The state tensor of the CPU's generator, or the Philox seed and offset of a CUDA generator."""
 
@@ -168,3 +160,9 @@ def run_with_generator_state(
         return operation(*args, **kwargs)
     finally:
         set_generator_state(device, present_state)
+
+
+register(ADD_INTO_TARGET, add_in_place)
+register(ADD_TARGET, add)
+register(ADD_PRODUCT_TARGET, add_product)
+register(WRITE_ROWS_TARGET, write_rows)

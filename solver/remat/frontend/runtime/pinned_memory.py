@@ -167,7 +167,7 @@ class StreamCopy:
 
 class PinnedMemory:
     """Slots of pinned memory for one GPU. Their numbers are negative, and say which GPU. `write`,
-    `wait` and `read` only order the work of streams: the current stream, and those of copies."""
+    `wait` and `read` only order the work of the current stream and the streams of copies."""
 
     def __init__(self, index: int) -> None:
         self._chunks = PinnedChunks()

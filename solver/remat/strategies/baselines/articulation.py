@@ -63,7 +63,7 @@ def articulation_points(graph: Graph) -> list[int]:
         for v in graph.operations[op].inputs:
             neighbours[op].add(graph.producer[v])
             neighbours[graph.producer[v]].add(op)
-    tree_of: dict[int, _SearchTree] = {}  # by operation, that of its component
+    tree_of: dict[int, _SearchTree] = {}  # by operation: the tree of its component
     for root in reversed(range(count)):
         if root not in tree_of:
             tree = _SearchTree(neighbours, root)
@@ -91,7 +91,7 @@ def articulation_points(graph: Graph) -> list[int]:
 
 class _SearchTree:
     """The tree of a depth-first search from an operation (Tarjan, 1972). The search visits the
-    operations in `order`, those of a subtree in one stretch."""
+    operations in `order`, all of a subtree in one stretch."""
 
     def __init__(self, neighbours: list[set[int]], root: int) -> None:
         self.order: list[int] = []

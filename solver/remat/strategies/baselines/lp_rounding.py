@@ -4,7 +4,7 @@ Jain et al.: Checkmate (MLSys 2020), section 5: solve the relaxed program, round
 (S), and recompute what is then missing, and only that (R). As the rounded schedule may exceed the
 budget, the program gets (1 - epsilon) of it, for the smallest epsilon that works.
 
-The relaxation is that of `remat.milp.model` over complete slots, which is tighter than the paper's,
+The relaxation of `remat.milp.model` over complete slots is used. It is tighter than the paper's,
 and its optimum is a bound on every schedule of the order.
 """
 

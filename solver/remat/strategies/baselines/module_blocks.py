@@ -87,8 +87,8 @@ def _outermost_blocks(
 
 
 def _are_similar(paths: list[tuple[str, ...]], blocks: list[list[int]]) -> bool:
-    """True if blocks have parts, and those of one container mostly the same ones. Containers of
-    single layers do not count, unless there are no others."""
+    """True if blocks have parts, and the blocks of one container have mostly the same parts.
+    Containers of single layers do not count, unless there are no others."""
     parts: dict[tuple[str, ...], list[set[tuple[str, ...]]]] = defaultdict(list)
     for ops in blocks:
         depth = _block_path_length(paths, ops)

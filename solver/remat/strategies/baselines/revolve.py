@@ -28,8 +28,8 @@ class Revolve(Checked):
     """Binomial checkpointing with `checkpoints` retained states, or the best number if that is
     None.
 
-    Optimal for stages of equal time and size whose tape is as small as a state, which those of
-    networks are not: see `Rotor`.
+    Optimal for stages of equal time and size whose tape is as small as a state. Stages of networks
+    are not like that: see `Rotor`.
     """
 
     checkpoints: Annotated[int, between(1, 1_000_000)] | None = None

@@ -93,7 +93,7 @@ class ScheduleBuilder:
                 self._retained[v] = False
 
     def missing_values(self, values: Iterable[int]) -> list[int]:
-        """Return those of the values that are not retained: a reader needs a recomputation."""
+        """Return the values that are not retained: a reader needs a recomputation."""
         return [v for v in values if not self._retained[v]]
 
     def missing_operations(self, values: Iterable[int]) -> list[int]:
@@ -108,8 +108,8 @@ class ScheduleBuilder:
         return sorted(operations)
 
     def recompute(self, values: Collection[int], *, drops_others: bool = True) -> None:
-        """Recompute those of `values` that are not retained; with `drops_others`, drop the other
-        values that this recomputes."""
+        """Recompute the `values` that are not retained; with `drops_others`, drop the other values
+        that this recomputes."""
         recomputed = self.missing_operations(values)
         for op in recomputed:
             self.run(op)

@@ -1,7 +1,7 @@
 """Which values to save for the backward pass, by a mixed-integer program: the others are recomputed
 once.
 
-The rules are those of selective checkpointing in compilers (tags on a joint graph: torch's own
+The rules follow selective checkpointing in compilers (tags on a joint graph: torch's own
 passes, torchtitan's): a forward value is saved, or it is recomputed in the backward where it is
 first read, from saved or recomputed values, and stays until its last reader.
 

@@ -60,10 +60,10 @@ class RecomputeAll(Checked):
 
     def run(self, task: Task) -> Solution:
         """Return the single schedule. Raises `InfeasibleBudget` if it does not fit."""
-        return select_cheapest(task, [("all", _schedule(task.graph))], strategy=self.name)
+        return select_cheapest(task, [("all", _recompute_all(task.graph))], strategy=self.name)
 
 
-def _schedule(graph: Graph) -> Schedule:
+def _recompute_all(graph: Graph) -> Schedule:
     builder = ScheduleBuilder(graph)
     count = forward_count(graph) or 0
     for op in range(count):
@@ -118,10 +118,10 @@ def _pieces_of(graph: Graph) -> list[tuple[int, ...]]:
     if len(ends) >= 4:
         starts = [0, *(end + 1 for end in ends[:-1])]
         return [tuple(range(a, b + 1)) for a, b in zip(starts, ends, strict=True) if a <= b]
-    return _equal_cost(graph, count)
+    return _pieces_of_equal_cost(graph, count)
 
 
-def _equal_cost(graph: Graph, count: int) -> list[tuple[int, ...]]:
+def _pieces_of_equal_cost(graph: Graph, count: int) -> list[tuple[int, ...]]:
     total_s = sum(operation.cost_s for operation in graph.operations[:count])
     pieces: list[list[int]] = [[]]
     cost_s = 0.0
