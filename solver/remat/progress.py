@@ -1,11 +1,12 @@
-"""Progress reports of a running solve, and how its caller cancels it."""
+"""Progress reports of a running solve, its time limit, and how its caller cancels it."""
 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 STAGE_PHASE = "stage"
@@ -46,6 +47,52 @@ class Cancel(Protocol):
 def is_cancelled(cancel: Cancel | None) -> bool:
     """True if there is a `cancel`, and it is set."""
     return cancel is not None and cancel.is_set()
+
+
+@dataclass(frozen=True)
+class Clock:
+    """A time limit. It is a `Cancel` that is set `limit_s` seconds after the start, or as soon as
+    one of `cancels` is set."""
+
+    limit_s: float
+    cancels: tuple[Cancel, ...] = ()
+    started_at: float = field(default_factory=lambda: time.monotonic())
+
+    @classmethod
+    def of(cls, limit_s: float, cancel: Cancel | None = None) -> Clock:
+        """Return a clock that starts now."""
+        return cls(limit_s, () if cancel is None else (cancel,))
+
+    @property
+    def remaining_s(self) -> float:
+        """Seconds until the time limit; negative after it."""
+        return self.limit_s - self.elapsed_s
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since the start."""
+        return time.monotonic() - self.started_at
+
+    def limited_to(self, seconds: float) -> Clock:
+        """Return a clock that starts now and is set after `seconds`, or with this clock if that is
+        earlier."""
+        return Clock(min(self.remaining_s, seconds), self.cancels)
+
+    def limited_to_share(self, share: float) -> Clock:
+        """Return a clock that starts now and is set after this share of the remaining time."""
+        return self.limited_to(share * self.remaining_s)
+
+    def with_cancel(self, cancel: Cancel) -> Clock:
+        """Return a clock that starts now and is also set once `cancel` is set."""
+        return Clock(self.remaining_s, (*self.cancels, cancel))
+
+    def is_cancelled(self) -> bool:
+        """True if one of `cancels` is set."""
+        return any(cancel.is_set() for cancel in self.cancels)
+
+    def is_set(self) -> bool:
+        """True after the time limit, or if the clock is cancelled."""
+        return self.remaining_s <= 0 or self.is_cancelled()
 
 
 @contextmanager

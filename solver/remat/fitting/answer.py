@@ -42,11 +42,11 @@ _DEADLINE_NOTE = (
 def answer_question(question: FitQuestion, notes: Sequence[str] = ()) -> Fit:
     """Return the answer, with options if the loop does not fit."""
     step = question.step
-    report_stage(question.progress, "memory of the step", question.deadline)
+    report_stage(question.progress, "memory of the step", question.clock)
     memory = step.memory(question.optimizer)
     is_usable = question.is_usable(memory)
     options, excluded = ((), ()) if is_usable else find_options(question)
-    deadline_notes = [_DEADLINE_NOTE.format(question.deadline.limit_s)]
+    deadline_notes = [_DEADLINE_NOTE.format(question.clock.limit_s)]
     return Fit(
         model=step.trace.model.rpartition(".")[2],
         device=step.trace.gpu or step.trace.device,
@@ -60,17 +60,17 @@ def answer_question(question: FitQuestion, notes: Sequence[str] = ()) -> Fit:
         notes=(
             *notes,
             *routing_notes(step.trace),
-            *(deadline_notes if question.deadline.is_set() and not is_usable else ()),
+            *(deadline_notes if question.clock.is_set() and not is_usable else ()),
         ),
         excluded=excluded,
     )
 
 
 def search_options(question: FitQuestion) -> Iterator[tuple[_Kind, FitOption | ExcludedOption]]:
-    """Yield options with their kinds until the deadline; those that take long come last."""
+    """Yield options with their kinds until the time limit; those that take long come last."""
     kinds = [*(kind for kind in _KINDS if kind not in _SLOW_KINDS), *_SLOW_KINDS]
     for number, kind in enumerate(kinds, 1):
-        if question.deadline.is_set():
+        if question.clock.is_set():
             return
         of_kind = question.at_stage(f"option {number} of {len(kinds)}: {_KINDS[kind]}")
         yield from ((kind, option) for option in kind(of_kind))
@@ -81,8 +81,8 @@ def find_options(
 ) -> tuple[tuple[FitOption, ...], tuple[ExcludedOption, ...]]:
     """Return all options that apply, and the impossible ones. Those that fit come first, the
     fastest of them first, then the others, the one that exceeds the memory least first. Of options
-    that are equally fast (to 0.1%), the one that is simpler to apply is first. After the deadline,
-    no more options are searched for."""
+    that are equally fast (to 0.1%), the one that is simpler to apply is first. After the time
+    limit, no more options are searched for."""
     options: dict[_Kind, list[FitOption | ExcludedOption]] = {kind: [] for kind in _KINDS}
     for kind, option in search_options(question):
         options[kind].append(option)

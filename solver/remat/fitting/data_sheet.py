@@ -13,9 +13,9 @@ from remat.documents.trace import Trace
 from remat.errors import RematError
 from remat.fitting.answer import answer_question
 from remat.fitting.plans import convolution_notes
-from remat.fitting.question import DEFAULT_STRATEGY, Deadline, EagerStep, FitQuestion
+from remat.fitting.question import DEFAULT_STRATEGY, EagerStep, FitQuestion
 from remat.limits.limits import SEGMENTS_MARGIN
-from remat.progress import ProgressCallback
+from remat.progress import Clock, ProgressCallback
 from remat.report.fit import Fit
 from remat.strategies import Strategy
 
@@ -65,7 +65,7 @@ def fit_trace(
     that of one solve; `progress` reports the stages of the answer, and those solves. Raises
     `RematError` for a trace that is not of a GPU, or if the GPU is unknown.
     """
-    deadline = Deadline(time_limit_s)
+    clock = Clock.of(time_limit_s)
     name = gpu_name(trace, gpu)
     roofline = Roofline(name)
     costed = with_roofline_costs(trace, roofline)
@@ -76,7 +76,7 @@ def fit_trace(
         roofline,
         strategy,
         batch=batch,
-        deadline=deadline,
+        clock=clock,
         progress=progress,
     )
     notes = convolution_notes(costed, are_measured=False)

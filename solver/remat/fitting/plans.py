@@ -31,6 +31,7 @@ from remat.report.training_memory import TrainingMemory
 from remat.schedule import Schedule
 from remat.simulate import peak_and_time
 from remat.solve import solve
+from remat.strategies.base import with_limits
 
 
 def convolution_notes(trace: Trace, *, are_measured: bool) -> list[str]:
@@ -85,6 +86,9 @@ def _first_name(node: Node) -> str:
 
 _MAX_SOLVES = 3
 
+_LEAST_LIMIT_S = 0.1
+"""Strategies need a time limit above 0."""
+
 _EXCESS_MARGIN = 0.002
 """The share of the usable memory by which a budget is lowered in addition to its excess: the
 fragments of another plan differ."""
@@ -129,7 +133,7 @@ def _plan_options(question: FitQuestion, name: str) -> Iterator[FitOption | Excl
         return
     solves = _Solves(question)
     for optimizer in optimizers:
-        if question.deadline.is_set():
+        if question.clock.is_set():
             break
         option = _plan_option(solves, optimizer, name)
         if option is None:
@@ -141,7 +145,7 @@ def _plan_options(question: FitQuestion, name: str) -> Iterator[FitOption | Excl
             smallest = option
     if smallest is not None:
         yield smallest
-    elif not question.deadline.is_set():  # a note says that it ended the search
+    elif not question.clock.is_set():  # a note says that it ended the search
         yield ExcludedOption(name, "the solver reached no schedule in its time")
 
 
@@ -157,14 +161,14 @@ def _plan_option(solves: _Solves, optimizer: OptimizerMemory, name: str) -> FitO
         if error.min_feasible_bytes is None:
             return None
         peak_bytes = error.min_feasible_bytes + optimizer.state_bytes
-        if peak_bytes >= question.step.memory(optimizer).peak_bytes:  # the deadline ended the solve
+        if peak_bytes >= question.step.memory(optimizer).peak_bytes:  # the solve ended early
             return None
         reserved_bytes = int(peak_bytes * question.fragments(optimizer))
         code = _plan_code(question, optimizer, peak_bytes)
         note = "the smallest peak that was reached; reserved bytes are a guess"
         return FitOption(name, peak_bytes, reserved_bytes, False, None, code, note)
     except RematError:
-        if question.deadline.is_set():  # which cancelled the solve
+        if question.clock.is_set():  # which cancelled the solve
             return None
         raise
     budget_bytes = chosen.plan.budget_bytes + optimizer.state_bytes
@@ -185,7 +189,7 @@ def _solved(solves: _Solves, optimizer: OptimizerMemory) -> TracePlan:
         excess = memory.reserved_bytes - usable_bytes
         if excess <= 0 or memory.is_in_optimizer:  # no plan reduces the optimizer's step
             break
-        if question.deadline.is_set():
+        if question.clock.is_set():
             break
         lowered_by = excess * memory.peak_bytes / memory.reserved_bytes
         lowered_by += _EXCESS_MARGIN * usable_bytes
@@ -195,7 +199,7 @@ def _solved(solves: _Solves, optimizer: OptimizerMemory) -> TracePlan:
         except (InfeasibleBudget, SolverTimeout):
             break
         except RematError:
-            if question.deadline.is_set():  # which cancelled the solve
+            if question.clock.is_set():  # which cancelled the solve
                 break
             raise
     return chosen
@@ -222,7 +226,7 @@ class _Solves:
         except InfeasibleBudget:
             raise
         except RematError:
-            if self.question.deadline.is_set():  # the smallest peak so far is part of the answer
+            if self.question.clock.is_set():  # the smallest peak so far is part of the answer
                 raise infeasible from None
             raise
 
@@ -243,12 +247,12 @@ class _Solves:
 def _solved_in_pieces(
     question: FitQuestion, budget_bytes: int, pieces: tuple[int, ...]
 ) -> TracePlan:
-    deadline = question.deadline
+    clock = question.clock
 
     def solve_in_full(trace: Trace, budget: Budget) -> Plan:
         # Of the graph, not the trace: the allocator's bytes are those with the optimizer.
-        strategy = deadline.shortened(question.strategy)
-        return solve(trace.graph(), budget, strategy, progress=question.progress, cancel=deadline)
+        strategy = with_limits(question.strategy, time_limit=max(_LEAST_LIMIT_S, clock.remaining_s))
+        return solve(trace.graph(), budget, strategy, progress=question.progress, cancel=clock)
 
     return solve_step(
         question.step.trace,
@@ -257,8 +261,8 @@ def _solved_in_pieces(
         offload=None,
         solve_in_full=solve_in_full,
         measure=lambda trace: with_roofline_costs(trace, question.roofline),
-        cancel=deadline,
-        limit_s=min(CHOICE_LIMIT_S, deadline.remaining_s),
+        cancel=clock,
+        limit_s=min(CHOICE_LIMIT_S, clock.remaining_s),
     )
 
 

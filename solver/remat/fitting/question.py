@@ -1,13 +1,12 @@
 """`FitQuestion`: a training loop, the memory that it has to fit, and the time for the answer.
 
-All solves of an answer share one `Deadline`. Reports of its progress name the stage, such as
+All solves of an answer share one `Clock`. Reports of its progress name the stage, such as
 "option 3 of 8: plan".
 """
 
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
@@ -19,48 +18,18 @@ from remat.errors import BudgetError, RematError
 from remat.graph import Graph
 from remat.limits.options import OUTPUTS_HELD, parse_bytes
 from remat.limits.units import format_bytes
-from remat.progress import STAGE_PHASE, Progress, ProgressCallback
+from remat.progress import STAGE_PHASE, Clock, Progress, ProgressCallback
 from remat.report.eager_step import eager_graph, with_eager_masks
 from remat.report.fit import FitOption
 from remat.report.training_memory import TrainingMemory, optimizer_step_bytes
 from remat.schedule import Schedule
 from remat.strategies import Auto, Strategy
-from remat.strategies.base import with_limits
-
-_LEAST_LIMIT_S = 0.1
-"""Strategies need a time limit above 0."""
 
 
-@dataclass(frozen=True)
-class Deadline:
-    """The time limit of an answer; `remat.solve` takes it as its `cancel`."""
-
-    limit_s: float = math.inf
-    started_at_s: float = field(default_factory=time.monotonic)
-
-    @property
-    def elapsed_s(self) -> float:
-        """Seconds since the start."""
-        return time.monotonic() - self.started_at_s
-
-    @property
-    def remaining_s(self) -> float:
-        """Seconds until the time limit; 0 after it."""
-        return max(0.0, self.limit_s - self.elapsed_s)
-
-    def is_set(self) -> bool:
-        """True after the time limit."""
-        return self.remaining_s <= 0.0
-
-    def shortened(self, strategy: Strategy) -> Strategy:
-        """Return the strategy with a time limit of at most the remaining time, if it has one."""
-        return with_limits(strategy, time_limit=max(_LEAST_LIMIT_S, self.remaining_s))
-
-
-def report_stage(progress: ProgressCallback | None, stage: str, deadline: Deadline) -> None:
+def report_stage(progress: ProgressCallback | None, stage: str, clock: Clock) -> None:
     """Report that a stage starts; no-op without a callback."""
     if progress is not None:
-        progress(Progress(STAGE_PHASE, deadline.elapsed_s, stage=stage))
+        progress(Progress(STAGE_PHASE, clock.elapsed_s, stage=stage))
 
 
 def in_stage(progress: ProgressCallback | None, stage: str) -> ProgressCallback | None:
@@ -166,7 +135,7 @@ class FitQuestion:
 
     `roofline` gives costs to pieces of operations. `trace_of_batch` returns the trace with costs of
     another batch size, which accumulates its gradients; `batch` is the present size. They may be
-    unknown. No option is searched for after the `deadline`; `progress` reports the stages of the
+    unknown. No option is searched for once the `clock` is set; `progress` reports the stages of the
     answer, and the solves for plans.
     """
 
@@ -178,12 +147,12 @@ class FitQuestion:
     script: ScriptChanges = ScriptChanges()
     batch: int | None = None
     trace_of_batch: Callable[[int], Trace] | None = None
-    deadline: Deadline = field(default_factory=Deadline)
+    clock: Clock = field(default_factory=lambda: Clock.of(math.inf))
     progress: ProgressCallback | None = None
 
     def at_stage(self, stage: str) -> FitQuestion:
         """Report that a stage of the answer starts, and return the question of its solves."""
-        report_stage(self.progress, stage, self.deadline)
+        report_stage(self.progress, stage, self.clock)
         return replace(self, progress=in_stage(self.progress, stage))
 
     @property

@@ -28,12 +28,11 @@ from remat.milp.solvers.highs import HighsSolver
 from remat.milp.solvers.pulp_versions import IS_PULP_4
 from remat.milp.warm_start import is_solution, start_values
 from remat.plan import Plan, Status
-from remat.progress import Progress
+from remat.progress import Clock, Progress
 from remat.schedule import Schedule
 from remat.simulate import simulate
 from remat.solve import solve
 from remat.strategies import Exact
-from remat.strategies.search.deadline import Clock
 from remat.strategies.search.runner import MilpRunner
 
 FACTS = {fact.name: fact for fact in usable_backends()}

@@ -15,11 +15,11 @@ from remat.graph import Graph, Operation, Value
 from remat.milp import model, slots
 from remat.milp.identical_blocks import IdenticalBlocks, find_identical_blocks, merge_neighbours
 from remat.milp.shared_decisions import SharedDecisions
+from remat.progress import Clock
 from remat.schedule import Schedule
 from remat.simulate import peak_and_time, simulate
 from remat.solve import solve
 from remat.strategies import Auto, PerBlock, Task
-from remat.strategies.search.deadline import Clock
 from remat.strategies.search.runner import MilpRunner
 from remat.strategies.search.steps import identical_blocks
 

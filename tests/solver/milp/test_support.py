@@ -19,10 +19,10 @@ from remat.heuristics.polish import prune
 from remat.milp import slots
 from remat.milp.relaxation_support import relaxation_support
 from remat.milp.small_values import reserve_small_values
+from remat.progress import Clock
 from remat.schedule import Schedule
 from remat.simulate import peak_and_time, simulate
 from remat.strategies.base import Task
-from remat.strategies.search.deadline import Clock
 from remat.strategies.search.state import SearchState
 from remat.strategies.search.steps.checkpoint_cuts import relax
 from remat.strategies.search.steps.eviction import evict_for_cost

@@ -21,7 +21,6 @@ from remat.fitting.plans import convolution_notes
 from remat.fitting.question import (
     DEFAULT_LIMIT_S,
     DEFAULT_STRATEGY,
-    Deadline,
     EagerStep,
     FitQuestion,
     ScriptChanges,
@@ -42,7 +41,7 @@ from remat.frontend.memory.meter import unique_bytes
 from remat.limits.limits import SEGMENTS_MARGIN
 from remat.limits.options import OUTPUTS_HELD
 from remat.passes.gradient_accumulation import with_gradient_accumulation
-from remat.progress import ProgressCallback
+from remat.progress import Clock, ProgressCallback
 from remat.report.fit import Fit
 from remat.strategies import Strategy
 
@@ -98,7 +97,7 @@ def fit(
     memory_bytes = None if memory is None else parse_memory(memory)
     check_batch(batch)
     check_time_limit(time_limit)
-    deadline = Deadline(time_limit)
+    clock = Clock.of(time_limit)
     distribution = None if lengths is None else LengthDistribution.of(lengths)
 
     def traced(call: ModelFnResult, *, accumulates: bool = False) -> Trace:
@@ -115,7 +114,7 @@ def fit(
         trace = with_roofline_costs(trace, roofline_for_trace(trace))
         return with_measured_convolutions(trace) if _is_gpu_here(trace, device) else trace
 
-    report_stage(progress, "tracing", deadline)
+    report_stage(progress, "tracing", clock)
     trace = traced((model, example_inputs, example_kwargs or {}))
     if distribution is not None:
         with_length = _checked_with_length(distribution, with_length, trace)
@@ -128,7 +127,7 @@ def fit(
         replace(_script_changes(model), outputs=outputs),
         batch,
         None if with_batch is None else lambda size: traced(with_batch(size), accumulates=True),
-        deadline,
+        clock,
         progress,
     )
     convolutions = convolution_notes(trace, are_measured=_is_gpu_here(trace, device))
@@ -139,13 +138,13 @@ def fit(
 
     def question_of_length(length: int) -> FitQuestion:
         stage = f"length {length:,}"
-        report_stage(progress, stage, deadline)
+        report_stage(progress, stage, clock)
         return replace(
             question,
             step=EagerStep.of(traced(with_length(length))),
             batch=None,
             trace_of_batch=None,
-            deadline=Deadline(time_limit),
+            clock=Clock.of(time_limit),
             progress=in_stage(progress, stage),
         )
 

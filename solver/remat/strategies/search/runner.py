@@ -16,12 +16,11 @@ from remat.milp.backends import SolverOutcome, SolverRun
 from remat.milp.shared_decisions import SharedDecisions
 from remat.milp.slots import Slots
 from remat.milp.solvers.highs import BoundsCallback
-from remat.progress import Progress, ProgressCallback
+from remat.progress import Clock, Progress, ProgressCallback
 from remat.schedule import Schedule
 from remat.simulate import peak_and_time
 from remat.solution import Stats
 from remat.strategies.option_types import MilpOptions
-from remat.strategies.search.deadline import Clock, StallDetector
 
 _MAX_ATTEMPTS = 5
 """Attempts with ever tighter programs until the simulated schedule fits the budget."""
@@ -162,7 +161,7 @@ class MilpRunner:
         """Return the solver's answer, and the lower bound on the peak in bytes that it proves.
         `proved_bound_bytes` is reported as progress if the slots have only some of the schedules.
         """
-        if self.is_stopped() or self.clock.is_over():
+        if self.is_stopped() or self.clock.is_set():
             return _no_answer("no program was solved"), None
         program = self._build(slots, None)
         if self._may_overrun(program):
@@ -291,3 +290,51 @@ class MilpRunner:
 
 def _no_answer(message: str, seconds: float = 0.0) -> SolverRun:
     return SolverRun(SolverOutcome.UNKNOWN, None, None, None, 0, seconds, message)
+
+
+_MIN_GAP_REDUCTION = 0.05
+
+
+class StallDetector:
+    """Watches the incumbent objective and the bound that a solver run reports.
+
+    `is_over` is true once neither has improved for `patience_s` seconds, or once `is_good_enough`
+    accepts the best incumbent objective times `unit`. An improvement is a first incumbent, or one
+    that closes a twentieth of the gap. Time counts from the first report, and the patience is at
+    least as long as that report took to arrive. Each report is passed on to `on_report`.
+    """
+
+    def __init__(
+        self,
+        patience_s: float,
+        on_report: Callable[[float | None, float | None], None] = lambda incumbent, bound: None,
+        is_good_enough: Callable[[float], bool] = lambda objective: False,
+        unit: float = 1.0,
+    ) -> None:
+        self._patience_s = patience_s
+        self._on_report = on_report
+        self._is_good_enough, self._unit = is_good_enough, unit
+        self._started_at = time.monotonic()
+        self._improved_at: float | None = None
+        self._gap: float | None = None
+        self.best_objective = math.inf
+        """The lowest incumbent objective reported."""
+
+    def report(self, incumbent: float | None, bound: float | None) -> None:
+        """Take the objective of the solver's incumbent and its dual bound; None if unknown."""
+        self._on_report(incumbent, bound)
+        now = time.monotonic()
+        if incumbent is not None:
+            self.best_objective = min(self.best_objective, incumbent)
+        gap = None if incumbent is None or bound is None else incumbent - bound
+        if self._improved_at is None:
+            self._patience_s = max(self._patience_s, now - self._started_at)
+            self._improved_at = now
+        if gap is not None and (self._gap is None or gap < self._gap * (1 - _MIN_GAP_REDUCTION)):
+            self._gap = gap
+            self._improved_at = now
+
+    def is_over(self) -> bool:
+        """True if the solver run is to end now."""
+        waited_s = 0.0 if self._improved_at is None else time.monotonic() - self._improved_at
+        return waited_s > self._patience_s or self._is_good_enough(self.best_objective * self._unit)

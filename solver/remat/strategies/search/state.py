@@ -16,10 +16,10 @@ from remat.heuristics.polish import polish, prune
 from remat.milp.backends import SolverOutcome
 from remat.milp.retention_advice import RetentionAdvisor
 from remat.milp.slots import Slots
+from remat.progress import Clock
 from remat.schedule import Schedule
 from remat.strategies.base import Task
 from remat.strategies.option_types import MilpOptions
-from remat.strategies.search.deadline import Clock
 from remat.strategies.search.runner import MilpRunner
 
 SlotBuilder = Callable[[Graph, Sequence[Schedule], float, int], Slots]
@@ -29,6 +29,10 @@ The slots can express the first of the schedules and include the recomputations 
 (complete slots always do). Operations that cost more than `affordable_s` seconds get none. A
 coarseness above 1 gives fewer slots.
 """
+
+USABLE_SHARE = 0.96
+"""Share of the time limit that a search plans for. Parts of a solver's presolve cannot be
+interrupted and overrun the deadline."""
 
 _UNLIMITED_BYTES = 1 << 62
 
@@ -73,9 +77,8 @@ class SearchState:
         """Share of the memory for activations that may be reserved for small values, which are then
         always retained: see `remat.milp.builder`."""
         self.target_bytes = target_bytes
-        self.runner = runner or MilpRunner(
-            task.graph, options, Clock.of(options.time_limit, task.cancel), task.progress
-        )
+        clock = Clock.of(USABLE_SHARE * options.time_limit, task.cancel)
+        self.runner = runner or MilpRunner(task.graph, options, clock, task.progress)
         self.clock, self.stats = self.runner.clock, self.runner.stats
         self.peak_lower_bound_bytes = peak_lower_bound_bytes(task.graph)
         self.advisor: RetentionAdvisor | None = None

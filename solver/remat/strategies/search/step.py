@@ -12,8 +12,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 from remat.errors import SolverWarning, one_line
+from remat.progress import Clock
 from remat.solution import STEPS, Stats, step_names
-from remat.strategies.search.deadline import Clock
 from remat.strategies.search.state import SearchState
 
 
@@ -55,7 +55,7 @@ def run_steps(steps: Sequence[SearchStep], state: SearchState) -> None:
     """
     with ExitStack() as concurrent_steps:
         for step in steps:
-            if state.incumbents and state.clock.is_over():
+            if state.incumbents and state.clock.is_set():
                 return
             share = step.time_share_for(state)
             if not share:

@@ -13,10 +13,10 @@ import remat
 from remat.errors import SolverWarning
 from remat.milp.backends import SolverOutcome
 from remat.plan import Status
+from remat.progress import Clock
 from remat.schedule import Schedule
 from remat.solution import Solution, step_names
 from remat.strategies.base import Task
-from remat.strategies.search.deadline import Clock
 from remat.strategies.search.pipeline import auto_pipeline
 from remat.strategies.search.runner import MilpRunner
 from remat.strategies.search.state import SearchState, SlotProgramResult

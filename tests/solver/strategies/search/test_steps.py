@@ -14,11 +14,10 @@ from tests.helpers.search_states import CHAIN, EXACT, SlotSource, fail_with_bug,
 from remat.errors import SolverWarning
 from remat.heuristics.eviction import evict
 from remat.milp.backends import SolverOutcome
+from remat.progress import Clock
 from remat.schedule import Schedule
 from remat.simulate import peak_and_time
 from remat.solution import Solution, Stats, merge_stats, step_names
-from remat.strategies.search import deadline as clocks
-from remat.strategies.search.deadline import Clock
 from remat.strategies.search.state import SearchState, SlotProgramResult
 from remat.strategies.search.step import SearchStep, run_steps
 
@@ -92,7 +91,7 @@ def hour(monkeypatch: pytest.MonkeyPatch) -> Hour:
     class Time:
         monotonic = staticmethod(lambda: fake_hour.now_s)
 
-    monkeypatch.setattr(clocks, "time", Time)
+    monkeypatch.setattr("remat.progress.time", Time)
     return fake_hour
 
 
@@ -210,7 +209,7 @@ class ConcurrentStep:
         self.remaining_s = clock.remaining_s
         self.begun.set()
         self.was_met = self.met.wait(THREAD_TIMEOUT_S)
-        while not clock.is_over():
+        while not clock.is_set():
             time.sleep(0.001)
         state.add_schedules([best_schedule()])
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from remat.heuristics.annealing import anneal_recomputations
+from remat.progress import Clock
 from remat.schedule import Schedule
-from remat.strategies.search.deadline import Clock
 from remat.strategies.search.state import SearchState
 
 _GAP_SHARE = 0.1
@@ -27,6 +27,6 @@ def anneal(state: SearchState, clock: Clock) -> None:
         state.best if state.incumbents else Schedule.keep_all(graph),
         max_moves=int(max_moves),
         seed=state.options.seed,
-        stop=clock.is_over,
+        stop=clock.is_set,
     )
     state.add_schedules([schedule])

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 
 from remat.errors import RematError
 from remat.graph import Graph
+from remat.progress import Clock
 from remat.schedule import Schedule
 from remat.strategies.base import Strategy, Task
 from remat.strategies.baselines.articulation import ArticulationPoints
 from remat.strategies.baselines.chen import ChenGreedy
 from remat.strategies.baselines.knapsack import Knapsack
 from remat.strategies.baselines.uniform import EveryK, PerBlock
-from remat.strategies.search.deadline import Clock
 from remat.strategies.search.state import SearchState
 
 QUICK_BASELINES: tuple[Strategy, ...] = (
@@ -33,7 +33,7 @@ QUICK_BASELINES: tuple[Strategy, ...] = (
 def run_quick_baselines(state: SearchState, clock: Clock) -> None:
     """Add the schedules of the quick baselines within the budget, or with their smallest peaks."""
     state.add_schedules(
-        quick_baseline_schedules(state.task.graph, state.task.budget_bytes, clock.is_over)
+        quick_baseline_schedules(state.task.graph, state.task.budget_bytes, clock.is_set)
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from remat.heuristics.local_search import schedules_within_budget
 from remat.milp.retention_advice import RetentionAdvisor
-from remat.strategies.search.deadline import Clock
+from remat.progress import Clock
 from remat.strategies.search.state import SearchState
 
 _PROGRAM_TIME_LIMIT_S = 20.0
@@ -27,7 +27,7 @@ def relax(state: SearchState, clock: Clock) -> None:
         budget_bytes,
         gap=state.options.gap,
         deadline=state.clock.deadline,
-        stop=clock.is_over,
+        stop=clock.is_set,
     )
 
 
@@ -38,7 +38,7 @@ def add_checkpoint_cuts(state: SearchState, clock: Clock) -> None:
     if advisor is None:
         return
     for advice in advisor.advice_from_more_cuts(
-        lambda: state.best, _PROGRAM_TIME_LIMIT_S, clock.is_over
+        lambda: state.best, _PROGRAM_TIME_LIMIT_S, clock.is_set
     ):
         candidates = schedules_within_budget(
             state.graph,
@@ -47,8 +47,8 @@ def add_checkpoint_cuts(state: SearchState, clock: Clock) -> None:
             advice=[advice],
             is_good_enough=state.is_good_enough,
             max_runs=_EVICTION_RUNS_PER_OPERATION * len(state.graph),
-            stop=clock.is_over,
+            stop=clock.is_set,
         )
         state.add_schedules(candidate.schedule for candidate in candidates)
-        if clock.is_over():
+        if clock.is_set():
             return

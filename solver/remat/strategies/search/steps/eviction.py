@@ -9,8 +9,8 @@ from remat.heuristics.local_search import (
     smallest_peak_schedule,
 )
 from remat.milp.small_values import reserve_small_values
+from remat.progress import Clock
 from remat.schedule import Schedule
-from remat.strategies.search.deadline import Clock
 from remat.strategies.search.state import SearchState
 
 _GAP_SHARE, _GAP_SHARE_TIME = 0.1, 0.03
@@ -104,7 +104,7 @@ def _evicted_schedules(
         advice=() if advisor is None else advisor.advice(),
         is_good_enough=is_good_enough,
         max_runs=max_runs or _default_max_runs(graph),
-        stop=clock.is_over,
+        stop=clock.is_set,
         must_stop=must_stop,
     )
     return [candidate.schedule for candidate in candidates]
@@ -122,7 +122,7 @@ def evict_for_peak(state: SearchState, clock: Clock) -> None:
         target_bytes = state.peak_lower_bound_bytes
         if len(state.graph) >= _LARGE_GRAPH:
             target_bytes = int(target_bytes * (1 + _PEAK_GAP_SHARE * state.options.peak_gap))
-    if not state.incumbents and clock.is_over():
+    if not state.incumbents and clock.is_set():
         first = smallest_peak_schedule(
             state.graph,
             target_bytes=target_bytes,
@@ -133,6 +133,6 @@ def evict_for_peak(state: SearchState, clock: Clock) -> None:
         return
     start = state.best if state.incumbents else None
     smallest = smallest_peak_schedule(
-        state.graph, target_bytes=target_bytes, start=start, stop=clock.is_over
+        state.graph, target_bytes=target_bytes, start=start, stop=clock.is_set
     )
     state.add_schedules([smallest.schedule])

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from remat.errors import InfeasibleBudget, RematError, SolverError, SolverTimeout
 from remat.limits.units import format_bytes
 from remat.milp.backends import SolverOutcome
+from remat.progress import Clock
 from remat.simulate import peak_and_time
 from remat.strategies.infeasible import infeasible
-from remat.strategies.search.deadline import Clock
 from remat.strategies.search.state import SearchState
 from remat.strategies.search.step import SearchStep, run_steps
 
@@ -60,7 +60,7 @@ def find_feasible_schedule(
                 "no schedule of this order of the operations fits",
                 peak_state,
             )
-    if clock.is_over():
+    if clock.is_set():
         raise SolverTimeout(
             f"no schedule within {format_bytes(budget_bytes)} was found in "
             f"{state.options.time_limit:g} s, and it is not excluded that there is one; "

@@ -20,10 +20,10 @@ from remat.milp import identical_blocks, slots
 from remat.milp.identical_blocks import IdenticalBlocks
 from remat.milp.shared_decisions import SharedDecisions
 from remat.milp.slots import Slots
+from remat.progress import Clock
 from remat.schedule import Schedule
 from remat.strategies.base import Task
 from remat.strategies.baselines.uniform import PerBlock
-from remat.strategies.search.deadline import Clock
 from remat.strategies.search.runner import MilpRunner
 from remat.strategies.search.state import SearchState
 
@@ -104,7 +104,7 @@ def identical_blocks_schedule(
             # From the last blocks on, which have the most memory for what they recompute.
             time_limit_s = min(_PROGRAM_TIME_LIMIT_S, clock.remaining_s)
             is_done = best is not None and is_good_enough(runner.time_s(best))
-            if is_done or time_limit_s < _MIN_PROGRAM_TIME_S or clock.is_over():
+            if is_done or time_limit_s < _MIN_PROGRAM_TIME_S or clock.is_set():
                 return best
             free_slots: set[int] | range = range(len(slot_set))
             if best is not None:

@@ -19,11 +19,12 @@ from remat.heuristics.annealing import (
     small_peak_order,
 )
 from remat.heuristics.peak_bounds import peak_lower_bound_any_order_bytes
+from remat.progress import Clock
 from remat.schedule import Schedule
 from remat.simulate import peak_and_time
 from remat.solution import Solution
 from remat.strategies.base import Task
-from remat.strategies.search.deadline import Clock
+from remat.strategies.search.state import USABLE_SHARE
 
 _ANNEALING_SHARE = 0.6
 
@@ -57,7 +58,7 @@ def minimize_cost_in_any_order(
     Its bound holds for the order that it was found in, or for all orders if nothing is recomputed.
     Raises `InfeasibleBudget` if nothing fits in any order tried.
     """
-    clock = Clock.of(time_limit, task.cancel)
+    clock = Clock.of(USABLE_SHARE * time_limit, task.cancel)
     graph, budget_bytes = task.graph, task.budget_bytes
     assert budget_bytes is not None
     if peak_lower_bound_any_order_bytes(graph) > budget_bytes:
@@ -68,7 +69,7 @@ def minimize_cost_in_any_order(
         Schedule.keep_all(graph) if task.start is None else task.start,
         max_moves=_max_moves(graph, time_limit),
         seed=seed,
-        stop=clock.limited_to(_ANNEALING_SHARE * time_limit).is_over,
+        stop=clock.limited_to(_ANNEALING_SHARE * time_limit).is_set,
     )
     annealing_s = clock.elapsed_s
     peak_bytes, time_s = peak_and_time(graph, annealed)
@@ -94,14 +95,14 @@ def minimize_peak_in_any_order(
     task: Task, solve: SolveInOrder, *, time_limit: float, seed: int
 ) -> Solution:
     """Return the schedule with the smallest peak, in the graph's order or in an annealed order."""
-    clock = Clock.of(time_limit, task.cancel)
+    clock = Clock.of(USABLE_SHARE * time_limit, task.cancel)
     graph = task.graph
     order = small_peak_order(
         graph,
         target_bytes=0,
         max_moves=_max_moves(graph, time_limit),
         seed=seed,
-        stop=clock.limited_to(_ANNEALING_SHARE * time_limit).is_over,
+        stop=clock.limited_to(_ANNEALING_SHARE * time_limit).is_set,
     )
     annealing_s = clock.elapsed_s
     remaining_s = max(1.0, (time_limit - annealing_s) / 2)

@@ -14,8 +14,8 @@ from remat.heuristics.eviction import EVICTION_RULES
 from remat.heuristics.local_search import schedules_within_budget
 from remat.milp import slots
 from remat.milp.relaxation_support import RelaxationSupport, relaxation_support
+from remat.progress import Clock
 from remat.schedule import Schedule
-from remat.strategies.search.deadline import Clock
 from remat.strategies.search.state import SearchState, SlotProgramResult
 
 _GROUP_SPAN = 100
@@ -43,7 +43,7 @@ def solve_relaxation_support(state: SearchState, clock: Clock) -> None:
     if state.runner.is_stopped():
         return
     support = _solve_relaxation(state, clock)
-    if support is not None and not clock.is_over():
+    if support is not None and not clock.is_set():
         recombine(state, [support.schedule], clock)
 
 
@@ -56,7 +56,7 @@ def evict_by_relaxation(state: SearchState, clock: Clock) -> None:
     vain_rounds = 0
     support: RelaxationSupport | None = None
     for coarseness in cycle(_COARSENESS_LEVELS):
-        if clock.is_over() or state.is_within_gap or state.runner.is_stopped():
+        if clock.is_set() or state.is_within_gap or state.runner.is_stopped():
             return
         before_s = state.objective
         support = _solve_relaxation(state, clock, coarseness) or support
@@ -100,7 +100,7 @@ def _evict_by_support(state: SearchState, support: RelaxationSupport, clock: Clo
             rules=EVICTION_RULES,
             is_good_enough=state.is_good_enough,
             max_runs=_RUNS_PER_OPERATION * len(state.graph),
-            stop=clock.is_over,
+            stop=clock.is_set,
         )
         state.add_schedules(candidate.schedule for candidate in candidates)
         if state.objective == before_s:

@@ -11,8 +11,8 @@ from remat.graph import Graph
 from remat.milp import slots
 from remat.milp.backends import SolverOutcome
 from remat.milp.slots import Slots
+from remat.progress import Clock
 from remat.schedule import Schedule
-from remat.strategies.search.deadline import Clock
 from remat.strategies.search.state import SearchState
 from remat.strategies.search.steps.slot_programs import recombine
 
@@ -47,7 +47,7 @@ def improve_windows(state: SearchState, clock: Clock) -> None:
     milp_stats = {key: state.stats[key] for key in _MILP_STATS if key in state.stats}
     end, windows = len(state.graph), 0
     objective_before_s = state.objective
-    while not (_is_within_any_bound(state) or clock.is_over() or runner.is_stopped()):
+    while not (_is_within_any_bound(state) or clock.is_set() or runner.is_stopped()):
         if end <= 0:
             recombine(state, state.candidate_schedules, clock.limited_to(_RECOMBINE_TIME_S))
             won_s = objective_before_s - state.objective
