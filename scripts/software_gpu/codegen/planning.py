@@ -34,8 +34,8 @@ from remat.costs.roofline import Roofline, operation_seconds
 from remat.costs.trace_costs import OperationCost
 from remat.documents.records import Node, TensorMeta
 from remat.errors import InfeasibleBudget
-from remat.frontend.capture.absent_gpu.cuda_autocast import PythonKernels, with_cuda_autocast
-from remat.frontend.capture.absent_gpu.cuda_kernels import CUDA_KERNELS, absent_gpu_kernels
+from remat.frontend.capture.eager_kernels.autocast import PythonKernels, with_cuda_autocast
+from remat.frontend.capture.eager_kernels.cuda_kernels import CUDA_KERNELS, absent_gpu_kernels
 from remat.frontend.capture.eager_kernels.overrides import kernels_registered
 from remat.frontend.common.target_gpu import TargetGpu
 from remat.frontend.compile.backend import remat_backend

@@ -141,7 +141,7 @@ def _cpu_operation_name(node: Node) -> str:
     name = node.target.partition(".")[2]
     if any(word in name for word in _ONLY_ON_CPU):
         return name
-    # Dropout on the CPU samples a separate mask: see `frontend.capture.eager_kernels.dropout`.
+    # Dropout on the CPU samples a separate mask: see `frontend.capture.eager_kernels.sampling`.
     if name == "bernoulli.p" and node.results[0].tensor.dtype == "bool":
         return name
     return ""

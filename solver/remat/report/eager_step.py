@@ -21,7 +21,7 @@ from remat.simulate import simulate
 
 _DROPOUT = "aten.native_dropout_backward.default"
 """The operation that multiplies with dropout's mask: in the backward, and also in the forward (see
-`capture.eager_kernels.dropout`)."""
+`capture.eager_kernels.sampling`)."""
 _PRODUCTS = ("aten.mul.Tensor", "aten.mm.default", "aten.bmm.default")
 """Operations of the backward formula of a product, one for each operand."""
 _SUM = "aten.sum.dim_IntList"

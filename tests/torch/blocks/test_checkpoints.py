@@ -23,7 +23,7 @@ from tests.helpers.training.block_models import (
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from remat.frontend.capture.model.checkpointing import checkpointing_disabled, checkpointing_enabled
+from remat.frontend.capture.model.wrapped_code import checkpointing_disabled, checkpointing_enabled
 
 
 class Inside(Routed):

@@ -27,10 +27,9 @@ from remat.costs.trace_costs import _warn_once, device_mismatch_warning
 from remat.documents.arguments import Literal, Ref
 from remat.documents.records import TensorMeta
 from remat.documents.trace import Trace
-from remat.frontend.capture.absent_gpu import cuda_autocast
-from remat.frontend.capture.absent_gpu.attention import AttentionCall, select_attention_kernel
-from remat.frontend.capture.absent_gpu.cuda_kernels import CUDA_KERNELS, absent_gpu_kernels
-from remat.frontend.capture.eager_kernels.autocast_cache import AutocastCache
+from remat.frontend.capture.eager_kernels.attention import AttentionCall, select_attention_kernel
+from remat.frontend.capture.eager_kernels.autocast import AutocastCache, with_cuda_autocast
+from remat.frontend.capture.eager_kernels.cuda_kernels import CUDA_KERNELS, absent_gpu_kernels
 from remat.frontend.capture.eager_kernels.overrides import eager_kernel_overrides
 from remat.frontend.capture.trace import _reject_multiple_gpus
 from remat.frontend.common.target_gpu import TargetGpu, find_target_gpu
@@ -544,7 +543,7 @@ def state_of_torch() -> tuple[object, ...]:
     operators = {
         *CUDA_KERNELS,
         *kernels,
-        *(operator for operator, _ in cuda_autocast.with_cuda_autocast({})),
+        *(operator for operator, _ in with_cuda_autocast({})),
     }
     return (
         {str(operator): dict(operator.py_kernels) for operator in operators},

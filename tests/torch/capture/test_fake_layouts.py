@@ -16,7 +16,7 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 
 import remat
-from remat.frontend.capture.eager_kernels.fake_layouts import (
+from remat.frontend.capture.eager_kernels.fake_results import (
     KERNEL_LAYOUTS,
     fakes_with_kernel_layouts,
 )

@@ -13,7 +13,7 @@ from torch import nn
 import remat
 from remat.documents.targets import COPY_TARGET
 from remat.errors import TraceError
-from remat.frontend.capture.model import call_limit
+from remat.frontend.capture.model import forward_checks
 
 
 @pytest.mark.parametrize("name", PLAIN)
@@ -321,7 +321,7 @@ class _TokenLoop(nn.Module):
 
 
 def test_a_loop_over_too_many_steps_ends_with_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(call_limit, "MAX_CALLS", 50)
+    monkeypatch.setattr(forward_checks, "MAX_CALLS", 50)
     assert remat.trace(_TokenLoop(49), torch.randn(2)).nodes  # and one sum
     with pytest.raises(TraceError, match=r"more than 50 operations .*test_trace\.py:\d+ \(in forw"):
         remat.trace(_TokenLoop(50), torch.randn(2))

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from remat.errors import TraceError
-from remat.frontend.common.failing_part import errors_of
+from remat.frontend.common.code_origin import errors_of
 
 Criterion = Callable[[Any, Any], Any]
 """A function or module that computes a loss from a model's output and a target."""

@@ -12,7 +12,7 @@ from remat.costs.roofline import Roofline
 from remat.errors import TraceError, wrong_type
 from remat.frontend.api.model_with_loss import Criterion, ModelWithLoss
 from remat.frontend.api.nested_plans import check_no_planned_submodule
-from remat.frontend.capture.model.compiled_modules import unwrap_compiled
+from remat.frontend.capture.model.wrapped_code import unwrap_compiled
 from remat.frontend.capture.trace import check_differentiable, normalise_inputs
 from remat.frontend.common.operators import NAMESPACES
 from remat.frontend.costs.cost_cache import CostCache

@@ -20,10 +20,10 @@ from remat.frontend.blocks.fsdp2 import unsharded_parameters
 from remat.frontend.blocks.profile import non_leaf_alias
 from remat.frontend.blocks.step_recorder import DryRunCall
 from remat.frontend.capture.model.attribute_guards import AttributeGuards
-from remat.frontend.capture.model.environment import autocast_set_to
 from remat.frontend.capture.trace import CapturedStep, capture
 from remat.frontend.common.operators import check_operations_allowed
 from remat.frontend.common.pytree import unflatten
+from remat.frontend.common.torch_modes import autocast_set_to
 from remat.frontend.costs.measure import block_limit_bytes, measure
 from remat.frontend.planning.optimize_options import OptimizeOptions
 from remat.frontend.planning.schedule_reuse import BlockScheduleCache

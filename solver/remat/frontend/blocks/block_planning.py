@@ -42,7 +42,7 @@ from remat.frontend.blocks.runtime import PlannedCall, PlannedCopies
 from remat.frontend.blocks.selection import Selection, select_blocks
 from remat.frontend.blocks.step_recorder import DryRunCall, DryRunTooLarge
 from remat.frontend.capture.model.attribute_guards import AttributeGuards
-from remat.frontend.capture.model.checkpointing import checkpointing_disabled
+from remat.frontend.capture.model.wrapped_code import checkpointing_disabled
 from remat.frontend.planning.host_limits import host_limits, reserve_host
 from remat.frontend.planning.optimize_options import OptimizeOptions
 from remat.frontend.planning.schedule_reuse import BlockScheduleCache

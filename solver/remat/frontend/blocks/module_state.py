@@ -23,10 +23,10 @@ from torch.utils.checkpoint import checkpoint
 
 from remat.frontend.blocks.fsdp2 import gathered_storages, is_dtensor
 from remat.frontend.capture.model.attribute_guards import CHECKPOINTING_FLAG
-from remat.frontend.capture.model.checkpointing import checkpointing_disabled, checkpointing_enabled
 from remat.frontend.capture.model.hooks import hooks_inside
 from remat.frontend.capture.model.preserved_state import model_state_preserved
 from remat.frontend.capture.model.python_state import PythonState
+from remat.frontend.capture.model.wrapped_code import checkpointing_disabled, checkpointing_enabled
 from remat.frontend.common.pytree import tensors_in
 
 

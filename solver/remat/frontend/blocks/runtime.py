@@ -25,10 +25,9 @@ from remat.frontend.blocks.module_state import (
     run_checkpointed,
 )
 from remat.frontend.capture.model.attribute_guards import AttributeGuards, BoundGuards
-from remat.frontend.capture.model.checkpointing import checkpointing_disabled
 from remat.frontend.capture.model.flat_model import outputs_to_differentiate
-from remat.frontend.common.dropped_output import DroppedOutput
-from remat.frontend.common.pytree import flatten, tensors_in, unflatten
+from remat.frontend.capture.model.wrapped_code import checkpointing_disabled
+from remat.frontend.common.pytree import DroppedOutput, flatten, tensors_in, unflatten
 from remat.frontend.runtime.dispatch import is_in_function_transform
 from remat.frontend.runtime.guards import CallSignature, ModelCall, ModelTracker, call_signature
 from remat.frontend.runtime.lower import LoweredProgram

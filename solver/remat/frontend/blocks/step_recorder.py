@@ -22,7 +22,6 @@ from remat.errors import TraceError
 from remat.frontend.blocks.discovery import Submodule, trainable_parameters
 from remat.frontend.blocks.module_state import differentiable_attributes
 from remat.frontend.blocks.profile import ModuleInvocation, non_leaf_alias, requires_gradient
-from remat.frontend.capture.model.environment import autocast_cache_disabled
 from remat.frontend.capture.model.flat_model import outputs_to_differentiate
 from remat.frontend.capture.model.hooks import hooks_inside
 from remat.frontend.capture.model.python_state import PythonState
@@ -33,6 +32,7 @@ from remat.frontend.common.pytree import (
     tensors_in,
     unflatten_objects,
 )
+from remat.frontend.common.torch_modes import autocast_cache_disabled
 from remat.frontend.memory.meter import Gauge, allocated_size_bytes, storage_bytes
 from remat.frontend.runtime.dispatch import is_in_function_transform
 from remat.frontend.runtime.guards import CallSignature, ModelCall, ModelTracker, call_signature

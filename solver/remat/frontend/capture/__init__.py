@@ -7,7 +7,7 @@ recording          forward and backward on fake tensors, in a joint graph
 operator_recorder  the mode that records operators in a graph
 symbol_values      the numbers that the symbols of a symbolic capture stand for in one call
 model/             the model during the capture: arguments, hooks, state to preserve
-eager_kernels/     corrections, so that the graph has the operators that eager mode runs
-absent_gpu/        operators of a CUDA GPU that this machine does not have
+eager_kernels/     corrections, so that the graph has the operators that eager mode runs, also on a
+                   CUDA GPU that this machine does not have
 reading/           the joint graph, read into a trace
 """

@@ -11,7 +11,7 @@ writes.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -21,7 +21,6 @@ from torch._guards import detect_fake_mode
 from torch._subclasses import FakeTensor, FakeTensorMode
 
 from remat.errors import TraceError
-from remat.frontend.capture.model.environment import AUTOCAST_DEVICES
 from remat.frontend.capture.model.flat_model import FlatModel
 from remat.frontend.capture.model.python_state import PythonState
 from remat.frontend.capture.model.stores import check_unchanged_by_backward
@@ -29,7 +28,7 @@ from remat.frontend.capture.operator_recorder import OperatorRecorder
 from remat.frontend.capture.reading.joint_graph import GraphInput, JointGraph
 from remat.frontend.capture.reading.trace_builder import check_dense
 from remat.frontend.capture.writes import writes_recorded
-from remat.frontend.common.torch_modes import capture_paused
+from remat.frontend.common.torch_modes import autocast_disabled, capture_paused
 
 Tensor = torch.Tensor
 
@@ -173,7 +172,7 @@ class _StepRecording:
         differentiated = [outputs[index] for index in indices]
         self._flat_model.module_paths.follow_backward(differentiated)
         self.recorder.is_backward = True
-        with self._recorded(), _autocast_disabled():
+        with self._recorded(), autocast_disabled():
             return torch.autograd.grad(differentiated, differentiable, tangents, allow_unused=True)
 
     def _tangent(self, number: int, index: int, output: Tensor) -> Tensor:
@@ -309,11 +308,3 @@ def _state_replaced(model: nn.Module, wrappers: Mapping[GraphInput, Tensor]) -> 
     finally:
         for (_, name), (table, original) in before.items():
             table[name] = original
-
-
-@contextmanager
-def _autocast_disabled() -> Iterator[None]:
-    with ExitStack() as stack:
-        for device in AUTOCAST_DEVICES:
-            stack.enter_context(torch.autocast(device, enabled=False))
-        yield

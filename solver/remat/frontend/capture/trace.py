@@ -17,31 +17,32 @@ import torch
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
+from remat.documents.records import Environment
 from remat.documents.structure import Structure
 from remat.documents.trace import Trace
 from remat.errors import TraceError
-from remat.frontend.capture.absent_gpu.cuda_kernels import cudnn_convolution_layouts
 from remat.frontend.capture.attempts import capture_step
-from remat.frontend.capture.eager_kernels.fake_layouts import fakes_with_kernel_layouts
+from remat.frontend.capture.eager_kernels.autocast import target_autocast_dtype
+from remat.frontend.capture.eager_kernels.cuda_kernels import cudnn_convolution_layouts
+from remat.frontend.capture.eager_kernels.fake_results import fakes_with_kernel_layouts
 from remat.frontend.capture.eager_kernels.overrides import eager_kernel_overrides
 from remat.frontend.capture.model.attribute_guards import AttributeGuards
-from remat.frontend.capture.model.checkpointing import checkpointing_disabled
-from remat.frontend.capture.model.compiled_modules import (
+from remat.frontend.capture.model.flat_model import FlatModel
+from remat.frontend.capture.model.forward_checks import rng_changes_forbidden, text_output_reported
+from remat.frontend.capture.model.hooks import root_hooks_removed, submodule_hooks_observed
+from remat.frontend.capture.model.preserved_state import (
+    model_state_preserved,
+    tensors_placed,
+)
+from remat.frontend.capture.model.wrapped_code import (
+    checkpointing_disabled,
     compiled_code_run_eagerly,
     unwrap_compiled,
 )
-from remat.frontend.capture.model.environment import current_environment
-from remat.frontend.capture.model.flat_model import FlatModel
-from remat.frontend.capture.model.hooks import root_hooks_removed, submodule_hooks_observed
-from remat.frontend.capture.model.meta_device import tensors_placed
-from remat.frontend.capture.model.preserved_state import (
-    model_state_preserved,
-    rng_changes_forbidden,
-)
-from remat.frontend.capture.model.text_output import text_output_reported
 from remat.frontend.capture.reading.captured_joint_graph import CapturedJointGraph
 from remat.frontend.common.pytree import flatten
 from remat.frontend.common.target_gpu import TargetGpu, find_target_gpu, local_device
+from remat.frontend.common.torch_modes import autocast_modes, dtype_name
 from remat.limits.options import OUTPUTS_HELD, are_dropped, differentiated_with
 from remat.passes.outputs import with_outputs
 
@@ -144,7 +145,7 @@ def capture_joint_graph(
     Use `symbolic` if some of their sizes are SymInts: then no hook warnings are issued, since an
     earlier capture has issued them.
     """
-    environment = current_environment(model, target)
+    environment = _current_environment(model, target)
     with _capture_lock, contextlib.ExitStack() as stack:
         are_leaves = [leaf.is_leaf for leaf in leaves]
         # The fake tensor of a tensor with a history would have a copy of that history.
@@ -172,6 +173,23 @@ def capture_joint_graph(
     if not symbolic:
         hooks.warn_about_observers()
     return joint
+
+
+def _current_environment(model: nn.Module, target: TargetGpu | None = None) -> Environment:
+    """Return the model's training flags, the enabled autocast modes and torch's version. With a
+    `target`, autocast is that of the step on this absent GPU."""
+    autocast = autocast_modes()
+    if target is not None:
+        dtype = target_autocast_dtype()
+        autocast = () if dtype is None else (f"cuda:{dtype_name(dtype)}",)
+    exceptions = (name for name, m in model.named_modules() if m.training != model.training)
+    return Environment(
+        torch=torch.__version__,
+        training=model.training,
+        training_exceptions=tuple(exceptions),
+        autocast=autocast,
+        frees_tangents=hasattr(torch.autograd.Function, "boxed_grads_call"),
+    )
 
 
 def normalise_inputs(

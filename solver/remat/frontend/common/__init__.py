@@ -5,8 +5,8 @@
 - `pytree`: flattens and rebuilds nested arguments and outputs.
 - `torch_modes`: context managers for autocast, the grad mode and dispatch modes.
 - `garbage_collection`: no searches for reference cycles while many objects are created.
-- `failing_part`: the part of a step that raised an error, such as the criterion.
 - `planning_line`: the line on a terminal while a step is planned.
 - `target_gpu`: devices by name, local or only known by their data sheet.
-- `code_origin`: tells the user's source files from those of torch, remat and installed packages.
+- `code_origin`: source files of the user, torch, remat and installed packages; the part of a step
+  that raised an error.
 """

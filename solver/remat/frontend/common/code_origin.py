@@ -1,11 +1,14 @@
-"""Where a source file comes from, judged by the folders of the packages: Python or torch, an
-installed package, or the user's project, which may be in any folder."""
+"""Where code comes from: Python or torch, an installed package, or the user's project, which may be
+in any folder; the line and the part of a step that an error is about.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 
 import torch
 
@@ -29,3 +32,28 @@ def is_installed_package(path: Path) -> bool:
 def is_user_code(path: Path) -> bool:
     """True if a file is neither framework code nor of an installed package."""
     return path.is_absolute() and not is_framework_code(path) and not is_installed_package(path)
+
+
+def line_of(frame: FrameType) -> str:
+    """Return the line that a frame runs, as text for messages."""
+    return f"{frame.f_code.co_filename}:{frame.f_lineno} (in {frame.f_code.co_name})"
+
+
+_ATTRIBUTE = "__remat_part__"
+
+
+@contextlib.contextmanager
+def errors_of(part: str) -> Iterator[None]:
+    """Within the context, errors are recorded as those of a part of a step."""
+    try:
+        yield
+    except Exception as error:
+        if not hasattr(error, _ATTRIBUTE):  # an inner part is more exact
+            with contextlib.suppress(AttributeError, TypeError):  # errors that cannot be changed
+                setattr(error, _ATTRIBUTE, part)
+        raise
+
+
+def failing_part(error: BaseException) -> str | None:
+    """Return the part of a step that raised an error, None if it was not recorded."""
+    return getattr(error, _ATTRIBUTE, None)

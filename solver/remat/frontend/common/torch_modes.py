@@ -8,7 +8,7 @@ these operations (`NEEDS_GRAD_MODE`).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -18,6 +18,8 @@ from torch.utils._python_dispatch import (
     _pop_mode,
     _push_mode,
 )
+
+AUTOCAST_DEVICES = ("cpu", "cuda")
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 """The dtypes of autocast by name."""
@@ -45,6 +47,59 @@ def run_with_grad_mode(
     detached = [a.detach() if isinstance(a, torch.Tensor) else a for a in args]
     with torch.enable_grad():
         return operation(*detached, **kwargs)
+
+
+def autocast_modes() -> tuple[str, ...]:
+    """Return the enabled autocast modes, such as "cpu:bfloat16"."""
+    return tuple(
+        f"{device}:{dtype_name(torch.get_autocast_dtype(device))}"
+        for device in AUTOCAST_DEVICES
+        if torch.is_autocast_enabled(device)
+    )
+
+
+@contextmanager
+def autocast_set_to(modes: Sequence[str]) -> Iterator[None]:
+    """Within the context, enable these autocast modes, named as by `autocast_modes`, and disable
+    all others."""
+    dtype_by_device = dict(mode.split(":") for mode in modes)
+    with ExitStack() as stack:
+        for device in AUTOCAST_DEVICES:
+            if device in dtype_by_device:
+                dtype = getattr(torch, dtype_by_device[device])
+                stack.enter_context(torch.autocast(device, dtype, enabled=True))
+            elif torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
+        yield
+
+
+@contextmanager
+def autocast_disabled() -> Iterator[None]:
+    """Disable autocast within the context, to run a captured graph, which includes its casts."""
+    enabled = [d for d in AUTOCAST_DEVICES if torch.is_autocast_enabled(d)]
+    for device in enabled:
+        torch.set_autocast_enabled(device, False)
+    try:
+        yield
+    finally:
+        for device in enabled:
+            torch.set_autocast_enabled(device, True)
+
+
+@contextmanager
+def autocast_cache_disabled() -> Iterator[None]:
+    """Within the context, autocast does not keep weights that it has cast to lower precision."""
+    enabled = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(enabled)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a dtype, such as "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
 
 
 @contextmanager

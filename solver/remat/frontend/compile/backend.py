@@ -14,8 +14,8 @@ from torch import fx
 from torch.fx.graph import _BoxedCodeGen
 
 from remat.errors import InfeasibleBudget
-from remat.frontend.common.dropped_output import DroppedOutput
 from remat.frontend.common.planning_line import planning_line
+from remat.frontend.common.pytree import DroppedOutput
 from remat.frontend.compile import disk_cache
 from remat.frontend.compile.candidates import prepare_host
 from remat.frontend.compile.compat import cause_of_type, without_frames

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from remat.frontend.common.dropped_output import DroppedOutput
+from remat.frontend.common.pytree import DroppedOutput
 from remat.frontend.compile.fx_utils import storage_bytes
 from remat.limits.options import OUTPUTS_LOSS
 from remat.limits.units import format_bytes

@@ -12,7 +12,6 @@ from remat.documents.records import Node, TensorMeta
 from remat.documents.targets import ADD_PRODUCT_TARGET
 from remat.documents.writes import call_of_write, is_write
 from remat.errors import RematError, one_line
-from remat.frontend.common.backward_thread import run_in_backward
 from remat.frontend.common.operators import Operator, resolve
 from remat.frontend.common.torch_modes import NEEDS_GRAD_MODE, run_with_grad_mode
 from remat.frontend.common.writes import resolve_writer
@@ -20,7 +19,7 @@ from remat.frontend.costs.cost_cache import MeasuredCost
 from remat.frontend.costs.cost_key import environment_key
 from remat.frontend.costs.operands import OperandFactory, operand_and_result_bytes
 from remat.frontend.costs.timers import measure_on_cpu, measure_on_cuda
-from remat.frontend.memory.device_memory import free_bytes
+from remat.frontend.memory.device_memory import free_bytes, run_in_backward
 
 _COPY_BYTES = 64 << 20
 _MIN_COPY_BYTES = 64 << 10

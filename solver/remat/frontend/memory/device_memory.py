@@ -20,7 +20,6 @@ from remat.allocator.prediction import uses_cublas, uses_cublaslt
 from remat.allocator.replay import ALIGNMENT_BYTES, round_size
 from remat.documents.trace import Trace, accumulated_gradient_bytes
 from remat.errors import BudgetError
-from remat.frontend.common.backward_thread import run_in_backward
 from remat.limits.budget import Budget
 from remat.limits.limits import SEGMENTS_MARGIN, Limits, nothing_left
 from remat.limits.options import parse_reserve
@@ -109,6 +108,34 @@ def allocated_workspace_bytes(device: torch.device) -> int:
     multiply()
     run_in_backward(multiply, device)
     return library_bytes(device, ["aten.mm.default", "aten.addmm.default"])
+
+
+def run_in_backward(call: Callable[[], object], device: torch.device) -> None:
+    """Run `call` on the backward's thread of a CUDA device; on the current thread of a CPU.
+
+    Waits for its end, and raises what it raises. Some state of CUDA libraries belongs to a thread:
+    cuBLAS's handle with its workspace, and the algorithms that cuDNN chose with
+    `torch.backends.cudnn.benchmark` (`thread_local` in `aten/src/ATen/native/cudnn/Conv_v8.cpp`). A
+    step that must allocate nothing unplanned needs both on both threads.
+    """
+    with torch.enable_grad():
+        leaf = torch.zeros((), device=device, requires_grad=True)
+        result: torch.Tensor = _CallInBackward.apply(leaf, call)  # type: ignore[assignment]
+    result.backward()
+
+
+class _CallInBackward(torch.autograd.Function):
+    """The identity, whose backward makes a call."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, call: Callable[[], object]) -> torch.Tensor:
+        ctx.call = call
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        ctx.call()
+        return gradients[0], None
 
 
 def keeps_workspaces() -> bool:

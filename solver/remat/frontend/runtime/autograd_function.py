@@ -20,8 +20,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from remat.documents.program import Program
 from remat.documents.records import TensorMeta
 from remat.errors import GuardError
-from remat.frontend.capture.model.environment import autocast_disabled
 from remat.frontend.capture.reading.gradients import is_same_layout
+from remat.frontend.common.torch_modes import autocast_disabled
 from remat.frontend.runtime.absent_tangents import zeros_like_meta
 from remat.frontend.runtime.lower import LoweredProgram
 from remat.frontend.runtime.operations import accumulation_target

@@ -22,9 +22,9 @@ from remat.documents.records import Placeholder
 from remat.documents.structure import Structure
 from remat.errors import GuardError
 from remat.frontend.capture.model.comparable import Code
-from remat.frontend.capture.model.environment import autocast_modes
 from remat.frontend.capture.model.hooks import HOOK_KINDS, is_planned_hook
 from remat.frontend.common.pytree import flatten
+from remat.frontend.common.torch_modes import autocast_modes
 
 
 class TensorProperties(NamedTuple):

@@ -19,7 +19,7 @@ from torch import fx, nn
 
 from remat.documents.program import Program
 from remat.errors import wrong_type
-from remat.frontend.capture.model.compiled_modules import unwrap_compiled
+from remat.frontend.capture.model.wrapped_code import unwrap_compiled
 from remat.frontend.common.operators import NAMESPACES
 from remat.frontend.runtime.autograd_function import StepMonitor, run_step
 from remat.frontend.runtime.dispatch import StepDispatcher, StepProvider

@@ -1,12 +1,10 @@
 """Corrections to a recorded step, so that it has the operators that eager mode runs.
 
-overrides        registers the replacements below in torch's Python dispatcher for one capture
-autocast_cache   one cast per parameter under autocast, as by eager mode's cache
-dropout          dropout on the CPU, and Bernoulli sampling in memory order
-memory_order     the order of a tensor's elements in memory
-recurrent        dropout between the layers of recurrent networks
-sampling         random integers, normal numbers and rrelu
-slicing          slices of a whole symbolic dimension, which eager mode skips
-fake_layouts     strides of fake tensors, where a decomposition differs from the kernel
-fake_dtypes      dtypes of fake tensors, where torch's differ from the kernel's
+overrides        registers the replacements below in torch's Python dispatcher for one capture;
+                 recurrent networks and slices
+autocast         one cast per parameter under autocast, and CUDA's policies on CPU tensors
+sampling         dropout, random integers, normal numbers and rrelu in the order in memory
+fake_results     strides and dtypes of fake tensors, where torch's differ from the kernel's
+cuda_kernels     the operators for which CUDA runs other kernels: batch norm, softmax
+attention        the kernel of `scaled_dot_product_attention` on a GPU that this machine lacks
 """

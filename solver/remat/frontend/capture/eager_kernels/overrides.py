@@ -5,12 +5,13 @@ there is one, instead of its C++ kernel. During a capture, remat registers Pytho
 operators. Nothing else sees them: eager mode does not use the Python dispatcher.
 
 A step for an absent GPU is captured on CPU tensors. The operators then get kernels that call what
-eager mode runs on that GPU (`cuda_kernels`), and CUDA's autocast policies (`cuda_autocast`).
+eager mode runs on that GPU (`cuda_kernels`), and CUDA's autocast policies (`autocast`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -18,29 +19,122 @@ import torch
 from torch._C import DispatchKey
 from torch._ops import OpOverload
 
-from remat.frontend.capture.absent_gpu.cuda_autocast import (
+from remat.errors import TraceError
+from remat.frontend.capture.eager_kernels.autocast import (
+    AutocastCache,
     PythonKernels,
     cuda_autocast_on_cpu,
     target_autocast_dtype,
     with_cuda_autocast,
 )
-from remat.frontend.capture.absent_gpu.cuda_kernels import CUDA_KERNELS, absent_gpu_kernels
-from remat.frontend.capture.eager_kernels.autocast_cache import AutocastCache
-from remat.frontend.capture.eager_kernels.dropout import bernoulli_in_place, cpu_dropout
-from remat.frontend.capture.eager_kernels.recurrent import (
-    RECURRENT_OPERATORS,
-    layer_by_layer,
-    without_dropout,
-)
+from remat.frontend.capture.eager_kernels.cuda_kernels import CUDA_KERNELS, absent_gpu_kernels
 from remat.frontend.capture.eager_kernels.sampling import (
+    bernoulli_in_place,
+    cpu_dropout,
     integers,
     integers_in_place,
     normal_in_place,
     rrelu_with_noise,
     rrelu_with_noise_out,
 )
-from remat.frontend.capture.eager_kernels.slicing import eager_slice
 from remat.frontend.common.target_gpu import TargetGpu
+
+Tensor = torch.Tensor
+Kernel = Callable[..., tuple[Tensor, ...]]
+
+_aten = torch.ops.aten
+
+RECURRENT_OPERATORS: tuple[OpOverload, ...] = (
+    _aten.gru.input,
+    _aten.lstm.input,
+    _aten.rnn_relu.input,
+    _aten.rnn_tanh.input,
+)
+
+
+def layer_by_layer(operator: OpOverload) -> Kernel:
+    """Return the kernel that replaces a recurrent operator on the CPU."""
+    decomposition = operator.py_kernels[DispatchKey.CompositeImplicitAutograd]
+
+    def kernel(
+        x: Tensor,
+        state: Tensor | Sequence[Tensor],
+        weights: Sequence[Tensor],
+        has_biases: bool,
+        num_layers: int,
+        dropout: float,
+        train: bool,
+        bidirectional: bool,
+        batch_first: bool,
+    ) -> tuple[Tensor, ...]:
+        options = (train, bidirectional)
+        if not _has_dropout(num_layers, dropout, train):
+            return decomposition(
+                x, state, weights, has_biases, num_layers, 0.0, *options, batch_first
+            )
+        states = [state] if isinstance(state, Tensor) else list(state)
+        num_weights, num_states = len(weights) // num_layers, 2 if bidirectional else 1
+        x = x.transpose(0, 1) if batch_first else x
+        last_states: list[list[Tensor]] = [[] for _ in states]
+        for layer in range(num_layers):
+            layer_states = [s.narrow(0, layer * num_states, num_states) for s in states]
+            x, *new_states = decomposition(
+                x if layer == 0 else _aten.dropout.default(x, dropout, True),
+                layer_states[0] if isinstance(state, Tensor) else layer_states,
+                weights[layer * num_weights : (layer + 1) * num_weights],
+                has_biases, 1, 0.0, *options, False,
+            )  # fmt: skip
+            for collected, new_state in zip(last_states, new_states, strict=True):
+                collected.append(new_state)
+        x = x.transpose(0, 1) if batch_first else x
+        return (x, *(torch.cat(collected) for collected in last_states))
+
+    return kernel
+
+
+def without_dropout(operator: OpOverload) -> Kernel:
+    """Return the kernel that replaces a recurrent operator on a GPU: it refuses dropout between
+    layers."""
+    decomposition = operator.py_kernels[DispatchKey.CompositeImplicitAutograd]
+
+    def kernel(*args: Any) -> tuple[Tensor, ...]:
+        num_layers, dropout, train = args[4:7]
+        if _has_dropout(num_layers, dropout, train):
+            raise TraceError(
+                f"a recurrent network of {num_layers} layers with dropout between them runs in "
+                "cuDNN, whose random numbers a plan cannot repeat; use one module per layer with "
+                "nn.Dropout between them, or set its dropout to 0"
+            )
+        return decomposition(*args)
+
+    return kernel
+
+
+def _has_dropout(num_layers: int, dropout: float, train: bool) -> bool:
+    return train and dropout > 0 and num_layers > 1
+
+
+_aten = torch.ops.aten
+
+
+def eager_slice(
+    x: torch.Tensor, dim: int = 0, start: Any = None, end: Any = None, step: Any = 1
+) -> torch.Tensor:
+    """Replace `aten.slice`: return `x` for a slice of a whole symbolic dimension."""
+    size: Any = x.shape[dim]
+    if isinstance(size, torch.SymInt) and _is_whole_dimension(size, start, end, step):
+        return x
+    with torch._C._DisablePythonDispatcher():
+        return _aten.slice.Tensor(x, dim, start, end, step)
+
+
+def _is_whole_dimension(size: torch.SymInt, start: Any, end: Any, step: Any) -> bool:
+    if isinstance(start, torch.SymInt) or start not in (None, 0) or step != 1:
+        return False
+    if isinstance(end, torch.SymInt):
+        return bool(end.node.expr == size.node.expr)
+    return end is None or end == sys.maxsize
+
 
 _CPU, _CUDA = DispatchKey.AutogradCPU, DispatchKey.AutogradCUDA
 

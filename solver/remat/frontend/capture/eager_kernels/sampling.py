@@ -1,16 +1,100 @@
-"""Random operators whose captured form differs from eager mode; see `overrides` in this folder.
+"""Random operators as eager mode runs them; see `overrides` in this folder.
 
-Dropout and Bernoulli sampling are in `dropout`, recurrent networks in `recurrent`.
+For dropout, torch captures `aten.native_dropout`. That is what eager mode runs on CUDA. On the CPU,
+eager mode multiplies by `noise = bernoulli(1 - p) / (1 - p)` in the dtype of its input: the scale
+is rounded to that dtype, in forward and backward. (The kernels of `native_dropout` round it
+differently, and for a gradient that is not dense they return other strides than a capture expects.)
+Here dropout samples a boolean mask and multiplies by the rounded scale: the same bits, in a quarter
+of the memory that eager mode needs for `noise` in float32.
+
+Eager mode's kernels on the CPU sample in the order of the elements in memory (`memory_order`).
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from remat.errors import TraceError
-from remat.frontend.capture.eager_kernels.memory_order import inverse_permute, memory_order
+from remat.frontend.capture.symbol_values import hint
+from remat.frontend.common.torch_modes import capture_paused
+
+Tensor = torch.Tensor
+
+_aten = torch.ops.aten
+
+
+def cpu_dropout(x: Tensor, p: float, train: bool) -> Tensor:
+    """Replace `aten.dropout` on the CPU: store a boolean mask in place of float noise."""
+    if not train or p == 0 or x.numel() == 0:
+        return x
+    if p == 1:
+        return x * torch.zeros((), dtype=x.dtype, device=x.device)
+    return _CpuDropout.apply(x, p)[0]  # type: ignore[index]
+
+
+def bernoulli_in_place(
+    x: Tensor, p: float = 0.5, *, generator: torch.Generator | None = None
+) -> Tensor:
+    """Replace `aten.bernoulli_`, which samples in the order of the elements in memory. Torch's
+    capture samples a dense tensor instead, so that other elements get the random numbers."""
+    if x.is_contiguous():
+        with torch._C._DisablePythonDispatcher():
+            return _aten.bernoulli_.float(x, p, generator=generator)
+    return x.copy_(_sample_in_memory_order(x, p, x.dtype, generator))
+
+
+class _CpuDropout(torch.autograd.Function):
+    """Dropout that returns its output and its boolean mask, and saves the mask alone."""
+
+    @staticmethod
+    def forward(x: Tensor, p: float) -> tuple[Tensor, Tensor]:
+        mask = _sample_in_memory_order(x, 1 - p, torch.bool)
+        return _apply_mask(x, mask, _dropout_scale(p, x.dtype)), mask
+
+    @staticmethod
+    def setup_context(
+        ctx: Any, inputs: tuple[Tensor, float], output: tuple[Tensor, Tensor]
+    ) -> None:
+        x, p = inputs
+        _, mask = output
+        ctx.mark_non_differentiable(mask)
+        ctx.save_for_backward(mask)
+        ctx.scale = _dropout_scale(p, x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        (mask,) = ctx.saved_tensors
+        return _apply_mask(gradients[0], mask, ctx.scale), None
+
+
+def _sample_in_memory_order(
+    like: Tensor, p: float, dtype: torch.dtype, generator: torch.Generator | None = None
+) -> Tensor:
+    """Return a tensor of zeros, and of ones with probability `p`, with the shape of `like`, sampled
+    in the order of the elements of `like` in memory."""
+    order = memory_order(like)
+    dense = torch.empty([like.shape[i] for i in order], dtype=dtype, device=like.device)
+    return inverse_permute(_aten.bernoulli.p(dense, p, generator=generator), order)
+
+
+@functools.cache
+def _dropout_scale(p: float, dtype: torch.dtype) -> float:
+    """Return 1 / (1 - p) as the CPU's kernel computes and rounds it."""
+    with capture_paused():
+        return torch.ones((), dtype=dtype).div_(1 - p).item()
+
+
+def _apply_mask(x: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """Return `x * mask * scale` in one operation. A capture assumes that its result is dense, so
+    the dimensions of its operands are permuted to the order in memory."""
+    order = memory_order(x, mask)
+    operands = permute(x, order), permute(mask, order)
+    return inverse_permute(_aten.native_dropout_backward(*operands, scale), order)
+
 
 Tensor = torch.Tensor
 Generator = torch.Generator
@@ -74,3 +158,40 @@ def rrelu_with_noise_out(
 ) -> Tensor:
     """Replace `aten.rrelu_with_noise.out`, for which torch's functionalization returns `noise`."""
     return out.copy_(_aten.rrelu_with_noise.default(x, noise, *options, **keywords))
+
+
+Tensor = torch.Tensor
+
+
+def memory_order(*tensors: Tensor) -> list[int]:
+    """Return the dimensions, outermost first, in which a pointwise operation on all of these lays
+    out its result. The order is the same for all values of symbolic sizes, which are 2 at least."""
+    if any(t._has_symbolic_sizes_strides for t in tensors):
+        with capture_paused():
+            layouts = tuple((_hints(t.shape), _hints(t.stride())) for t in tensors)
+    else:
+        layouts = tuple((tuple(t.shape), t.stride()) for t in tensors)
+    return list(_order_of_layouts(layouts))
+
+
+def _hints(sizes: Sequence[int | torch.SymInt]) -> tuple[int, ...]:
+    return tuple(map(hint, sizes))
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _order_of_layouts(layouts: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]) -> list[int]:
+    """Return the order for operands of these shapes and strides. A network has few of them."""
+    with capture_paused():
+        operands = [torch.empty_strided(*layout, device="meta") for layout in layouts]
+        strides = torch.empty_like(functools.reduce(torch.mul, operands)).stride()
+    return sorted(range(len(strides)), key=lambda dimension: -strides[dimension])
+
+
+def permute(x: Tensor, order: Sequence[int]) -> Tensor:
+    """Permute the dimensions; return the tensor unchanged if the order is the identity."""
+    return x if list(order) == sorted(order) else x.permute(*order)
+
+
+def inverse_permute(x: Tensor, order: Sequence[int]) -> Tensor:
+    """Undo `permute` with the same order."""
+    return permute(x, [order.index(i) for i in range(len(order))])

@@ -24,9 +24,9 @@ from torch import nn
 from remat.documents.records import Store
 from remat.documents.structure import Structure
 from remat.errors import TraceError, no_loss_returned
-from remat.frontend.capture.eager_kernels.autocast_cache import AutocastCache
+from remat.frontend.capture.eager_kernels.autocast import AutocastCache
 from remat.frontend.capture.model.attribute_access import AttributeAccess
-from remat.frontend.capture.model.call_limit import CallLimit
+from remat.frontend.capture.model.forward_checks import CallLimit
 from remat.frontend.capture.model.module_paths import ModulePaths
 from remat.frontend.capture.model.preserved_state import registered_buffers
 from remat.frontend.capture.model.python_state import Change, PythonState

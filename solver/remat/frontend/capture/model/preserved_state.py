@@ -1,22 +1,21 @@
-"""Tensors and RNG states that a capture must not change: parameters, buffers, generators."""
+"""Tensors and RNG states of a model that a capture replaces, and restores at its end.
+
+A model on the "meta" device has shapes and no memory, so that a model can be planned where it does
+not fit. A model in memory can be captured for another device of this machine, or for an absent GPU.
+Then fake tensors are in the places of its tensors (`tensors_placed`).
+"""
 
 from __future__ import annotations
 
-import random
-import sys
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
+from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import FakeTensor
-
-from remat.errors import TraceError
-from remat.frontend.common.code_origin import is_framework_code
+from torch.utils._pytree import tree_map
 
 _CAPTURE_TYPES = (FakeTensor, torch.SymInt, torch.SymFloat, torch.SymBool)
 """Types of values that are meaningless after the capture."""
@@ -30,83 +29,28 @@ def rng_state_preserved() -> Iterator[None]:
         yield
 
 
-_RNG_FUNCTIONS: list[tuple[Any, str]] = [
-    (torch, "manual_seed"),
-    (torch, "get_rng_state"),
-    (torch, "set_rng_state"),
-    (torch.random, "manual_seed"),
-    (torch.random, "get_rng_state"),
-    (torch.random, "set_rng_state"),
-    (torch.cuda, "get_rng_state"),
-    (torch.cuda, "set_rng_state"),
-    (torch.cuda.random, "get_rng_state"),
-    (torch.cuda.random, "set_rng_state"),
-]
-"""Functions of torch that seed, read or set the state of its generators."""
-
-
-@contextmanager
-def rng_changes_forbidden(model: nn.Module) -> Iterator[None]:
-    """Raise `TraceError` if the model's code uses random numbers of Python or NumPy within the
-    context, or seeds, reads or sets torch's generators: a plan would do it once instead of in each
-    step. The generators of Python and NumPy are restored."""
-    python_state, numpy_state = random.getstate(), np.random.get_state()
-    thread = threading.get_ident()
-    originals = [(m, name, getattr(m, name)) for m, name in _RNG_FUNCTIONS]
-
-    def refusing(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        def refuse(*args: Any, **kwargs: Any) -> Any:
-            caller = Path(sys._getframe(1).f_code.co_filename)
-            if threading.get_ident() != thread or is_framework_code(caller):
-                return original(*args, **kwargs)
-            raise TraceError(rng_error(model, f"calls torch's {name}"))
-
-        return refuse
-
-    for module, name, original in originals:
-        setattr(module, name, refusing(name, original))
-    use = ""
-    try:
-        yield
-        if random.getstate() != python_state:
-            use = "draws Python's random numbers"
-        if not all(map(np.array_equal, np.random.get_state(), numpy_state)):
-            use = "draws NumPy's random numbers"
-    finally:
-        for module, name, original in originals:
-            setattr(module, name, original)
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)
-    if use:
-        raise TraceError(rng_error(model, use))
-
-
-def rng_error(model: nn.Module, use: str) -> str:
-    """Return the error message for a forward that uses random numbers other than torch's."""
-    return (
-        f"the forward of {type(model).__name__} {use}, which a plan would do once for all steps. "
-        "Remedy: do so outside of the model, and pass the result as an argument; or use torch.rand "
-        'and torch.where; or plan the blocks inside: remat.enable(model, budget, scope="blocks")'
-    )
-
-
 @contextmanager
 def model_state_preserved(model: nn.Module) -> Iterator[None]:
     """Restore parameters, buffers and random generators at the end of the context. A capture
     computes on fake tensors, but the model's code may assign to buffers or draw a seed, and torch
     does not restore the parameters of a module that has two names."""
-    tables: list[tuple[dict[str, Any], dict[str, Any]]] = [
-        (table, dict(table))
-        for module in model.modules()
-        for table in (module._parameters, module._buffers)
+    with _tensor_tables_preserved(model), rng_state_preserved():
+        yield
+
+
+@contextmanager
+def _tensor_tables_preserved(model: nn.Module) -> Iterator[list[dict[str, Any]]]:
+    """Yield the tables that have the parameters and buffers of modules. Restore them at the end."""
+    tables: list[dict[str, Any]] = [
+        table for module in model.modules() for table in (module._parameters, module._buffers)
     ]
+    before = [dict(table) for table in tables]
     try:
-        with rng_state_preserved():
-            yield
+        yield tables
     finally:
-        for table, before in tables:
+        for table, content in zip(tables, before, strict=True):
             table.clear()
-            table.update(before)
+            table.update(content)
 
 
 def is_of_capture(leaf: object) -> bool:
@@ -127,3 +71,59 @@ def registered_buffers(model: nn.Module) -> dict[tuple[nn.Module, str], torch.Te
         for module in model.modules()
         for name, buffer in module._buffers.items()
     }
+
+
+def default_capture_device() -> torch.device:
+    """Return the device that a "meta" model is captured for: CUDA if available, else the CPU.
+    Kernels, and with them the saved tensors, depend on it."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+@contextmanager
+def tensors_placed(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    device: torch.device | None = None,
+) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
+    """Within the context, replace the model's tensors on other devices by fake tensors on `device`.
+
+    Yields the arguments with their tensors replaced too. Without a device, only tensors on "meta"
+    are replaced, by fake tensors on `default_capture_device()`.
+    """
+    to_fake = _FakeTensorConverter(device)
+    with _tensor_tables_preserved(model) as tables:
+        for table in tables:
+            table.update({name: to_fake(tensor) for name, tensor in table.items()})
+        yield tree_map(to_fake, args), tree_map(to_fake, dict(kwargs))
+
+
+class _FakeTensorConverter:
+    """A function from tensors to fake tensors on one device. It maps the same tensor to the same
+    fake tensor, so that tied weights stay tied."""
+
+    def __init__(self, device: torch.device | None) -> None:
+        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._device = device or default_capture_device()
+        self._replaces_all_devices = device is not None
+        self._fakes: dict[int, torch.Tensor] = {}
+
+    def __call__(self, item: Any) -> Any:
+        """Return the fake tensor of a tensor on "meta", or on another device than the one asked
+        for; anything else unchanged."""
+        if not isinstance(item, torch.Tensor):
+            return item
+        is_elsewhere = self._replaces_all_devices and item.device != self._device
+        if not (item.is_meta or is_elsewhere):
+            return item
+        if id(item) not in self._fakes:
+            with self._mode:
+                fake = torch.empty_strided(
+                    item.shape, item.stride(), dtype=item.dtype, device=self._device
+                )
+            if isinstance(item, nn.Parameter):
+                fake = nn.Parameter(fake, requires_grad=item.requires_grad)
+            self._fakes[id(item)] = fake.requires_grad_(item.requires_grad)
+        return self._fakes[id(item)]

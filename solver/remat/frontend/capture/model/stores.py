@@ -18,7 +18,8 @@ from torch import nn
 
 from remat.documents.structure import Structure
 from remat.errors import TraceError
-from remat.frontend.capture.model.preserved_state import is_of_capture, is_same_scalar, rng_error
+from remat.frontend.capture.model.forward_checks import rng_error
+from remat.frontend.capture.model.preserved_state import is_of_capture, is_same_scalar
 from remat.frontend.capture.model.python_state import (
     ABSENT,
     GENERATORS,

@@ -13,7 +13,7 @@ from functools import cached_property
 from remat.documents.records import Environment
 from remat.documents.structure import Structure
 from remat.documents.trace import Trace
-from remat.frontend.capture.eager_kernels.fake_dtypes import correct_fake_dtypes
+from remat.frontend.capture.eager_kernels.fake_results import correct_fake_dtypes
 from remat.frontend.capture.model.attribute_guards import AttributeGuards
 from remat.frontend.capture.model.flat_model import FlatModel
 from remat.frontend.capture.reading.constant_folding import ConstantQuery

@@ -1,10 +1,10 @@
 """Kernels for captures of steps on CUDA: they call the operators that eager mode runs there.
 
-They are registered in torch's Python dispatcher
-(see `remat.frontend.capture.eager_kernels.overrides`). `CUDA_KERNELS` apply to tensors on a GPU,
-where torch's capture takes other operators than eager mode. `absent_gpu_kernels` apply to CPU
-tensors that stand for an absent GPU, and add what eager mode runs on CUDA only. Convolutions have
-the memory layouts that cuDNN selects: those of the CPU's libraries depend on the batch size, too.
+They are registered in torch's Python dispatcher (see `overrides`). `CUDA_KERNELS` apply to tensors
+on a GPU, where torch's capture takes other operators than eager mode. `absent_gpu_kernels` apply to
+CPU tensors that stand for an absent GPU, and add what eager mode runs on CUDA only. Convolutions
+have the memory layouts that cuDNN selects: those of the CPU's libraries depend on the batch size,
+too.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch._ops import OpOverload
 from torch._prims_common import suggest_memory_format
 
-from remat.frontend.capture.absent_gpu.attention import attention_kernel
+from remat.frontend.capture.eager_kernels.attention import attention_kernel
 from remat.frontend.common.target_gpu import TargetGpu
 
 _CHANNELS_LAST = (torch.channels_last, torch.channels_last_3d)

@@ -1,5 +1,8 @@
-"""`torch.utils.checkpoint` disabled during a capture. What to recompute is remat's decision; a
-checkpoint in the model's code would fix a worse one."""
+"""Checkpoints and compiled code in a model: a capture runs the code that they wrap.
+
+What to recompute is remat's decision; a checkpoint in the model's code would fix a worse one. A
+compiler's output is not a graph of operators.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+import torch._dynamo
 import torch.utils.checkpoint
+from torch import nn
 
 _GENERATOR = "_checkpoint_without_reentrant_generator"
 if hasattr(torch.utils.checkpoint, f"{_GENERATOR}_impl"):  # since torch 2.14
@@ -92,3 +98,19 @@ def _set_torch_functions(generator: Callable[..., Any], apply: Callable[..., Any
     module: Any = torch.utils.checkpoint
     setattr(module, _GENERATOR, generator)
     module.CheckpointFunction.apply = apply
+
+
+def unwrap_compiled(model: nn.Module) -> nn.Module:
+    """Return the module inside of `torch.compile(module)`; any other module unchanged."""
+    return model._orig_mod if isinstance(model, torch._dynamo.OptimizedModule) else model
+
+
+@contextmanager
+def compiled_code_run_eagerly() -> Iterator[None]:
+    """Within the context, run compiled functions and modules, at any depth, as they were written: a
+    compiler's output is not a graph of operators."""
+    with (
+        torch._dynamo.config.patch(error_on_nested_fx_trace=False),
+        torch.compiler.set_stance("force_eager"),
+    ):
+        yield
