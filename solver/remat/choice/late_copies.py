@@ -41,7 +41,7 @@ from remat.choice.stays import PlannedStays, stays_of_cut
 from remat.limits.budget import Budget
 from remat.milp.checkpoint_cuts import candidate_operations
 from remat.milp.offload_relaxation import OffloadCut, solve_offload_cut
-from remat.passes.offload.places import HostStay
+from remat.passes.offload.copies_in_graph import HostStay
 from remat.plan import Plan
 from remat.plan_data import WAITING_S_STAT
 from remat.progress import Cancel, is_cancelled

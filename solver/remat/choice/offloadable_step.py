@@ -9,15 +9,15 @@ from typing import Generic, NamedTuple, Protocol, Self, TypeVar
 
 from remat.allocator.budget_fitting import requested_budget_bytes, uses_expandable_segments
 from remat.allocator.prediction import AllocatorPrediction, with_prediction
-from remat.choice.stays import PlannedStays, values_of_candidates
+from remat.choice.stays import PlannedStays
 from remat.costs.devices import Link
 from remat.documents.memory_reuse import reusable_arguments
 from remat.documents.targets import ARRIVE_TARGET, RELEASE_TARGET
 from remat.documents.trace import Trace, storages_live_at_end
 from remat.graph import Graph
-from remat.passes.offload.candidates import Candidate, offload_candidates
+from remat.passes.offload.candidates import offloadable_values
 from remat.passes.offload.copies_in_graph import offload_values
-from remat.passes.offload.rewriting import offload_tensors
+from remat.passes.offload.copies_in_trace import offload_tensors
 from remat.plan import Plan
 from remat.schedule import Schedule
 
@@ -79,8 +79,9 @@ class TraceStep:
         return self.trace.graph()
 
     def offloadable_values(self, min_bytes: int) -> dict[int, str]:
-        """Return the names of the trace's candidates, by their values."""
-        return values_of_candidates(self.graph(), self._candidates, min_bytes)
+        """Return the names of the trace's tensors that can be offloaded, by their values."""
+        values = self.graph().values
+        return {v: n for v, n in self._offloadable.items() if values[v].size_bytes >= min_bytes}
 
     def with_stays(self, planned: PlannedStays, link: Link) -> TraceStep:
         """Return the trace with tensors offloaded."""
@@ -90,7 +91,7 @@ class TraceStep:
         """Return the graph of `with_stays`, without its trace."""
         return offload_values(
             self.graph(),
-            self.offloadable_values(0),
+            self._offloadable,
             planned.stays,
             link,
             planned.recomputed_s,
@@ -127,8 +128,8 @@ class TraceStep:
         return TraceStep(self.trace.replace(nodes=nodes))
 
     @cached_property
-    def _candidates(self) -> tuple[Candidate, ...]:
-        return offload_candidates(self.trace)
+    def _offloadable(self) -> dict[int, str]:
+        return offloadable_values(self.trace)
 
     @cached_property
     def _arrival_overwrites(self) -> dict[int, int]:
@@ -138,7 +139,7 @@ class TraceStep:
         if not trace.reuses_memory:
             return {}
         value_of = {trace.storage_of[value.name]: v for v, value in enumerate(graph.values)}
-        storages = {trace.storage_of[candidate.tensor] for candidate in self._candidates}
+        storages = {trace.storage_of[name] for name in self._offloadable.values()}
         arguments = reusable_arguments(trace, storages_live_at_end(trace), storages)
         read = {op: arguments.get(o.name) for op, o in enumerate(graph.operations)}
         return {

@@ -16,7 +16,7 @@ from remat.heuristics.peak_bounds import peak_lower_bound_bytes
 from remat.milp.checkpoint_cuts import candidate_operations, linear_bound_s
 from remat.passes.offload.candidates import idle_spans
 from remat.passes.offload.copies import copy_times
-from remat.passes.offload.places import HostStay
+from remat.passes.offload.copies_in_graph import HostStay
 from remat.schedule import Schedule
 from remat.simulate import simulate
 

@@ -8,8 +8,7 @@ from typing import NamedTuple
 
 from remat.graph import Graph
 from remat.milp.offload_relaxation import OffloadCut
-from remat.passes.offload.candidates import Candidate
-from remat.passes.offload.places import HostStay
+from remat.passes.offload.copies_in_graph import HostStay
 
 
 class PlannedStays(NamedTuple):
@@ -17,14 +16,6 @@ class PlannedStays(NamedTuple):
 
     stays: tuple[HostStay, ...]
     recomputed_s: dict[str, float]
-
-
-def values_of_candidates(
-    graph: Graph, candidates: tuple[Candidate, ...], min_bytes: int
-) -> dict[int, str]:
-    """Return the names of the candidates of at least `min_bytes`, by their values in the graph."""
-    names = {c.tensor for c in candidates if c.size_bytes >= min_bytes}
-    return {v: value.name for v, value in enumerate(graph.values) if value.name in names}
 
 
 def stays_of_cut(

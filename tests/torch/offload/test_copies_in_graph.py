@@ -9,14 +9,13 @@ from tests.torch.offload.test_offload_tensors import FAST, measured, net_case
 
 import remat
 from remat.choice.offloadable_step import TraceStep
-from remat.choice.stays import PlannedStays, values_of_candidates
+from remat.choice.stays import PlannedStays
 from remat.costs.devices import Link
 from remat.graph import Graph
-from remat.passes.offload.candidates import idle_spans, offload_candidates
+from remat.passes.offload.candidates import idle_spans, offloadable_values
 from remat.passes.offload.copies import copy_times, offloaded_values, without_copies
-from remat.passes.offload.copies_in_graph import CopyOperation, offload_values
-from remat.passes.offload.places import HostStay
-from remat.passes.offload.rewriting import offload_tensors
+from remat.passes.offload.copies_in_graph import CopyOperation, HostStay, offload_values
+from remat.passes.offload.copies_in_trace import offload_tensors
 
 SLOW, LATE = Link(5e9, 1e9), Link(2e8, 2e8)
 
@@ -51,14 +50,13 @@ def without_overwrites(graph: Graph) -> Graph:
 def test_the_graph_with_copies_is_that_of_the_trace(link: Link) -> None:
     trace = measured(net_case())
     graph = trace.graph()
-    values = values_of_candidates(graph, offload_candidates(trace), 256)
-    read = {
-        c.tensor
-        for c in offload_candidates(trace)
-        if c.idle.next_reader is not None and not trace.nodes[c.producer].backward
-    }
-    stays = [HostStay(name) for name in values.values() if name in read]
-    offloaded = offload_values(graph, values, stays, link, {})
+    values = offloadable_values(trace)
+    stays = [
+        HostStay(values[v])
+        for v, span in idle_spans(graph, values).items()
+        if span.next_reader is not None and not graph.operations[graph.producer[v]].backward
+    ]
+    offloaded = offload_values(graph, values, stays, link)
     expected = offload_tensors(trace, stays, link).graph()
     assert described(offloaded.graph) == described(expected)
     assert offloaded.graph.unsplit == expected.unsplit
@@ -100,7 +98,7 @@ def test_sources_name_the_operations_of_the_graph_without_copies() -> None:
         key=lambda v: (graph.values[v].size_bytes, v),
     )
     stay = HostStay(graph.values[value].name, needed_by=graph.operations[-1].name)
-    offloaded = offload_values(graph, [value], [stay], FAST, {})
+    offloaded = offload_values(graph, [value], [stay], FAST)
     names = [
         graph.operations[source].name
         for source in offloaded.sources

@@ -18,7 +18,7 @@ from remat.costs.devices import Link
 from remat.documents.trace import Trace
 from remat.heuristics.peak_bounds import peak_lower_bound_bytes
 from remat.limits.budget import Budget
-from remat.passes.offload.candidates import offload_candidates
+from remat.passes.offload.candidates import offloadable_values
 
 UNLIMITED = 1 << 40
 MIN_BYTES = 4096
@@ -84,8 +84,9 @@ def test_no_plan_beats_brute_force_and_most_are_optimal(
         least_bytes = peak_lower_bound_bytes(graph)
         share = rng.choice((0.0, 0.3, 0.7))
         budget_bytes = least_bytes + int(share * (baseline.peak_bytes - least_bytes))
-        names = {c.tensor for c in offload_candidates(trace) if c.size_bytes >= MIN_BYTES}
-        values = frozenset(v for v, value in enumerate(graph.values) if value.name in names)
+        values = frozenset(
+            v for v in offloadable_values(trace) if graph.values[v].size_bytes >= MIN_BYTES
+        )
         assert len(values) == 2
         optimum = cheapest_with_offload(graph, budget_bytes, limits.link, values, UNLIMITED)
         chosen = plan_with_offload(trace, budget_bytes, limits)

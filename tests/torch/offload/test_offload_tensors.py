@@ -28,15 +28,15 @@ from remat.errors import RematError
 from remat.frontend.memory.meter import measure_step
 from remat.frontend.runtime import host_file as files
 from remat.frontend.runtime.host_file import DIRECTORY_VARIABLE, HostFile, host_file
-from remat.passes.offload.candidates import offload_candidates
+from remat.passes.offload.candidates import idle_spans, offloadable_values
 from remat.passes.offload.copies import (
     CopyTimes,
     copy_times,
     count_without_copies,
     without_copies,
 )
-from remat.passes.offload.places import HostStay
-from remat.passes.offload.rewriting import offload_tensors
+from remat.passes.offload.copies_in_graph import HostStay
+from remat.passes.offload.copies_in_trace import offload_tensors
 
 pytestmark = pytest.mark.usefixtures("offload_file_in_tmp_path")
 
@@ -71,14 +71,15 @@ def measured(case: Case) -> Trace:
 
 
 def offloaded(trace: Trace, link: Link, *, of_backward: bool = False) -> Trace:
-    names = [
-        c.tensor
-        for c in offload_candidates(trace)
-        if c.size_bytes >= SMALL_BYTES
-        and c.idle.next_reader is not None
-        and (of_backward or not trace.nodes[c.producer].backward)
+    graph, names = trace.graph(), offloadable_values(trace)
+    stays = [
+        HostStay(names[v])
+        for v, span in idle_spans(graph, names).items()
+        if graph.values[v].size_bytes >= SMALL_BYTES
+        and span.next_reader is not None
+        and (of_backward or not graph.operations[graph.producer[v]].backward)
     ]
-    return offload_tensors(trace, map(HostStay, names), link)
+    return offload_tensors(trace, stays, link)
 
 
 def run(module: nn.Module, case: Case) -> torch.Tensor:
@@ -256,7 +257,7 @@ def test_tensors_are_reloaded_in_the_order_in_which_they_are_needed() -> None:
 
 def test_tensors_of_the_caller_stay_on_the_device() -> None:
     trace = measured(net_case())
-    names = {c.tensor for c in offload_candidates(trace)}
+    names = {*offloadable_values(trace).values()}
     assert names
     assert names.isdisjoint({p.name for p in trace.placeholders})
     assert names.isdisjoint({item.name for item in (*trace.outputs, *trace.gradients)})
@@ -270,24 +271,24 @@ def test_what_only_recomputations_read_is_offloaded_for_them() -> None:
     case = net_case()
     plain = measured(case)
     graph = plain.graph()
-    by_name = {c.tensor: c for c in offload_candidates(plain)}
-    only, read = next(
-        (c, by_name[reader.results[0].name])
-        for c in by_name.values()
-        if c.idle.next_reader is None and c.size_bytes >= SMALL_BYTES
-        for reader in plain.nodes[c.producer + 1 : c.idle.last_use + 1]
-        if c.tensor in reader.operand_names and reader.results[0].name in by_name
-        if by_name[reader.results[0].name].idle.next_reader is not None
+    spans = idle_spans(graph, offloadable_values(plain))
+    only, reader, read = next(
+        (graph.values[v].name, graph.operations[op].name, spans[output].next_reader)
+        for v, span in spans.items()
+        if span.next_reader is None and graph.values[v].size_bytes >= SMALL_BYTES
+        for op in graph.consumers[v]
+        for output in graph.operations[op].outputs
+        if output in spans and spans[output].next_reader is not None
     )
     with pytest.raises(RematError, match="no operation of the backward reads it"):
-        offload_tensors(plain, [HostStay(only.tensor)], FAST)
-    assert read.idle.next_reader is not None
-    needed_by = plain.nodes[read.idle.next_reader].name
-    trace = offload_tensors(plain, [HostStay(only.tensor, needed_by=needed_by)], FAST)
+        offload_tensors(plain, [HostStay(only)], FAST)
+    assert read is not None
+    needed_by = graph.operations[read].name
+    trace = offload_tensors(plain, [HostStay(only, needed_by=needed_by)], FAST)
     graph = trace.graph()
     index = {o.name: i for i, o in enumerate(graph.operations)}
     runs = list(range(len(graph)))
-    runs.insert(runs.index(index[needed_by]), index[plain.nodes[read.producer].name])
+    runs.insert(runs.index(index[needed_by]), index[reader])
     schedule = remat.Schedule.of(runs)
     baseline = remat.simulate(plain.graph(), remat.Schedule.keep_all(plain.graph()))
     assert remat.simulate(graph, schedule).after_bytes[graph.boundary or 0] < max(
@@ -303,7 +304,7 @@ def test_what_only_recomputations_read_is_offloaded_for_them() -> None:
 def test_a_tensor_is_offloaded_once() -> None:
     trace = measured(net_case())
     once = offloaded(trace, FAST)
-    further = {c.tensor for c in offload_candidates(once)}
+    further = {*offloadable_values(once).values()}
     sent = {c.tensor for c in keep_all_times(once, FAST).copies if c.direction == "to_host"}
     assert sent
     assert further.isdisjoint(sent)

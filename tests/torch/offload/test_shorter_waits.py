@@ -16,7 +16,7 @@ from remat.costs.devices import Link
 from remat.documents.trace import Trace
 from remat.passes.offload.candidates import idle_spans
 from remat.passes.offload.copies import copy_times, offloaded_values
-from remat.passes.offload.places import HostStay
+from remat.passes.offload.copies_in_graph import HostStay
 from remat.passes.offload.shorter_waits import with_shorter_waits
 from remat.schedule import Schedule
 from remat.simulate import simulate

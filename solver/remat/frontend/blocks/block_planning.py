@@ -49,7 +49,7 @@ from remat.frontend.planning.schedule_reuse import BlockScheduleCache
 from remat.frontend.runtime.guards import ModelCall
 from remat.limits.budget import Budget
 from remat.limits.infeasible import plan_or_smallest
-from remat.passes.offload.places import HANDLE_BYTES
+from remat.passes.offload.copies_in_graph import HANDLE_BYTES
 
 logger = logging.getLogger("remat")
 

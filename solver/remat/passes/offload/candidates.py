@@ -7,9 +7,7 @@ uses.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from math import prod
 from typing import NamedTuple
@@ -30,79 +28,46 @@ class IdleSpan(NamedTuple):
     next_reader: int | None
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """A tensor that can be offloaded, with indices of `Trace.nodes`: its producer, and the
-    operations before and after the span in which it can be on the host. `result` is its index among
-    the producer's results."""
-
-    tensor: str
-    size_bytes: int
-    producer: int
-    result: int
-    idle: IdleSpan
-
-
-def offload_candidates(trace: Trace) -> tuple[Candidate, ...]:
-    """Return the tensors that can be offloaded, in the order of their producers.
+def offloadable_values(trace: Trace) -> dict[int, str]:
+    """Return the names of the tensors that can be offloaded, by their values in the trace's graph.
 
     They are results of operations that fill their storage. Inputs of the graph, outputs, gradients
     of parameters and inputs, and storages that an operation writes over are left out.
     """
-    readers: dict[int, list[int]] = defaultdict(list)
+    graph = trace.graph()
     excluded = {p.storage for p in trace.placeholders}
     excluded |= {trace.storage_of[item.name] for item in (*trace.outputs, *trace.gradients)}
-    for index, (node, operands) in enumerate(zip(trace.nodes, trace.operands, strict=True)):
-        if node.view:
-            continue  # a view reads nothing, and exists where an operation reads it
-        for storage in {trace.storage_of[name] for name in operands}:
-            readers[storage].append(index)
-            if node.target in OFFLOAD_TARGETS:
-                excluded.add(storage)
+    for node in trace.nodes:
+        if node.target in OFFLOAD_TARGETS:
+            excluded |= {trace.storage_of[name] for name in node.operand_names}
+            excluded |= {result.storage for result in node.results}
         excluded.update(trace.overwritten_storages(node))
-    return tuple(_candidates(trace, readers, excluded))
-
-
-def _candidates(
-    trace: Trace, readers: dict[int, list[int]], excluded: set[int]
-) -> Iterator[Candidate]:
-    position, is_backward = [0], [node.backward for node in trace.nodes]
-    for node in trace.nodes:  # views take no time
-        position.append(position[-1] + (not node.view))
-    for index, node in enumerate(trace.nodes):
-        if node.view or node.target in OFFLOAD_TARGETS:
-            continue
-        for number, result in enumerate(node.results):
-            size = trace.storage_bytes[result.storage]
-            if result.storage in excluded or not fills_storage(result.tensor, size):
-                continue
-            idle = _idle_span(index, readers[result.storage], is_backward, position)
-            if idle is not None:
-                yield Candidate(result.name, size, index, number, idle)
+    names: dict[int, str] = {}
+    for v, value in enumerate(graph.values):
+        storage = trace.storage_of[value.name]
+        if storage not in excluded and fills_storage(
+            trace.tensors[value.name], trace.storage_bytes[storage]
+        ):
+            names[v] = value.name
+    return {v: names[v] for v in idle_spans(graph, names)}
 
 
 def idle_spans(graph: Graph, values: Iterable[int]) -> dict[int, IdleSpan]:
     """Return the spans in which values of a graph can be on the host, as indices of operations.
     Values of the backward that are read at once have none."""
     is_backward = [operation.backward for operation in graph.operations]
-    position = range(len(is_backward))
-    spans = {
-        v: _idle_span(graph.producer[v], graph.consumers[v], is_backward, position) for v in values
-    }
+    spans = {v: _idle_span(graph.producer[v], graph.consumers[v], is_backward) for v in values}
     return {v: span for v, span in spans.items() if span is not None}
 
 
 def _idle_span(
-    producer: int, readers: Sequence[int], is_backward: Sequence[bool], position: Sequence[int]
+    producer: int, readers: Sequence[int], is_backward: Sequence[bool]
 ) -> IdleSpan | None:
-    """Return the idle span of a value. `position` has the number of operations before each. A span
-    of the backward has at least one operation within."""
+    """Return the idle span of a value. A span of the backward has at least one operation within."""
     if is_backward[producer]:
-        uses = sorted({producer, *readers})
-        spans = [*pairwise(uses)]
-        lengths = [position[reader] - position[use] for use, reader in spans]
-        longest = max(lengths, default=0)
-        return IdleSpan(*spans[lengths.index(longest)]) if longest > 1 else None
+        spans = [*pairwise(sorted({producer, *readers}))]
+        longest = max(spans, key=lambda span: span[1] - span[0], default=(0, 0))
+        return IdleSpan(*longest) if longest[1] - longest[0] > 1 else None
     forward = [i for i in readers if not is_backward[i]]
     backward = [i for i in readers if is_backward[i]]
     return IdleSpan(max(forward, default=producer), min(backward, default=None))

@@ -1,25 +1,53 @@
-"""Offload values of a graph: what `copies_in_trace` does, where there is no trace."""
+"""Offload values of a graph: insert the operations that copy them to the host and back.
+
+Each value gets four. `offload` starts the copy to the host behind its producer. `release` waits for
+that copy: the memory is free from there on, and not before (`Operation.same_copy_as`). `reload`
+allocates memory and starts the copy back. `arrive` waits for it before the first operation of the
+backward that needs it. Memory thus depends on the order of operations only, never on how fast a
+copy is: the solver and the simulator need no notion of copies.
+
+What arrives is a new copy of the same value, as after a recomputation (`Operation.renews`):
+operations that run later read it, recomputations among them.
+
+Costs and bandwidth decide where copies are awaited: a `release` at the first point where its copy
+is complete, a `reload` as late as it can start and still end in time, or right behind that point.
+"""
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import chain, count
+from itertools import accumulate, chain, count
 from types import MappingProxyType
 from typing import NamedTuple
 
 from remat.costs.devices import Link
+from remat.errors import RematError
 from remat.graph import Graph, Operation, Value
-from remat.passes.offload.candidates import Candidate, idle_spans
-from remat.passes.offload.places import (
-    HANDLE_BYTES,
-    CopyPlaces,
-    HostStay,
-    TimedOperation,
-    copy_places,
-)
+from remat.passes.offload.candidates import IdleSpan, idle_spans
 from remat.simulate import baseline_of
+
+HANDLE_BYTES = 8
+"""The bytes of a handle, the number of a slot on the host. It is in the memory of the CPU."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostStay:
+    """A tensor that is on the host for a part of the step.
+
+    It has left the device before the operation `gone_by` runs, and starts to come back at the
+    operation `away_until` or later; "" leaves this to the times of the copies. It is back before
+    the operation `needed_by` of the backward, or before the reader that ends its idle span if that
+    is earlier or `needed_by` is "": recomputations may read it before. A tensor of the forward that
+    the backward does not read requires it.
+    """
+
+    tensor: str
+    gone_by: str = ""
+    away_until: str = ""
+    needed_by: str = ""
 
 
 class CopyOperation(NamedTuple):
@@ -44,53 +72,123 @@ def offload_values(
     values: Collection[int],
     stays: Iterable[HostStay],
     link: Link,
-    recomputed_s: Mapping[str, float],
+    recomputed_s: Mapping[str, float] = MappingProxyType({}),
     arrival_overwrites: Mapping[int, int] = MappingProxyType({}),
 ) -> OffloadedGraph:
-    """Return the graph in which values are offloaded; the costs of its operations decide where
-    copies start and end.
+    """Return the graph in which values are offloaded.
 
-    `values` are those that can be offloaded, none of them results. `arrival_overwrites` has the
-    value that an operation may write over if that comes back from the host. For the rest see
-    `copy_places`. The graph has a boundary.
+    `values` are the ones that can be offloaded, none of them results. `recomputed_s` are seconds of
+    recomputation that are expected before operations, by their names. `arrival_overwrites` has the
+    value that an operation may write over if that comes back from the host. A value that is needed
+    before its copy to the host has ended stays on the device. The graph has a boundary.
+
+    Raises `RematError` for a tensor that is none of `values`, or that nothing needs, and `KeyError`
+    for an unknown operation.
     """
-    boundary = graph.boundary
-    assert boundary is not None
-    operations = [TimedOperation(o.name, o.cost_s) for o in graph.operations]
-    candidates = _candidates(graph, values)
-    places = [
-        # what is gone before the backward starts is not saved for it
-        place._replace(released=boundary - 1) if place.released == boundary else place
-        for place in copy_places(operations, boundary + 1, candidates, stays, link, recomputed_s)
-    ]
+    names = {graph.values[v].name: v for v in values}
+    spans = idle_spans(graph, sorted(values))
+    index = {operation.name: i for i, operation in enumerate(graph.operations)}
+    absences = {
+        stay.tensor: _absence(stay, names.get(stay.tensor, -1), spans, index) for stay in stays
+    }
+    places = [*_places(graph, list(absences.values()), link, recomputed_s)]
     return _insert(graph, places, arrival_overwrites)
 
 
-def _candidates(graph: Graph, values: Collection[int]) -> Iterator[Candidate]:
-    for v, idle in idle_spans(graph, sorted(values)).items():
-        producer = graph.producer[v]
-        result = graph.operations[producer].outputs.index(v)
-        yield Candidate(graph.values[v].name, graph.values[v].size_bytes, producer, result, idle)
+class _Absence(NamedTuple):
+    """A value to offload, with the operations before which it has left, at which it may start to
+    come back, and before which it is back."""
+
+    value: int
+    idle: IdleSpan
+    gone: int | None
+    until: int
+    needed: int
+
+
+def _absence(
+    stay: HostStay, value: int, spans: Mapping[int, IdleSpan], index: Mapping[str, int]
+) -> _Absence:
+    if value not in spans:
+        raise RematError(
+            f"{stay.tensor} cannot be offloaded: it is an input, an output or a gradient, is "
+            "written over, or does not fill its storage"
+        )
+    idle = spans[value]
+    needs = [index[stay.needed_by]] if stay.needed_by else []
+    if idle.next_reader is not None:
+        needs.append(idle.next_reader)
+    if not needs:
+        raise RematError(
+            f"{stay.tensor} cannot be offloaded: no operation of the backward reads it, and "
+            "nothing says before which operation a recomputation does; set needed_by"
+        )
+    gone = index[stay.gone_by] if stay.gone_by else None
+    until = index[stay.away_until] if stay.away_until else 0
+    return _Absence(value, idle, gone, until, min(needs))
+
+
+class _CopyPlaces(NamedTuple):
+    """Where a value's copies end and start: its memory is free after the operation `released`; the
+    copy back starts before `start`, and has ended before `needed`."""
+
+    value: int
+    released: int
+    start: int
+    needed: int
+
+
+def _places(
+    graph: Graph, absences: list[_Absence], link: Link, recomputed_s: Mapping[str, float]
+) -> Iterator[_CopyPlaces]:
+    """Yield the places of the copies of each value, in the reverse order in which they are
+    needed."""
+    boundary = graph.boundary
+    assert boundary is not None
+    end_s = [*accumulate(o.cost_s + recomputed_s.get(o.name, 0.0) for o in graph.operations)]
+    released: dict[int, int] = {}  # the operation after which the memory is free
+    free_s = 0.0
+    for value, idle, gone, _, needed in sorted(absences, key=lambda a: graph.producer[a.value]):
+        copied_s = max(free_s, end_s[graph.producer[value]])
+        copied_s += graph.values[value].size_bytes / link.to_host_bytes_per_s
+        operation = bisect_left(end_s, copied_s)
+        if gone is not None:
+            operation = min(operation, gone - 1)
+        operation = max(operation, idle.last_use)
+        if operation < needed - 1:
+            released[value] = operation
+            free_s = copied_s
+    next_start_s = end_s[-1]
+    for value, _, _, until, needed in sorted(absences, key=lambda a: -a.needed):
+        if value not in released or needed <= boundary:
+            continue
+        needed_s = min(next_start_s, end_s[needed - 1])
+        start_s = needed_s - graph.values[value].size_bytes / link.to_device_bytes_per_s
+        start = bisect_right(end_s, start_s)  # starts at or before start_s
+        start = max(start, released[value] + 1, boundary + 1, until)
+        start = min(start, needed)
+        if start > released[value]:
+            next_start_s = start_s
+            # what is gone before the backward starts is not saved for it
+            last = released[value] - (released[value] == boundary)
+            yield _CopyPlaces(value, last, start, needed)
 
 
 def _insert(
-    graph: Graph, places: list[CopyPlaces], arrival_overwrites: Mapping[int, int]
+    graph: Graph, places: list[_CopyPlaces], arrival_overwrites: Mapping[int, int]
 ) -> OffloadedGraph:
     """Return the graph with the operations of these copies. Copies that start at the same place do
     so in the reverse order of `places`, and end so."""
     before: dict[int, list[CopyOperation]] = defaultdict(list)
     after: dict[int, list[CopyOperation]] = defaultdict(list)
     for place in places:
-        value = graph.operations[place.producer].outputs[place.result]
-        after[place.producer].append(CopyOperation("offload", value))
-        after[place.released].append(CopyOperation("release", value))
-    for kind in ("reload", "arrive"):
-        for place in reversed(places):
-            value = graph.operations[place.producer].outputs[place.result]
-            before[place.start if kind == "reload" else place.needed].append(
-                CopyOperation(kind, value)
-            )
-    arriving = {graph.operations[p.producer].outputs[p.result] for p in places}
+        after[graph.producer[place.value]].append(CopyOperation("offload", place.value))
+        after[place.released].append(CopyOperation("release", place.value))
+    for place in reversed(places):
+        before[place.start].append(CopyOperation("reload", place.value))
+    for place in reversed(places):
+        before[place.needed].append(CopyOperation("arrive", place.value))
+    arriving = {place.value for place in places}
     overwrites = {op: v for op, v in arrival_overwrites.items() if v in arriving}
     insertion = _Insertion(graph, overwrites)
     for op in range(len(graph)):

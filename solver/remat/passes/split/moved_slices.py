@@ -15,7 +15,7 @@ from math import prod
 from typing import Any
 
 from remat.documents.arguments import Args, Literal, Ref, rename_refs
-from remat.documents.records import BaselineRecord, Node, Result, TensorMeta
+from remat.documents.records import Node, Result, TensorMeta
 from remat.documents.trace import Trace
 from remat.passes.split.layer_slices import (
     PRODUCTS,
@@ -26,8 +26,7 @@ from remat.passes.split.layer_slices import (
     padded_gradient,
 )
 from remat.passes.split.regions import TraceIndex
-from remat.passes.split.trace_writer import TraceWriter
-from remat.simulate import baseline_of
+from remat.passes.trace_writer import TraceWriter, unmeasured
 
 MOVED_SUFFIX = "_of_slice"
 """The end of the names of operations that work on a slice of their former input."""
@@ -41,10 +40,6 @@ def with_moved_slices(trace: Trace) -> Trace:
     moved = trace
     while (first := first_layer_slice(moved)) is not None:
         moved = _Rewriting(moved, first).trace()
-    if moved is not trace and trace.measured:
-        baseline = baseline_of(trace.graph())
-        record = BaselineRecord(peak_bytes=baseline.peak_bytes, time_s=baseline.time_s)
-        moved = moved.replace(unsplit=record)
     return moved
 
 
@@ -56,7 +51,7 @@ class _Rewriting:
         self.removed = {*part.forward, *part.backward, *part.gradients}
         if part.copy is not None:
             self.removed.add(part.copy)
-        self.writer = TraceWriter(trace, frozenset())
+        self.writer = TraceWriter(trace)
         self.names: dict[str, str] = {}
         """The new names of tensors of which only the slice's rows are left."""
         self.sliced_rows = ""
@@ -194,7 +189,7 @@ class _Rewriting:
             if node.target == "aten.mm.default":
                 args = (args[0], Ref(self.sliced_rows))
             name = self.writer.new_name(f"{node.name}{MOVED_SUFFIX}")
-            self.writer.add(_without_costs(node, name=name, args=args))
+            self.writer.add(unmeasured(node, name=name, args=args))
 
     def _write_padded(self, node: Node, gradient: str) -> None:
         """Write the gradient of the layer's input: zero in the rows that the slice leaves out."""
@@ -216,7 +211,7 @@ class _Rewriting:
         args = (Ref(name), pads, 0.0)
         name = self._write(node, "aten.constant_pad_nd.default", args, meta, result.storage)
         self.writer.add(
-            _without_costs(
+            unmeasured(
                 node, name=self.writer.new_name(f"{result.name}{MOVED_SUFFIX}"), view=True,
                 target="aten.view.default", args=(Ref(name), result.tensor.shape),
             )
@@ -250,7 +245,7 @@ class _Rewriting:
         name = self.writer.new_name(f"{like.name}{MOVED_SUFFIX}")
         result = Result(name=name, tensor=tensor, storage=storage)
         self.writer.add(
-            _without_costs(
+            unmeasured(
                 like, name=name, target=target, args=args, kwargs=kwargs or {}, view=is_view,
                 results=(result,),
             )
@@ -271,9 +266,3 @@ def _row_major(tensor: TensorMeta, shape: Sequence[int]) -> TensorMeta:
     """Return the metadata of a contiguous tensor of this shape."""
     stride = tuple(prod(shape[d + 1 :]) for d in range(len(shape)))
     return tensor.model_copy(update={"shape": tuple(shape), "stride": stride, "offset": 0})
-
-
-def _without_costs(node: Node, **changes: Any) -> Node:
-    """Return a node with changes, to be measured."""
-    unmeasured = {"cost_s": None, "launch_s": None, "workspace_bytes": None, "cost_source": ""}
-    return node.model_copy(update={**unmeasured, **changes})

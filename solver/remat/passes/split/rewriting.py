@@ -17,7 +17,7 @@ from itertools import accumulate, permutations
 from math import prod
 
 from remat.documents.arguments import Args, Argument, Ref, rename_refs
-from remat.documents.records import BaselineRecord, Node, Result, SplitRecord
+from remat.documents.records import Node, Result, SplitRecord
 from remat.documents.targets import ADD_PRODUCT_TARGET, ADD_TARGET, WRITE_ROWS_TARGET
 from remat.documents.trace import Trace
 from remat.errors import RematError
@@ -32,8 +32,7 @@ from remat.passes.split.states import (
     piece_shape,
     rows_stride,
 )
-from remat.passes.split.trace_writer import TraceWriter
-from remat.simulate import baseline_of
+from remat.passes.trace_writer import TraceWriter, unmeasured
 
 
 def split_regions(regions: Sequence[Region], pieces: Sequence[int]) -> Trace:
@@ -67,12 +66,8 @@ def split_regions(regions: Sequence[Region], pieces: Sequence[int]) -> Trace:
             rewritings[group.region].write_stage(members)
         else:
             writer.add(old.nodes[members[0]])
-    unsplit = old.unsplit
-    if unsplit is None and old.measured:
-        baseline = baseline_of(old.graph())
-        unsplit = BaselineRecord(peak_bytes=baseline.peak_bytes, time_s=baseline.time_s)
     records = [r.record(with_previous=i > 0) for i, r in enumerate(rewritings)]
-    return writer.trace(splits=(*old.splits, *records), unsplit=unsplit)
+    return writer.trace(splits=(*old.splits, *records))
 
 
 def _piece_rows(rows: int, pieces: int) -> tuple[int, ...]:
@@ -165,19 +160,14 @@ class _Rewriting:
         def new_name(name: str) -> str:
             return renamed.get(name, name)
 
-        call = node.model_copy(
-            update={
-                "name": self.writer.new_name(f"{node.name}_piece_{piece.number}"),
-                "target": split.target or node.target,
-                "args": tuple(rename_refs(item, new_name) for item in args),
-                "kwargs": {key: rename_refs(v, new_name) for key, v in node.kwargs.items()},
-                "piece_of": node.name,
-                "piece": piece.number,
-                "cost_s": None,
-                "launch_s": None,
-                "workspace_bytes": None,
-                "cost_source": "",
-            }
+        call = unmeasured(
+            node,
+            name=self.writer.new_name(f"{node.name}_piece_{piece.number}"),
+            target=split.target or node.target,
+            args=tuple(rename_refs(item, new_name) for item in args),
+            kwargs={key: rename_refs(v, new_name) for key, v in node.kwargs.items()},
+            piece_of=node.name,
+            piece=piece.number,
         )
         states = dict(zip((r.name for r in node.results), split.results, strict=True))
         sums = [r for r in node.results if isinstance(states[r.name], PartialSum)]

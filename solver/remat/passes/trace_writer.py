@@ -6,10 +6,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from remat.documents.arguments import Args, Ref
-from remat.documents.records import Node, Result, TensorMeta
+from remat.documents.records import BaselineRecord, Node, Result, TensorMeta
 from remat.documents.targets import OVERWRITING_TARGETS
 from remat.documents.trace import Trace
 from remat.passes.split.states import Rows, piece_shape, rows_stride
+from remat.simulate import baseline_of
 
 
 @dataclass
@@ -18,7 +19,7 @@ class TraceWriter:
     valid; `replaced_nodes` are names of operations that the new trace does not have."""
 
     old: Trace
-    replaced_nodes: frozenset[str]
+    replaced_nodes: frozenset[str] = frozenset()
     nodes: list[Node] = field(default_factory=list)
     piece: int = 0
     """The number of the piece that is being written."""
@@ -30,9 +31,18 @@ class TraceWriter:
         self._node_names = {n.name for n in self.old.nodes} - self.replaced_nodes
 
     def trace(self, **changes: Any) -> Trace:
-        """Return the new trace, with `changes` of other fields."""
-        sizes_bytes = tuple(self.storage_bytes)
-        return self.old.replace(nodes=tuple(self.nodes), storage_bytes=sizes_bytes, **changes)
+        """Return the new trace, with `changes` of other fields. Where the old trace has costs, the
+        new one records the peak and the time of the step before any pass."""
+        unsplit = self.old.unsplit
+        if unsplit is None and self.old.measured:
+            baseline = baseline_of(self.old.graph())
+            unsplit = BaselineRecord(peak_bytes=baseline.peak_bytes, time_s=baseline.time_s)
+        return self.old.replace(
+            nodes=tuple(self.nodes),
+            storage_bytes=tuple(self.storage_bytes),
+            unsplit=unsplit,
+            **changes,
+        )
 
     def new_name(self, name: str) -> str:
         """Return a name for a tensor and an operation: `name`, or that with a number."""
@@ -113,3 +123,9 @@ class TraceWriter:
             strides = (*meta.stride[:before], *ones, stride, *meta.stride[after:])
             current = view(current, "aten.view.default", (shape,), shape=shape, offset=offset)
         return current
+
+
+def unmeasured(node: Node, **changes: Any) -> Node:
+    """Return a node with changes, without the costs that were measured before them."""
+    costs = {"cost_s": None, "launch_s": None, "workspace_bytes": None, "cost_source": ""}
+    return node.model_copy(update={**costs, **changes})
