@@ -28,9 +28,9 @@ from benchmarks.harness import machine, report
 from remat.choice.split import solve_with_splits
 from remat.limits.budget import Budget
 from remat.limits.options import PIECES as SPLIT_CHOICES
-from remat.passes.split.peak_region import find_peak_region, large_operations
 from remat.passes.split.regions import TraceIndex
 from remat.passes.split.rewriting import split_regions
+from remat.passes.split.splits import find_peak_region, large_operations
 
 Row = dict[str, Any]
 

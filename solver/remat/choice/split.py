@@ -18,7 +18,7 @@ from remat.documents.trace import Trace
 from remat.errors import InfeasibleBudget, SolverTimeout
 from remat.limits.budget import Budget
 from remat.limits.options import PIECES
-from remat.passes.split.largest_operations import split_largest_operations
+from remat.passes.split.splits import split_largest_operations
 from remat.plan import Plan
 from remat.plan_data import UNSPLIT_BOUND_STAT, UNSPLIT_MIN_BYTES_STAT
 from remat.progress import Cancel, is_cancelled

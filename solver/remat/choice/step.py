@@ -20,8 +20,8 @@ from remat.limits.budget import Budget
 from remat.limits.infeasible import plan_or_smallest
 from remat.limits.options import PIECES
 from remat.limits.units import format_bytes
-from remat.passes.split.largest_operations import split_largest_operations
 from remat.passes.split.obstacle import split_obstacle
+from remat.passes.split.splits import split_largest_operations
 from remat.plan import Plan
 from remat.plan_data import NOT_OFFLOADED_STAT, NOT_SPLIT_STAT
 from remat.progress import Cancel, ProgressCallback

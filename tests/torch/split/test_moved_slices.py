@@ -15,9 +15,8 @@ from tests.helpers.training.recorded_steps import assert_same, eager_step, run_s
 from torch import nn
 
 import remat
-from remat.passes.split.largest_operations import split_largest_operations
 from remat.passes.split.moved_slices import MOVED_SUFFIX, with_moved_slices
-from remat.passes.split.recorded_splits import with_recorded_splits
+from remat.passes.split.splits import split_largest_operations, with_recorded_splits
 
 COSTS = remat.Roofline("cpu")
 WORDS = 500

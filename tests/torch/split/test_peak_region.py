@@ -8,8 +8,8 @@ from torch import nn
 
 import remat
 from remat.documents.trace import Trace
-from remat.passes.split.peak_region import find_peak_region, large_operations
 from remat.passes.split.regions import Region, TraceIndex
+from remat.passes.split.splits import find_peak_region, large_operations
 from remat.passes.split.stages import split_bytes
 from remat.passes.split.states import Rows
 

@@ -19,7 +19,7 @@ from remat.heuristics.peak_bounds import end_bytes
 from remat.limits.budget import Budget
 from remat.limits.options import PIECES
 from remat.limits.units import format_bytes
-from remat.passes.split.recorded_splits import with_recorded_splits
+from remat.passes.split.splits import with_recorded_splits
 from remat.plan import Plan
 from remat.plan_data import UNSPLIT_MIN_BYTES_STAT
 from remat.simulate import baseline_of

@@ -10,10 +10,9 @@ from tests.torch.split.test_split_region import WIDTH, Head, Model, built, regio
 from torch import nn
 
 import remat
-from remat.passes.split.largest_operations import split_largest_operations
-from remat.passes.split.recorded_splits import with_recorded_splits
 from remat.passes.split.regions import Region
 from remat.passes.split.rewriting import split_regions
+from remat.passes.split.splits import split_largest_operations, with_recorded_splits
 
 LAYERS = 3
 Batch = tuple[torch.Tensor, ...]

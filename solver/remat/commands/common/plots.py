@@ -15,7 +15,7 @@ from remat.commands.common.frontier_files import FRONTIER_WRITERS, FrontierConte
 from remat.commands.common.summaries import frontier_table, plan_summary, to_csv_text
 from remat.documents.program import Program
 from remat.documents.trace import Trace
-from remat.passes.split.recorded_splits import with_recorded_splits
+from remat.passes.split.splits import with_recorded_splits
 from remat.plan import Plan
 from remat.rewrite import rewrite
 

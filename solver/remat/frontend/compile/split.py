@@ -32,9 +32,9 @@ from remat.frontend.common.operators import (
 from remat.frontend.compile.compat import is_tangent
 from remat.frontend.compile.fx_utils import PIECE_KEY, module_path
 from remat.graph import Split
-from remat.passes.split.largest_operations import split_largest_operations
 from remat.passes.split.moved_slices import MOVED_SUFFIX
 from remat.passes.split.obstacle import split_obstacle
+from remat.passes.split.splits import split_largest_operations
 
 _OPAQUE = "remat.opaque.default"
 """The target of nodes that are no operators of ATen; there is no rule for it."""

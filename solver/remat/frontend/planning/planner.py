@@ -56,7 +56,7 @@ from remat.limits.infeasible import plan_or_smallest
 from remat.limits.limits import Limits
 from remat.passes.gradient_accumulation import with_gradient_accumulation
 from remat.passes.random_operations import without_random_recomputation
-from remat.passes.split.recorded_splits import with_recorded_splits
+from remat.passes.split.splits import with_recorded_splits
 from remat.plan import Plan
 from remat.plan_data import with_reserve_stat
 from remat.rewrite import rewrite

@@ -25,7 +25,7 @@ from remat.documents.trace import Trace
 from remat.errors import RematError
 from remat.frontend.planning.plan_cache import EntryKey, PlanEntry
 from remat.limits.budget import Budget
-from remat.passes.split.recorded_splits import with_recorded_splits
+from remat.passes.split.splits import with_recorded_splits
 from remat.passes.trace_equality import topology_key
 from remat.plan import Plan
 from remat.schedule import Schedule

@@ -20,7 +20,7 @@ from remat.frontend.planning.optimize_options import MEASURED_BY_SERVICE, Optimi
 from remat.limits.budget import Budget
 from remat.limits.limits import Limits
 from remat.limits.options import pieces_to_try
-from remat.passes.split.recorded_splits import with_recorded_splits
+from remat.passes.split.splits import with_recorded_splits
 from remat.plan import Plan
 from remat.schedule import Schedule
 from remat.simulate import baseline_of

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from remat.documents.records import Node
 from remat.documents.trace import Trace
-from remat.passes.split.layer_slices import CASTS, VIEWS
-from remat.passes.split.moved_slices import with_moved_slices
+from remat.passes.split.moved_slices import CASTS, VIEWS, with_moved_slices
 from remat.passes.split.regions import TraceIndex
 
 _SLICE = "aten.slice.Tensor"

@@ -17,12 +17,13 @@ from remat.documents.arguments import referenced_names
 from remat.documents.records import Node
 from remat.documents.targets import ACCUMULATE_TARGET
 from remat.documents.trace import Trace
-from remat.passes.split.call import Call, SplitCall
 from remat.passes.split.rules import split_call
 from remat.passes.split.states import (
     WHOLE,
+    Call,
     PartialSum,
     Rows,
+    SplitCall,
     State,
     candidate_rows,
     piece_meta,

@@ -22,7 +22,6 @@ from remat.documents.targets import ADD_PRODUCT_TARGET, ADD_TARGET, WRITE_ROWS_T
 from remat.documents.trace import Trace
 from remat.errors import RematError
 from remat.passes.split.regions import Region
-from remat.passes.split.scalars import bytes_of_large_scalars
 from remat.passes.split.stages import completed_tensors, ordered_groups, split_bytes
 from remat.passes.split.states import (
     PartialSum,
@@ -33,6 +32,9 @@ from remat.passes.split.states import (
     rows_stride,
 )
 from remat.passes.trace_writer import TraceWriter, unmeasured
+
+_MAX_SCALAR_BYTES = 8
+"""The bytes of a scalar in the largest dtype that gradients are computed in."""
 
 
 def split_regions(regions: Sequence[Region], pieces: Sequence[int]) -> Trace:
@@ -108,7 +110,7 @@ class _Rewriting:
         self.piece_name: dict[tuple[str, int], str] = {}
         self.storage_of_piece: dict[tuple[int, int], int] = {}
         self.total: dict[str, str] = {}  # the running sum, or the buffer, of a tensor
-        self.scalar_bytes = bytes_of_large_scalars(region)
+        self.scalar_bytes = _bytes_of_large_scalars(region)
         for storage, size_bytes in self.scalar_bytes.items():
             self.writer.storage_bytes[storage] = size_bytes
 
@@ -338,3 +340,19 @@ class _Rewriting:
         self.writer.append(node, "aten.cat.default", (parts, dimension), flat)
         args = (Ref(flat.name), result.tensor.shape)
         self.writer.append(node, "aten.view.default", args, whole, view=True)
+
+
+def _bytes_of_large_scalars(region: Region) -> dict[int, int]:
+    """Return the bytes of each scalar that the region adds up and whose storage has an element for
+    each one of the operand, as that of torch's mean squared error, by storage. The sum over the
+    pieces needs only as many."""
+    trace, scalars = region.trace, dict[int, int]()
+    for index, split in region.split_calls.items():
+        node = trace.nodes[index]
+        for result, state in zip(node.results, split.results, strict=True):
+            size_bytes = trace.storage_bytes[result.storage]
+            is_scalar = isinstance(state, PartialSum) and not result.tensor.shape
+            if is_scalar and size_bytes > _MAX_SCALAR_BYTES:
+                elements = prod(trace.tensors[node.operand_names[0]].shape)
+                scalars[result.storage] = size_bytes // elements
+    return scalars

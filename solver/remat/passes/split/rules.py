@@ -1,93 +1,41 @@
-"""The rule of each operator that can be split: `RULES` has a line for each.
+"""Rules of the operators that can be split: `RULES` has a line for each.
 
-A rule gives the states of an operation's results from those of its arguments. An operator without a
-rule ends a region.
+A rule gives the states of an operation's results from the states of its arguments; None if it
+cannot be split so. An operator without a rule ends a region.
 """
 
 from __future__ import annotations
 
-from remat.passes.split.call import Call, Rule, SplitCall
-from remat.passes.split.elementwise_rules import along_one_dimension, elementwise
-from remat.passes.split.layer_rules import (
-    elementwise_loss,
-    elementwise_loss_backward,
-    embedding,
-    embedding_backward,
-    negative_log_likelihood,
-    negative_log_likelihood_backward,
-    normalization,
-    normalization_backward,
-)
-from remat.passes.split.operators import ALONG_ONE_DIMENSION, ELEMENTWISE
-from remat.passes.split.product_rules import (
-    batched_product,
-    matrix_product,
-    product_with_bias,
-    reduction,
-)
-from remat.passes.split.states import SUM, PartialSum, Rows
-from remat.passes.split.view_rules import (
-    concatenation,
-    expand,
-    parts,
-    permute,
-    reshape,
-    selection,
-    selection_backward,
-    squeeze,
-    unsqueeze,
+from collections.abc import Callable
+from math import prod
+
+from remat.passes.split.states import (
+    SUM,
+    WHOLE,
+    Call,
+    PartialSum,
+    Rows,
+    SplitCall,
+    Whole,
+    candidate_rows,
+    piece_shape,
 )
 
-RULES: dict[str, Rule] = {
-    **dict.fromkeys(ELEMENTWISE, elementwise),
-    **{target: along_one_dimension(index) for target, index in ALONG_ONE_DIMENSION.items()},
-    "aten.mm.default": matrix_product,
-    "aten.addmm.default": product_with_bias,
-    "aten.bmm.default": batched_product,
-    "aten.view.default": reshape,
-    "aten._unsafe_view.default": reshape,
-    "aten.reshape.default": reshape,
-    "aten.expand.default": expand,
-    "aten.t.default": permute,
-    "aten.transpose.int": permute,
-    "aten.permute.default": permute,
-    "aten.unsqueeze.default": unsqueeze,
-    "aten.squeeze.dim": squeeze,
-    "aten.squeeze.dims": squeeze,
-    "aten.slice.Tensor": selection,
-    "aten.select.int": selection,
-    "aten.slice_backward.default": selection_backward,
-    "aten.split.Tensor": parts,
-    "aten.split_with_sizes.default": parts,
-    "aten.cat.default": concatenation,
-    "aten.sum.default": reduction,
-    "aten.sum.dim_IntList": reduction,
-    "aten.mean.default": reduction,
-    "aten.mean.dim": reduction,
-    "aten.amax.default": reduction,
-    "aten.amin.default": reduction,
-    "aten.logsumexp.default": reduction,
-    "aten.native_layer_norm.default": normalization,
-    "aten.native_layer_norm_backward.default": normalization_backward((3, 4)),
-    "aten._fused_rms_norm.default": normalization,
-    "aten._fused_rms_norm_backward.default": normalization_backward((3,)),
-    "aten.nll_loss_forward.default": negative_log_likelihood,
-    "aten.nll_loss_backward.default": negative_log_likelihood_backward,
-    "aten.mse_loss.default": elementwise_loss(2),
-    "aten.mse_loss_backward.default": elementwise_loss_backward(3),
-    "aten.binary_cross_entropy.default": elementwise_loss(3),
-    "aten.binary_cross_entropy_backward.default": elementwise_loss_backward(4),
-    "aten.embedding.default": embedding,
-    "aten.embedding_dense_backward.default": embedding_backward,
-}
-"""The rule of each operator that can be split, by target."""
+Rule = Callable[[Call], SplitCall | None]
+
+_MEAN, _SUM = 1, 2
+"""Values of the argument `reduction` of torch's losses."""
+
+_MAX_INDEX = 2**63 - 1
+"""The end of a slice up to the last element."""
 
 
 def split_call(call: Call) -> SplitCall | None:
     """Return what a call in these states gives; None if it cannot be split so, or if nothing of it
     is split."""
     rule = RULES.get(call.node.target)
-    if rule is None or call.node.random or not any(isinstance(s, Rows) for s in call.all_states):
+    is_split = any(isinstance(call.states.get(name), Rows) for name in call.tensors)
+    if rule is None or call.node.random or not is_split:
         return None
     result = rule(call)
     return None if result is None or _may_overflow(call, result) else result
@@ -99,3 +47,375 @@ def _may_overflow(call: Call, result: SplitCall) -> bool:
         isinstance(state, PartialSum) and state != SUM and item.tensor.dtype == "float16"
         for item, state in zip(call.node.results, result.results, strict=True)
     )
+
+
+# -- each row, or each element, of its own ---------------------------------------------------------
+
+
+def _elementwise(call: Call) -> SplitCall | None:
+    """Each element of the results depends on the elements in its place, after broadcasting."""
+    shape = call.node.results[0].tensor.shape
+    if any(result.tensor.shape != shape for result in call.node.results):
+        return None
+    split: Rows | None = None
+    for name in call.tensors:
+        state = call.states.get(name, WHOLE)
+        if isinstance(state, Rows):
+            aligned = state.shifted(len(shape) - len(call.metas[name].shape))
+            if aligned.first < 0 or split not in (None, aligned):
+                return None
+            split = aligned
+    if split is None or prod(shape[d] for d in split.dimensions) != call.rows:
+        return None
+    for name in call.tensors:
+        sizes, state = call.metas[name].shape, call.states.get(name, WHOLE)
+        missing = len(shape) - len(sizes)
+        row_sizes = [sizes[d - missing] for d in split.dimensions if d >= missing]
+        if isinstance(state, PartialSum) or (isinstance(state, Whole) and prod(row_sizes) != 1):
+            return None
+    return call.results_in(split)
+
+
+def _by_rows(
+    *arguments: int,
+    mixed: int | None = None,
+    normalized: int | None = None,
+    summed: bool = False,
+) -> Rule:
+    """Return the rule of an operator that works on the same rows of these `arguments`, or of all
+    tensors without any; other tensors are whole.
+
+    Elements are mixed along the dimension in the argument `mixed`, by default the first, or along
+    as many of the last ones as the shape in the argument `normalized` has: these must not be rows.
+    Results have the same rows; if `summed`, only the first one has, and others are sums.
+    """
+
+    def rule(call: Call) -> SplitCall | None:
+        rows = call.common_rows(*arguments)
+        if rows is None:
+            return None
+        dimensions = len(
+            call.metas[call.name(arguments[0]) if arguments else call.tensors[0]].shape
+        )
+        if mixed is not None and call.argument(mixed, 0) % dimensions in rows.dimensions:
+            return None
+        inner = 0 if normalized is None else len(call.argument(normalized))
+        if rows.dimensions.stop > dimensions - inner:
+            return None
+        return SplitCall(tuple(SUM if summed and r.position else rows for r in call.node.results))
+
+    return rule
+
+
+# -- products and reductions -----------------------------------------------------------------------
+
+
+def _product(equation: str, first: int = 0) -> Rule:
+    """Return the rule of a product of matrices, in the notation of `torch.einsum`.
+
+    It is split along the rows of the left operand, the columns of the right one, a batch dimension,
+    or the reduced dimension: then pieces are partial sums. The argument `first` is the left
+    operand.
+    """
+    (left, right), result = equation.split("->")[0].split(","), equation.split("->")[1]
+
+    def rule(call: Call) -> SplitCall | None:
+        for dimension in dict.fromkeys(left + right):
+            places = left.find(dimension), right.find(dimension)
+            states = tuple(Rows(place) if place >= 0 else WHOLE for place in places)
+            if states == (call.state(first), call.state(first + 1)):
+                is_reduced = dimension not in result
+                return call.results_in(SUM if is_reduced else Rows(result.index(dimension)))
+        return None
+
+    return rule
+
+
+def _product_with_bias(call: Call) -> SplitCall | None:
+    """A matrix product added to a bias: for each row, or one for all. It is split by rows."""
+    result, bias = _product("ik,kj->ij", first=1)(call), call.shape(0)
+    if result is None or result.results != (Rows(0),):
+        return None
+    if call.state(0) == WHOLE:
+        return result if len(bias) == 1 or (len(bias) == 2 and bias[0] == 1) else None
+    is_by_rows = call.state(0) == Rows(0) and len(bias) == 2 and bias[0] == call.rows
+    return result if is_by_rows else None
+
+
+def _reduction(call: Call) -> SplitCall | None:
+    """Other dimensions are reduced, or all rows are summed."""
+    rows, shape = call.common_rows(0), call.shape(0)
+    if rows is None:
+        return None
+    name = call.node.target.split(".")[1]
+    is_complete = call.node.target in ("aten.sum.default", "aten.mean.default")
+    dimensions = None if is_complete else call.argument(1)
+    dimensions = (dimensions,) if isinstance(dimensions, int) else dimensions
+    reduced = {d % len(shape) for d in dimensions or range(len(shape))}
+    keeps = bool(call.argument(2, False)) and not is_complete
+    if reduced.isdisjoint(rows.dimensions):
+        removed = 0 if keeps else sum(d < rows.first for d in reduced)
+        return call.results_in(rows.shifted(-removed))
+    if not reduced.issuperset(rows.dimensions) or name not in ("sum", "mean"):
+        return None
+    if name == "sum":
+        return call.results_in(SUM)
+    divisor = float(prod(shape[d] for d in reduced))
+    target = "aten.sum.default" if is_complete else "aten.sum.dim_IntList"
+    return SplitCall((PartialSum(divisor),), target=target)
+
+
+# -- shapes and parts ------------------------------------------------------------------------------
+
+
+def _reshape(call: Call) -> SplitCall | None:
+    """The rows must be a product of dimensions before and after."""
+    rows, result = call.common_rows(0), call.node.results[0].tensor.shape
+    if rows is None:
+        return None
+    before = prod(call.shape(0)[: rows.first])
+    candidates = candidate_rows(result, call.rows)
+    return _with_shape(
+        call, next((c for c in candidates if prod(result[: c.first]) == before), None)
+    )
+
+
+def _expand(call: Call) -> SplitCall | None:
+    """Other dimensions than the rows are expanded."""
+    rows, result = call.common_rows(0), call.node.results[0].tensor.shape
+    if rows is None:
+        return None
+    moved = rows.shifted(len(result) - len(call.shape(0)))
+    has_rows = prod(result[d] for d in moved.dimensions) == call.rows
+    return _with_shape(call, moved if has_rows else None)
+
+
+def _with_shape(call: Call, rows: Rows | None) -> SplitCall | None:
+    """Return the call whose result has these rows, and whose argument 1 is its shape."""
+    if rows is None:
+        return None
+    shape = call.node.results[0].tensor.shape
+    return SplitCall((rows,), lambda number: call.args_with(1, piece_shape(shape, rows, number)))
+
+
+def _permute(call: Call) -> SplitCall | None:
+    """The dimensions of the rows must stay neighbours, in their order."""
+    rows, dimensions = call.common_rows(0), len(call.shape(0))
+    if rows is None:
+        return None
+    order = list(range(dimensions))
+    if call.node.target == "aten.permute.default":
+        order = [d % dimensions for d in call.argument(1)]
+    elif dimensions > 1:
+        one, other = call.argument(1, 0) % dimensions, call.argument(2, 1) % dimensions
+        order[one], order[other] = order[other], order[one]
+    places = [order.index(d) for d in rows.dimensions]
+    if places != list(range(places[0], places[0] + rows.count)):
+        return None
+    return call.results_in(Rows(places[0], rows.count))
+
+
+def _unsqueeze(call: Call) -> SplitCall | None:
+    """A dimension is added outside of the rows."""
+    rows, added = call.common_rows(0), call.argument(1) % (len(call.shape(0)) + 1)
+    if rows is None or rows.first < added < rows.dimensions.stop:
+        return None
+    return call.results_in(rows.shifted(added <= rows.first))
+
+
+def _squeeze(call: Call) -> SplitCall | None:
+    """Dimensions of size 1 outside of the rows are removed."""
+    rows, shape, argument = call.common_rows(0), call.shape(0), call.argument(1)
+    dimensions = {d % len(shape) for d in ((argument,) if isinstance(argument, int) else argument)}
+    if rows is None or not dimensions.isdisjoint(rows.dimensions):
+        return None  # a piece of one row would lose the dimension
+    return call.results_in(rows.shifted(-sum(d < rows.first and shape[d] == 1 for d in dimensions)))
+
+
+def _select(call: Call) -> SplitCall | None:
+    """An index of a dimension that is not one of the rows."""
+    rows, dimension = call.common_rows(0), call.argument(1, 0) % len(call.shape(0))
+    if rows is None or dimension in rows.dimensions:
+        return None
+    return call.results_in(rows.shifted(-(dimension < rows.first)))
+
+
+def _slice(call: Call) -> SplitCall | None:
+    """A part of a dimension that is not one of the rows, or all of them."""
+    rows, shape = call.common_rows(0), call.shape(0)
+    dimension = call.argument(1, 0) % len(shape)
+    if rows is None:
+        return None
+    if dimension not in rows.dimensions:
+        return call.results_in(rows)
+    if call.node.results[0].tensor.shape != shape:
+        return None
+    return SplitCall((rows,), lambda number: (call.node.args[0], dimension, 0, _MAX_INDEX))
+
+
+def _slice_backward(call: Call) -> SplitCall | None:
+    """The gradient of a part of a dimension that is not one of the rows: zeros around it."""
+    split = _by_rows(0, mixed=2)(call)
+    return None if split is None else _with_shape(call, call.common_rows(0))
+
+
+# -- losses and embeddings -------------------------------------------------------------------------
+
+
+def _nll_loss(call: Call) -> SplitCall | None:
+    """The mean is the sum divided by the sum of the weights of targets that are not ignored."""
+    kind = call.argument(3)
+    if call.common_rows(0, 1) != Rows(0) or kind not in (_MEAN, _SUM):
+        return None
+    loss = PartialSum(divisor_position=1) if kind == _MEAN else SUM
+    if kind == _MEAN and {r.position for r in call.node.results} != {0, 1}:
+        return None
+    results = tuple(loss if r.position == 0 else SUM for r in call.node.results)
+    return SplitCall(results, lambda number: call.args_with(3, _SUM))
+
+
+def _nll_loss_backward(call: Call) -> SplitCall | None:
+    """The sum of weights is the one of all rows."""
+    is_reduced = call.argument(4) in (_MEAN, _SUM)
+    return _by_rows(1, 2)(call) if is_reduced else _by_rows(0, 1, 2)(call)
+
+
+def _elementwise_loss(reduction: int) -> Rule:
+    """Return the rule of a loss between two tensors of one shape, with the index of its argument
+    `reduction`."""
+
+    def rule(call: Call) -> SplitCall | None:
+        kind = call.argument(reduction, _MEAN)
+        if kind not in (_MEAN, _SUM):
+            return _elementwise(call)
+        if call.common_rows(0, 1) is None or call.shape(0) != call.shape(1) or call.name(2):
+            return None  # a weight may be broadcast
+        divisor = float(prod(call.shape(0))) if kind == _MEAN else 1.0
+        return SplitCall((PartialSum(divisor),), lambda number: call.args_with(reduction, _SUM))
+
+    return rule
+
+
+def _elementwise_loss_backward(reduction: int) -> Rule:
+    """Return the rule of such a loss's backward. Its mean is over the elements of a piece, so the
+    gradient of the loss is multiplied by the piece's share."""
+
+    def rule(call: Call) -> SplitCall | None:
+        kind, rows = call.argument(reduction, _MEAN), call.common_rows(1, 2)
+        if kind not in (_MEAN, _SUM):
+            return _elementwise(call)
+        if call.shape(1) != call.shape(2) or call.shape(0) or call.name(3) or rows is None:
+            return None
+        return SplitCall((rows,), scaled=0 if kind == _MEAN else None)
+
+    return rule
+
+
+def _embedding_backward(call: Call) -> SplitCall | None:
+    """A sum over the rows, unless it is scaled by how often each index is among all rows."""
+    is_scaled_by_frequency = call.argument(4, False)
+    return call.results_in(SUM) if call.common_rows(0, 1) and not is_scaled_by_frequency else None
+
+
+# -- the table -------------------------------------------------------------------------------------
+
+_UNARY = """
+    abs.default acos.default acosh.default alias.default angle.default asin.default asinh.default
+    atan.default atanh.default bitwise_not.default ceil.default celu.default clamp.default
+    clamp_max.default clamp_min.default clone.default cos.default cosh.default deg2rad.default
+    detach.default elu.default erf.default erfc.default erfinv.default exp.default exp2.default
+    expm1.default floor.default frac.default full_like.default gelu.default
+    hardshrink.default hardsigmoid.default hardswish.default hardtanh.default i0.default
+    isinf.default isnan.default leaky_relu.default lgamma.default log.default log10.default
+    log1p.default log2.default log_sigmoid_forward.default logical_not.default logit.default
+    mish.default nan_to_num.default neg.default ones_like.default positive.default rad2deg.default
+    reciprocal.default relu.default relu6.default round.default rsqrt.default sgn.default
+    sigmoid.default sign.default signbit.default silu.default sin.default sinc.default sinh.default
+    softplus.default softshrink.default sqrt.default square.default tan.default tanh.default
+    threshold.default trunc.default zeros_like.default _to_copy.default
+"""
+
+_BINARY = """
+    add.Tensor add.Scalar sub.Tensor sub.Scalar rsub.Scalar rsub.Tensor mul.Tensor mul.Scalar
+    div.Tensor div.Scalar div.Tensor_mode div.Scalar_mode floor_divide.default fmod.Scalar
+    fmod.Tensor remainder.Scalar remainder.Tensor pow.Tensor_Scalar pow.Tensor_Tensor pow.Scalar
+    maximum.default minimum.default fmax.default fmin.default atan2.default hypot.default
+    xlogy.Tensor eq.Tensor eq.Scalar ne.Tensor ne.Scalar lt.Tensor lt.Scalar le.Tensor le.Scalar
+    gt.Tensor gt.Scalar ge.Tensor ge.Scalar logical_and.default logical_or.default
+    logical_xor.default bitwise_and.Tensor bitwise_and.Scalar bitwise_or.Tensor bitwise_or.Scalar
+    bitwise_xor.Tensor bitwise_xor.Scalar copysign.Tensor clamp.Tensor clamp_max.Tensor
+    clamp_min.Tensor
+"""
+
+_TERNARY = """
+    addcmul.default addcdiv.default lerp.Scalar lerp.Tensor where.self where.ScalarOther
+    where.ScalarSelf where.Scalar masked_fill.Scalar masked_fill.Tensor
+"""
+
+_BACKWARD = """
+    elu_backward.default gelu_backward.default hardsigmoid_backward.default
+    hardswish_backward.default hardtanh_backward.default leaky_relu_backward.default
+    log_sigmoid_backward.default mish_backward.default native_dropout_backward.default
+    sigmoid_backward.default silu_backward.default softplus_backward.default
+    softshrink_backward.default tanh_backward.default threshold_backward.default
+"""
+
+_OTHERS: dict[str, Rule] = {
+    "mm.default": _product("ik,kj->ij"),
+    "addmm.default": _product_with_bias,
+    "bmm.default": _product("bik,bkj->bij"),
+    "_softmax.default": _by_rows(mixed=1),
+    "_log_softmax.default": _by_rows(mixed=1),
+    "_softmax_backward_data.default": _by_rows(mixed=2),
+    "_log_softmax_backward_data.default": _by_rows(mixed=2),
+    "cumsum.default": _by_rows(mixed=1),
+    "gather.default": _by_rows(mixed=1),
+    "scatter.value": _by_rows(mixed=1),
+    "scatter.src": _by_rows(mixed=1),
+    "scatter_add.default": _by_rows(mixed=1),
+    "split.Tensor": _by_rows(0, mixed=2),
+    "split_with_sizes.default": _by_rows(0, mixed=2),
+    "cat.default": _by_rows(mixed=1),
+    "view.default": _reshape,
+    "_unsafe_view.default": _reshape,
+    "reshape.default": _reshape,
+    "expand.default": _expand,
+    "t.default": _permute,
+    "transpose.int": _permute,
+    "permute.default": _permute,
+    "unsqueeze.default": _unsqueeze,
+    "squeeze.dim": _squeeze,
+    "squeeze.dims": _squeeze,
+    "slice.Tensor": _slice,
+    "select.int": _select,
+    "slice_backward.default": _slice_backward,
+    "sum.default": _reduction,
+    "sum.dim_IntList": _reduction,
+    "mean.default": _reduction,
+    "mean.dim": _reduction,
+    "amax.default": _reduction,
+    "amin.default": _reduction,
+    "logsumexp.default": _reduction,
+    "native_layer_norm.default": _by_rows(0, normalized=1),
+    "native_layer_norm_backward.default": _by_rows(0, 1, 3, 4, normalized=2, summed=True),
+    "_fused_rms_norm.default": _by_rows(0, normalized=1),
+    "_fused_rms_norm_backward.default": _by_rows(0, 1, 3, normalized=2, summed=True),
+    "nll_loss_forward.default": _nll_loss,
+    "nll_loss_backward.default": _nll_loss_backward,
+    "mse_loss.default": _elementwise_loss(2),
+    "mse_loss_backward.default": _elementwise_loss_backward(3),
+    "binary_cross_entropy.default": _elementwise_loss(3),
+    "binary_cross_entropy_backward.default": _elementwise_loss_backward(4),
+    "embedding.default": _by_rows(1),
+    "embedding_dense_backward.default": _embedding_backward,
+}
+
+RULES: dict[str, Rule] = {
+    **{
+        f"aten.{name}": _elementwise
+        for names in (_UNARY, _BINARY, _TERNARY, _BACKWARD)
+        for name in names.split()
+    },
+    **{f"aten.{name}": rule for name, rule in _OTHERS.items()},
+}
+"""The rule of each operator that can be split, by target."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
-from remat.documents.records import TensorMeta
+from remat.documents.arguments import Args, Argument, Ref
+from remat.documents.records import Node, TensorMeta
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +49,72 @@ State: TypeAlias = Rows | Whole | PartialSum
 WHOLE, SUM = Whole(), PartialSum()
 
 
+@dataclass(frozen=True)
+class Call:
+    """An operation, the metadata of all tensors, and the states of the ones that it reads."""
+
+    node: Node
+    metas: Mapping[str, TensorMeta]
+    states: Mapping[str, State]
+    rows: int
+
+    def argument(self, index: int, default: Argument = None) -> Any:
+        """Return an argument, or the default if the call leaves it out."""
+        return self.node.args[index] if index < len(self.node.args) else default
+
+    def name(self, index: int) -> str:
+        """Return the name of an argument that is a tensor; "" if it is none."""
+        argument = self.argument(index)
+        return argument.name if isinstance(argument, Ref) else ""
+
+    def shape(self, index: int) -> tuple[int, ...]:
+        """Return the shape of an argument that is a tensor."""
+        return self.metas[self.name(index)].shape
+
+    def state(self, index: int) -> State:
+        """Return the state of an argument; no tensor is whole."""
+        return self.states.get(self.name(index), WHOLE)
+
+    @property
+    def tensors(self) -> list[str]:
+        """The names of the tensors that the operation reads, each once."""
+        return list(dict.fromkeys(self.node.operand_names))
+
+    def common_rows(self, *by_rows: int) -> Rows | None:
+        """Return the rows that these arguments have, or all tensors if there are no `by_rows`. None
+        if they do not have the same rows, or if another tensor is not whole."""
+        names = [self.name(index) for index in by_rows] or self.tensors
+        rows, *others = {self.states.get(name, WHOLE) for name in names}
+        are_whole = all(self.states.get(n, WHOLE) == WHOLE for n in self.tensors if n not in names)
+        return rows if isinstance(rows, Rows) and not others and are_whole else None
+
+    def args_with(self, index: int, argument: Argument) -> Args:
+        """Return the arguments with another one at `index`."""
+        missing = (None,) * (index - len(self.node.args))
+        return (*self.node.args[:index], *missing, argument, *self.node.args[index + 1 :])
+
+    def results_in(self, state: State) -> SplitCall:
+        """Return the split call of which all results have one state."""
+        return SplitCall((state,) * len(self.node.results))
+
+
+@dataclass(frozen=True)
+class SplitCall:
+    """The states of an operation's results, and what a piece of it calls.
+
+    `results` has a state for each of the node's results. `arguments` returns the arguments of a
+    piece with so many rows, if they differ from the whole operation's; `target` is its operator, if
+    another. The argument with the index `scaled` is multiplied by the piece's share of the rows.
+    """
+
+    results: tuple[State, ...]
+    arguments: Callable[[int], Args] | None = None
+    target: str = ""
+    scaled: int | None = None
+
+
 def candidate_rows(shape: Sequence[int], rows: int) -> Iterator[Rows]:
-    """Yield the ways in which a tensor of this shape can have so many rows."""
+    """Yield each run of adjacent dimensions whose sizes multiply to `rows`."""
     for first in range(len(shape)):
         for count in range(1, len(shape) - first + 1):
             product = prod(shape[first : first + count])
