@@ -23,7 +23,7 @@ Direction = Literal["to_host", "to_device"]
 @dataclass(frozen=True, slots=True)
 class OffloadedValue:
     """A value that is on the host for a part of the step, with the four operations of its copies
-    (see `remat.passes.offload.copies_in_trace`): indices of values and operations of a graph.
+    (see `remat.passes.offload.copies_in_graph`): indices of values and operations of a graph.
 
     `buffer` is the memory on the device that it is copied back to.
     """
