@@ -13,10 +13,12 @@ import torch.nn.functional as F
 from tests.helpers.cpp_compiler import needs_compiler
 from tests.helpers.training.compiled_steps import assert_same, step, two_steps, with_state
 from tests.helpers.training.models import Case, language_model
-from torch import nn
+from torch import fx, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import remat
 from remat.frontend.compile.registry import CompiledPlan
+from remat.frontend.compile.split import split_joint_graph
 from remat.frontend.memory.meter import allocated_peak
 from remat.plan_data import UNSPLIT_MIN_BYTES_STAT
 
@@ -185,3 +187,24 @@ def test_pieces_of_a_joint_graph_compute_what_the_whole_computed(
     assert remat.compiled_plans()[-1].plan.graph.splits
     for actual, wanted in zip((x, *model.parameters()), expected, strict=True):
         torch.testing.assert_close(actual.grad, wanted, rtol=1e-10, atol=1e-12)
+
+
+def linear_step(primals: torch.Tensor, weight: torch.Tensor, tangents: torch.Tensor) -> Any:
+    """Return the mean of a product and its gradient: the joint graph of a small step."""
+    product = primals.relu() @ weight
+    gradient = product * (2 * tangents / product.numel())
+    return [product.square().mean(), primals.relu().t() @ gradient]
+
+
+def test_a_joint_graph_with_any_names_is_split() -> None:
+    """A custom operator may be named `__product`."""
+    inputs = [torch.randn(s, dtype=torch.float64) for s in ((20, 16), (16, 24), ())]
+    module = make_fx(linear_step, tracing_mode="fake")(*inputs)
+    graph: fx.Graph = module.graph
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.mm.default):
+        node._rename("__product")
+    module.recompile()
+    split, (record,), _ = split_joint_graph(module, 1, 4)
+    assert record.pieces == 4
+    for actual, wanted in zip(split(*inputs), module(*inputs), strict=True):
+        torch.testing.assert_close(actual, wanted)

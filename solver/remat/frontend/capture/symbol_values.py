@@ -33,7 +33,10 @@ class SymbolValues:
         return size if type(size) is int else int(self.concrete(size))
 
     def concrete(self, value: Any) -> Any:
-        """Return the value of a SymInt, SymFloat or SymBool; anything else unchanged."""
+        """Return the value of a SymInt, SymFloat, SymBool or `SymbolicNumber`; anything else
+        unchanged."""
+        if isinstance(value, SymbolicNumber):
+            return self.evaluate(value.expression)
         return self.evaluate(value.node.expr) if isinstance(value, SYMBOLIC_TYPES) else value
 
     def evaluate(self, expression: Any) -> bool | int | float:

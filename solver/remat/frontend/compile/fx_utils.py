@@ -10,7 +10,7 @@ recompiles and replans.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from math import prod
 
 import sympy
@@ -160,6 +160,14 @@ def storage_bytes(tensor: torch.Tensor) -> int:
         extent = 1 + sum((max_size(size) - 1) * max_size(stride) for size, stride in pairs)
     size_bytes = extent * tensor.element_size()
     return round_size(size_bytes) if tensor.device.type == "cuda" else size_bytes
+
+
+def storage_by_schema(node: fx.Node, position: int, tensor: torch.Tensor) -> tuple[Hashable, int]:
+    """Return the storage that a tensor shows by the schemas of operators: a `StorageOf`."""
+    base = storage_base(node)
+    if is_getitem(base):
+        return base.args, storage_bytes(tensor)
+    return (base, position if base is node else -1), storage_bytes(tensor)
 
 
 def node_bytes(node: fx.Node) -> int:

@@ -17,16 +17,15 @@ from torch._guards import detect_fake_mode
 from torch._ops import OpOverload
 
 from remat.documents.arguments import Argument, Ref, referenced_names
-from remat.documents.records import Environment, Gradient, Node, Output, Placeholder
+from remat.documents.records import Environment, Gradient, Node, Output
 from remat.documents.structure import Structure
 from remat.documents.targets import ADD_PRODUCT_TARGET, ADD_TARGET, WRITE_ROWS_TARGET
 from remat.documents.trace import Trace
 from remat.errors import RematError
-from remat.frontend.capture.reading.trace_builder import TraceBuilder
+from remat.frontend.capture.reading.trace_builder import TraceBuilder, identifier
+from remat.frontend.common.aliases import is_getitem
 from remat.frontend.common.operators import (
-    argument_from_torch,
     argument_to_torch,
-    is_random,
     resolve,
 )
 from remat.frontend.compile.compat import is_tangent
@@ -35,9 +34,6 @@ from remat.graph import Split
 from remat.passes.split.moved_slices import MOVED_SUFFIX
 from remat.passes.split.obstacle import split_obstacle
 from remat.passes.split.splits import split_largest_operations
-
-_OPAQUE = "remat.opaque.default"
-"""The target of nodes that are no operators of ATen; there is no rule for it."""
 
 _COPIED_META = (
     "stack_trace", "nn_module_stack", "fwd_nn_module_stack", "source_fn_stack", "original_aten",
@@ -87,13 +83,13 @@ class _Reader:
         for node in self.module.graph.nodes:
             if node.op in ("placeholder", "get_attr"):
                 self._read_input(node)
-            elif node.op == "call_function" and node.target is not operator.getitem:
+            elif node.op == "call_function" and not is_getitem(node):
                 self._read_call(node)
         builder = self.builder
         primal = next(p.name for p in builder.placeholders if p.kind == "input")
-        outputs = dict.fromkeys(n.name for n in self.forward_outputs)
+        outputs = dict.fromkeys(map(builder.tensor_name, self.forward_outputs))
         leaves = tuple(Structure(kind="leaf", leaf=n) for n in range(len(outputs)))
-        gradients = dict.fromkeys(n.name for n in self.gradients)
+        gradients = dict.fromkeys(map(builder.tensor_name, self.gradients))
         return Trace(
             device=builder.main_device(),
             placeholders=tuple(builder.placeholders),
@@ -112,49 +108,19 @@ class _Reader:
             value = getattr(self.module, str(node.target))
         if not isinstance(value, torch.Tensor):
             raise RematError(f"{node.name} is no tensor: graphs with symbolic sizes are not split")
-        placeholder = Placeholder(
-            name=node.name,
-            kind="tangent" if is_tangent(node) else "input",
-            target=str(len(self.builder.placeholders)),
-            tensor=self.builder.tensor_meta(value),
-            storage=self.builder.storage_index(value),
-        )
-        self.builder.add_placeholder(placeholder)
+        kind = "tangent" if is_tangent(node) else "input"
+        self.builder.read_input(node, value, kind=kind, target=str(len(self.builder.placeholders)))
 
     def _read_call(self, node: fx.Node) -> None:
-        target, value = node.target, node.meta.get("val")
+        target = node.target
         is_mutating = isinstance(target, OpOverload) and target._schema.is_mutable
-        results = () if is_mutating else self._results(node, value)
-        is_described = isinstance(target, OpOverload) and (bool(results) or is_mutating)
-        if is_described:
-            args = tuple(argument_from_torch(item, _reference) for item in node.args)
-            kwargs = {k: argument_from_torch(v, _reference) for k, v in node.kwargs.items()}
-        else:
-            args, kwargs = tuple(Ref(n.name) for n in node.all_input_nodes), {}
-        record = Node(
-            name=node.name,
-            target=str(target) if is_described else _OPAQUE,
-            args=args,
-            kwargs=kwargs,
-            results=results,
-            view=self.builder.add_storages(str(target), results),
+        record = self.builder.read_call(
+            node,
+            returns=not is_mutating,
             backward=node in self.backward,
-            random=isinstance(target, OpOverload) and is_random(node),
             module=module_path(node),
         )
         self.builder.nodes.append(record)
-
-    def _results(self, node: fx.Node, value: object) -> tuple[Any, ...]:
-        if isinstance(value, torch.Tensor):
-            return (self.builder.new_result(node.name, value),)
-        if not isinstance(value, (tuple, list)):
-            return ()
-        names = {user.args[1]: user.name for user in node.users if _is_item(user)}
-        return tuple(
-            self.builder.new_result(names.get(position, f"{node.name}_{position}_"), item, position)
-            for position, item in enumerate(value)
-            if isinstance(item, torch.Tensor)
-        )
 
 
 class _GraphOfPieces:
@@ -163,7 +129,7 @@ class _GraphOfPieces:
     def __init__(self, module: fx.GraphModule, trace: Trace) -> None:
         self.trace = trace
         self.old = module.graph
-        self.old_nodes: dict[str, fx.Node] = {node.name: node for node in module.graph.nodes}
+        self.old_nodes: dict[str, fx.Node] = {identifier(n.name): n for n in module.graph.nodes}
         self.new_graph = fx.Graph()
         self.tensors: dict[str, fx.Node] = {}
         self.rows: dict[str, list[Ref]] = {}
@@ -177,7 +143,7 @@ class _GraphOfPieces:
         """Return the graph."""
         for node in self.old.nodes:
             if node.op in ("placeholder", "get_attr"):
-                self.tensors[node.name] = self._copy(node)
+                self.tensors[identifier(node.name)] = self._copy(node)
         for record in self.trace.nodes:
             if not record.piece_of and record.name in self.old_nodes:
                 self._copy_with_items(self.old_nodes[record.name])
@@ -185,21 +151,26 @@ class _GraphOfPieces:
                 self._add(record)
         old_output = self.old.output_node()
         (returned,) = old_output.args
-        output = self.new_graph.output(fx.map_arg(returned, lambda n: self.tensors[n.name]))
+        output = self.new_graph.output(
+            fx.map_arg(returned, lambda n: self.tensors[identifier(n.name)])
+        )
         output.meta.update(old_output.meta)
         self.new_graph.lint()
         return self.new_graph
 
     def _copy(self, node: fx.Node) -> fx.Node:
-        copied = self.new_graph.node_copy(node, lambda n: self.tensors[n.name])
+        copied = self.new_graph.node_copy(node, self._copy_of)
         copied.meta = dict(node.meta)
         return copied
 
+    def _copy_of(self, node: fx.Node) -> fx.Node:
+        return self.tensors[identifier(node.name)]
+
     def _copy_with_items(self, node: fx.Node) -> None:
-        self.tensors[node.name] = self._copy(node)
+        self.tensors[identifier(node.name)] = self._copy(node)
         for user in node.users:
-            if _is_item(user):
-                self.tensors[user.name] = self._copy(user)
+            if is_getitem(user):
+                self.tensors[identifier(user.name)] = self._copy(user)
 
     def _add(self, record: Node) -> None:
         """Add the node of a piece, or of a sum of pieces."""
@@ -274,10 +245,6 @@ def _nodes(values: Any) -> list[fx.Node]:
     ]
 
 
-def _is_item(node: fx.Node) -> bool:
-    return node.target is operator.getitem
-
-
 def _depending_on_tangents(graph: fx.Graph) -> set[fx.Node]:
     """Return the nodes of the backward: those that depend on a tangent."""
     backward: set[fx.Node] = set()
@@ -286,9 +253,3 @@ def _depending_on_tangents(graph: fx.Graph) -> set[fx.Node]:
         if is_first or any(n in backward for n in node.all_input_nodes):
             backward.add(node)
     return backward
-
-
-def _reference(value: object) -> Argument:
-    if isinstance(value, fx.Node):
-        return Ref(value.name)
-    raise RematError(f"an argument of type {type(value).__name__} cannot be written as data")

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 
 import torch
 from torch import fx
@@ -18,16 +19,18 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from remat.costs.roofline import Roofline, operation_seconds
 from remat.costs.trace_costs import MIN_COST_S
-from remat.documents.records import Node, TensorMeta
+from remat.documents.records import Node
 from remat.errors import TraceError
+from remat.frontend.capture.reading.trace_builder import TraceBuilder
 from remat.frontend.common.aliases import is_getitem, mutated_args, producer, storage_base
 from remat.frontend.compile.fx_utils import (
     is_operation,
     is_recomputable,
+    max_size,
     output_tensors,
+    storage_by_schema,
     storage_bytes,
 )
-from remat.frontend.compile.kernels.cost_model import operation_record
 from remat.frontend.costs.cost_cache import CostCache
 from remat.frontend.costs.operation_costs import measure_operations
 from remat.graph import Graph, Operation, Value
@@ -200,13 +203,12 @@ def _operation_costs_s(
 ) -> list[float]:
     """Return the seconds of each operation, measured or estimated by a roofline. An operation that
     cannot be written as data costs nothing."""
-    metas: dict[str, TensorMeta] = {}
+    reader = TraceBuilder(value_of=max_size, storage_of=storage_by_schema)
     records: dict[fx.Node, Node] = {}
     for index, node in enumerate(operations):
-        try:
-            records[node] = operation_record(node, metas, backward=index >= num_forward)
-        except (TraceError, ValueError):
-            continue
+        with suppress(TraceError, ValueError):
+            records[node] = reader.read_call(node, backward=index >= num_forward)
+    metas = reader.meta_by_name
     if costs is not None:
         seconds = {n: operation_seconds(record, metas, costs) for n, record in records.items()}
     else:

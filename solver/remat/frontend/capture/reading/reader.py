@@ -10,7 +10,7 @@ from dataclasses import astuple
 import torch
 from torch import fx
 
-from remat.documents.arguments import Argument, Ref
+from remat.documents.arguments import Ref
 from remat.documents.records import Node, Output, Placeholder, Result
 from remat.documents.targets import WRITE_TARGET
 from remat.errors import TraceError
@@ -24,8 +24,7 @@ from remat.frontend.capture.reading.mutations import (
     write_back,
 )
 from remat.frontend.capture.reading.trace_builder import TraceBuilder
-from remat.frontend.capture.symbol_values import SymbolicNumber, SymbolValues
-from remat.frontend.common.operators import argument_from_torch, is_random
+from remat.frontend.capture.symbol_values import SymbolValues
 from remat.frontend.common.torch_modes import capture_paused
 from remat.frontend.common.writes import write
 
@@ -42,8 +41,7 @@ class JointGraphReader:
     def __init__(self, joint: JointGraph, flat_model: FlatModel, values: SymbolValues) -> None:
         self.joint = joint
         self.flat_model = flat_model
-        self.builder = TraceBuilder(symbol_values=values)
-        self._arguments: dict[fx.Node, Argument] = {}
+        self.builder = TraceBuilder(value_of=values.concrete)
         self._placeholder_by_id: dict[int, Placeholder] = {}
         """The one placeholder of each parameter, by the parameter's `id`."""
         self._placeholder_by_node: dict[fx.Node, Placeholder] = {}
@@ -60,13 +58,15 @@ class JointGraphReader:
                 case "call_function":
                     self._read_call(node)
         for node, value in self.joint.writes:
-            write_back(self.builder, self._placeholder_by_node[node], self._tensor_name(value))
+            write_back(
+                self.builder, self._placeholder_by_node[node], self.builder.tensor_name(value)
+            )
         forbid_batch_norm_recomputation(self.builder)
         self._read_outputs()
         add_gradients(
             self.builder,
             [
-                (self._placeholder_by_node[node], self._tensor_name(gradient), sources)
+                (self._placeholder_by_node[node], self.builder.tensor_name(gradient), sources)
                 for (node, gradient), sources in zip(
                     self.joint.gradients, self.joint.sources, strict=True
                 )
@@ -102,20 +102,17 @@ class JointGraphReader:
         tensor = node.meta["val"]
         parameter = self.flat_model.parameters_by_name[target] if kind == "parameter" else None
         if (tied := self._placeholder_by_id.get(id(parameter))) is not None:
-            self._arguments[node] = Ref(tied.name)
+            self.builder.arguments[node] = Ref(tied.name)
             self._placeholder_by_node[node] = tied
             return
-        self._arguments[node] = Ref(node.name)
-        placeholder = Placeholder(
-            name=node.name,
-            kind=kind,  # type: ignore[arg-type]
+        placeholder = self.builder.read_input(
+            node,
+            tensor,
+            kind=kind,
             target=target,
-            tensor=self.builder.tensor_meta(tensor),
-            storage=self.builder.storage_index(tensor),
             requires_grad=self._requires_grad(kind, target),
             aliases=self._other_names(parameter, target),
         )
-        self.builder.add_placeholder(placeholder)
         self._placeholder_by_node[node] = placeholder
         if parameter is not None:
             self._placeholder_by_id[id(parameter)] = placeholder
@@ -143,57 +140,34 @@ class JointGraphReader:
         with capture_paused():
             tensor = tensor.detach().contiguous()
             data = bytes(tensor.cpu().reshape(-1).view(torch.uint8).tolist())
-        name = _identifier(node.name)
-        self._arguments[node] = Ref(name)
-        self.builder.add_placeholder(
-            Placeholder(
-                name=name,
-                kind="constant",
-                target="",
-                tensor=self.builder.tensor_meta(tensor),
-                storage=self.builder.storage_index(node.meta["val"]),
-                data=base64.b64encode(data).decode(),
-            )
+        self.builder.read_input(
+            node, tensor, kind="constant", target="", data=base64.b64encode(data).decode()
         )
 
     # -- operations -------------------------------------------------------------------------
 
     def _read_call(self, node: fx.Node) -> None:
         if node.target is operator.getitem:
-            return  # `_read_results` names it with the operation that returns the tuple
+            return  # `read_results` names it with the operation that returns the tuple
         target = WRITE_TARGET if node.target is write else str(node.target)
-        value = node.meta["val"]
         if node.kwargs.get("generator") is not None:
             raise TraceError(
                 f"{target} uses a torch.Generator of the model; use the default generator"
             )
-        results = self._read_results(node, value)
-        existing = self.builder.existing_storages
-        if target == _FUNCTIONAL_COPY and results[0].storage not in existing:
-            results = (self._with_whole_storage(node, results[0]),)
-        is_view = self.builder.add_storages(target, results)
-        args = tuple(argument_from_torch(item, self._encode_node) for item in node.args)
-        kwargs = {
-            key: argument_from_torch(item, self._encode_node) for key, item in node.kwargs.items()
-        }
+        record = self.builder.read_call(
+            node, target, backward=node not in self._forward, module=node.meta["module"]
+        )
+        if target == _FUNCTIONAL_COPY and not record.view:
+            copied = self._with_whole_storage(node, record.results[0])
+            record = record.model_copy(update={"results": (copied,)})
+        args = record.args
         if target in BATCH_NORM_BACKWARDS and args[BATCH_NORM_TRAINING_INDEX + 2] is True:
             # In training mode it does not read the running statistics: do not retain them for it.
             args = (*args[:3], None, None, *args[5:])
-        self.builder.nodes.append(
-            Node(
-                name=_identifier(node.name),
-                target=target,
-                args=args,
-                kwargs=kwargs,
-                results=results,
-                view=is_view,
-                backward=node not in self._forward,
-                random=is_random(node),
-                module=node.meta["module"],
-            )
-        )
-        if target == _MSE_LOSS and not results[0].tensor.shape:
-            self._add_scalar_copy(node, results[0])
+            record = record.model_copy(update={"args": args})
+        self.builder.nodes.append(record)
+        if target == _MSE_LOSS and not record.results[0].tensor.shape:
+            self._add_scalar_copy(node, record.results[0])
 
     def _with_whole_storage(self, node: fx.Node, copied: Result) -> Result:
         """Return the result of `aten.copy` with the size and offset that its kernel produces. It
@@ -202,10 +176,10 @@ class JointGraphReader:
         operand = node.args[0]
         assert isinstance(operand, fx.Node)
         builder, tensor = self.builder, operand.meta["val"]
-        operand_bytes = builder.storage_bytes[builder.storage_index(tensor)]
+        operand_bytes = builder.storage_bytes[builder.storage_index(operand, -1, tensor)]
         copy_bytes = builder.storage_bytes[copied.storage]
         builder.storage_bytes[copied.storage] = max(copy_bytes, operand_bytes)
-        offset = builder.symbol_values.size(tensor.storage_offset())
+        offset = builder.size(tensor.storage_offset())
         meta = copied.tensor.model_copy(update={"offset": offset})
         builder.meta_by_name[copied.name] = meta
         return copied.model_copy(update={"tensor": meta})
@@ -216,11 +190,11 @@ class JointGraphReader:
         that storage in full, so that the plan can free it."""
         builder = self.builder
         operands = [n.meta["val"] for n in node.all_input_nodes]
-        shapes = (map(builder.symbol_values.size, t.shape) for t in operands)
+        shapes = (map(builder.size, t.shape) for t in operands)
         shape = torch.broadcast_shapes(*map(tuple, shapes))
         builder.storage_bytes[loss.storage] = math.prod(shape) * node.meta["val"].element_size()
         scalar = builder.new_dense_result(f"{loss.name}_scalar", loss.tensor, ())
-        self._arguments[node] = Ref(scalar.name)
+        self.builder.arguments[node] = Ref(scalar.name)
         builder.existing_storages.add(scalar.storage)
         clone = Node(
             name=scalar.name,
@@ -232,48 +206,7 @@ class JointGraphReader:
         )
         builder.nodes.append(clone)
 
-    def _read_results(self, node: fx.Node, value: object) -> tuple[Result, ...]:
-        name = _identifier(node.name)
-        if isinstance(value, torch.Tensor):
-            self._arguments[node] = Ref(name)
-            return (self.builder.new_result(name, value),)
-        assert isinstance(value, (list, tuple))
-        names: dict[int, str] = {}
-        for user in node.users:
-            position = user.args[1] if user.target is operator.getitem else None
-            if not isinstance(position, int):
-                raise TraceError(
-                    f"{node.target} returns a list that is passed on as a list; only its items can "
-                    "be traced: run that part outside of the model"
-                )
-            item = value[position]
-            item_name = names.setdefault(position, _identifier(user.name))
-            if isinstance(item, torch.Tensor):
-                self._arguments[user] = Ref(item_name)
-            else:
-                self._arguments[user] = self.builder.symbol_values.concrete(item)
-        return tuple(
-            self.builder.new_result(names.get(i, f"{name}_{i}_"), item, i)
-            for i, item in enumerate(value)
-            if isinstance(item, torch.Tensor)
-        )
-
-    def _encode_node(self, value: object) -> Argument:
-        if isinstance(value, fx.Node):
-            return self._arguments[value]
-        if isinstance(value, SymbolicNumber):
-            return self.builder.symbol_values.evaluate(value.expression)
-        raise TraceError(
-            f"an operation of the graph has an argument of type {type(value).__name__}, which "
-            "cannot be written as data"
-        )
-
     # -- outputs ----------------------------------------------------------------------------
-
-    def _tensor_name(self, node: fx.Node) -> str:
-        argument = self._arguments[node]
-        assert isinstance(argument, Ref)
-        return argument.name
 
     def _read_outputs(self) -> None:
         tangents = {p.target: p.name for p in self.builder.placeholders if p.kind == "tangent"}
@@ -282,14 +215,9 @@ class JointGraphReader:
             tangent = tangents.get(str(index), "") if info.differentiated[index] else ""
             self.builder.outputs.append(
                 Output(
-                    name=self._tensor_name(node),
+                    name=self.builder.tensor_name(node),
                     differentiable=info.requires_grad[index],
                     tangent=tangent,
                     is_stored=not info.returned[index],
                 )
             )
-
-
-def _identifier(name: str) -> str:
-    """Return a node's name as a trace allows it, without two leading underscores."""
-    return f"n{name}" if name.startswith("__") else name

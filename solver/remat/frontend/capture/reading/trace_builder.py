@@ -1,15 +1,45 @@
-"""`TraceBuilder`: a trace under construction, with its tensors and storages by name."""
+"""`TraceBuilder`: reads fx nodes as the records of a trace, with its tensors and storages by name.
+
+The recorded step of a capture, the joint graph of AOTAutograd and single operations whose costs are
+measured are all read by it. They differ in two parameters: the value of a symbolic size (that of a
+call, or the upper bound), and the storage of a tensor (of its fake tensor, or by schemas).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from typing import Any, TypeAlias
 
 import torch
+from torch import fx
+from torch._ops import OpOverload
 
+from remat.documents.arguments import Argument, Ref
 from remat.documents.records import Gradient, Node, Output, Placeholder, Result, TensorMeta
 from remat.errors import TraceError
-from remat.frontend.capture.symbol_values import SymbolValues
+from remat.frontend.capture.symbol_values import SYMBOLIC_TYPES, SymbolicNumber, SymbolValues
+from remat.frontend.common.aliases import is_getitem
+from remat.frontend.common.operators import argument_from_torch, is_random
+
+OPAQUE_TARGET = "remat.opaque.default"
+"""The target of calls without a schema. There is no rule for it."""
+
+StorageOf: TypeAlias = Callable[[fx.Node, int, torch.Tensor], tuple[Hashable, Any]]
+"""A function that returns the key of the storage of a tensor, and the storage's bytes. It is called
+with the node that returns the tensor, the tensor's position in the returned tuple (or -1), and the
+fake tensor."""
+
+
+def fake_storage(node: fx.Node, position: int, tensor: torch.Tensor) -> tuple[Hashable, Any]:
+    """Return the storage of the fake tensor itself: a `StorageOf`."""
+    storage = tensor.untyped_storage()
+    return storage._cdata, storage.nbytes()
+
+
+def identifier(name: str) -> str:
+    """Return a node's name as a trace allows it, without two leading underscores."""
+    return f"n{name}" if name.startswith("__") else name
 
 
 def check_dense(tensor: torch.Tensor) -> None:
@@ -41,26 +71,135 @@ class TraceBuilder:
     storage_by_name: dict[str, int] = field(default_factory=dict)
     meta_by_name: dict[str, TensorMeta] = field(default_factory=dict)
     existing_storages: set[int] = field(default_factory=set)
-    symbol_values: SymbolValues = field(default_factory=SymbolValues)
-    _index_by_storage: dict[int, int] = field(default_factory=dict)
+    value_of: Callable[[Any], Any] = SymbolValues().concrete
+    """Returns the value of a symbolic number."""
+    storage_of: StorageOf = fake_storage
+    arguments: dict[fx.Node, Argument] = field(default_factory=dict)
+    """The nodes that were read, as arguments of the nodes that follow."""
+    _index_by_storage: dict[Hashable, int] = field(default_factory=dict)
     _meta_by_key: dict[tuple[object, ...], TensorMeta] = field(default_factory=dict)
     """The metadata so far, to be shared: a network has few different ones."""
 
-    def storage_index(self, tensor: torch.Tensor) -> int:
-        """Return the index of a fake tensor's storage; a new index at the first call for it."""
-        storage = tensor.untyped_storage()
-        address = storage._cdata
-        if address not in self._index_by_storage:
-            self._index_by_storage[address] = len(self.storage_bytes)
-            self.storage_bytes.append(self.symbol_values.size(storage.nbytes()))
-        return self._index_by_storage[address]
+    # -- fx nodes ---------------------------------------------------------------------------
+
+    def read_input(self, node: fx.Node, tensor: torch.Tensor, **fields: Any) -> Placeholder:
+        """Add a graph input or a constant with this value."""
+        placeholder = Placeholder(
+            name=identifier(node.name),
+            tensor=self.tensor_meta(tensor),
+            storage=self.storage_index(node, -1, node.meta.get("val", tensor)),
+            **fields,
+        )
+        self.arguments[node] = Ref(placeholder.name)
+        self.placeholders.append(placeholder)
+        self.meta_by_name[placeholder.name] = placeholder.tensor
+        self.storage_by_name[placeholder.name] = placeholder.storage
+        self.existing_storages.add(placeholder.storage)
+        return placeholder
+
+    def read_call(
+        self, node: fx.Node, target: str = "", *, returns: bool = True, **fields: Any
+    ) -> Node:
+        """Return the record of a call, and register its results unless it `returns` nothing new.
+
+        A call without a schema, such as a higher-order operator or a Triton kernel, is opaque: its
+        arguments are the tensors that it reads. Raises `TraceError` for an argument or a result
+        that cannot be written as data.
+        """
+        results = self.read_results(node) if returns else ()
+        if target or isinstance(node.target, OpOverload):
+            args = tuple(argument_from_torch(item, self._encode) for item in node.args)
+            kwargs = {k: argument_from_torch(v, self._encode) for k, v in node.kwargs.items()}
+        else:
+            target, kwargs = OPAQUE_TARGET, {}
+            args = tuple(self.arguments[n] for n in node.all_input_nodes if n in self.arguments)
+        return Node(
+            name=identifier(node.name),
+            target=target or str(node.target),
+            args=args,
+            kwargs=kwargs,
+            results=results,
+            view=self.add_storages(str(node.target), results),
+            random=is_random(node),
+            **fields,
+        )
+
+    def read_results(self, node: fx.Node) -> tuple[Result, ...]:
+        """Register the tensors that a node returns. The items of a tuple have the names of the
+        `getitem` nodes that select them."""
+        value, name = node.meta.get("val"), identifier(node.name)
+        if isinstance(value, torch.Tensor):
+            self.arguments[node] = Ref(name)
+            return (self._new_result(node, name, value, -1),)
+        if not isinstance(value, (list, tuple)):
+            return ()
+        names: dict[int, str] = {}
+        for user in node.users:
+            position = user.args[1] if is_getitem(user) else None
+            if not isinstance(position, int):
+                raise TraceError(
+                    f"{node.target} returns a list that is passed on as a list; only its items can "
+                    "be traced: run that part outside of the model"
+                )
+            item = value[position]
+            item_name = names.setdefault(position, identifier(user.name))
+            is_tensor = isinstance(item, torch.Tensor)
+            self.arguments[user] = Ref(item_name) if is_tensor else self._number(item)
+        return tuple(
+            self._new_result(node, names.get(i, f"{name}_{i}_"), item, i)
+            for i, item in enumerate(value)
+            if isinstance(item, torch.Tensor)
+        )
+
+    def _encode(self, value: object) -> Argument:
+        """Return an argument that is a node, or a number of a symbolic capture."""
+        if not isinstance(value, fx.Node):
+            return self._number(value)
+        if value not in self.arguments:  # single operations are read without what they read
+            item = value.meta.get("val")
+            if isinstance(item, torch.Tensor):
+                self.meta_by_name[identifier(value.name)] = self.tensor_meta(item)
+                self.arguments[value] = Ref(identifier(value.name))
+            else:
+                self.arguments[value] = self._number(item)
+        return self.arguments[value]
+
+    def _number(self, value: Any) -> Argument:
+        if isinstance(value, (*SYMBOLIC_TYPES, SymbolicNumber)):
+            return self.value_of(value)
+        if value is None or isinstance(value, (bool, int, float, complex)):
+            return value
+        raise TraceError(
+            f"an operation of the graph has an argument of type {type(value).__name__}, which "
+            "cannot be written as data"
+        )
+
+    def tensor_name(self, node: fx.Node) -> str:
+        """Return the name of the tensor that a node returns."""
+        argument = self.arguments[node]
+        assert isinstance(argument, Ref)
+        return argument.name
+
+    def size(self, size: int | torch.SymInt) -> int:
+        """Return a size, stride or number of bytes as an int."""
+        return size if type(size) is int else int(self.value_of(size))
+
+    def storage_index(self, node: fx.Node, position: int, tensor: torch.Tensor) -> int:
+        """Return the index of the storage of a tensor that a node returns; a new index at the first
+        call for it."""
+        key, size_bytes = self.storage_of(node, position, tensor)
+        if key not in self._index_by_storage:
+            self._index_by_storage[key] = len(self.storage_bytes)
+            self.storage_bytes.append(self.size(size_bytes))
+        return self._index_by_storage[key]
+
+    # -- records ----------------------------------------------------------------------------
 
     def tensor_meta(self, tensor: torch.Tensor) -> TensorMeta:
         """Return shape, stride, dtype and device of a real or fake tensor."""
         check_dense(tensor)
-        size = self.symbol_values.size
-        shape, stride = tuple(map(size, tensor.shape)), tuple(map(size, tensor.stride()))
-        key = (tensor.dtype, shape, stride, size(tensor.storage_offset()), tensor.device)
+        shape, stride = tuple(map(self.size, tensor.shape)), tuple(map(self.size, tensor.stride()))
+        key = (tensor.dtype, shape, stride, self.size(tensor.storage_offset()), tensor.device)
         if key not in self._meta_by_key:
             self._meta_by_key[key] = TensorMeta(
                 dtype=str(tensor.dtype).removeprefix("torch."),
@@ -71,12 +210,6 @@ class TraceBuilder:
             )
         return self._meta_by_key[key]
 
-    def new_result(self, name: str, tensor: torch.Tensor, position: int = -1) -> Result:
-        """Register a fake tensor that an operation of the joint graph returns. `position` is its
-        index in the returned tuple, or -1."""
-        meta = self.tensor_meta(tensor)
-        return self._register(name, meta, self.storage_index(tensor), position)
-
     def new_dense_result(self, name: str, like: TensorMeta, stride: tuple[int, ...]) -> Result:
         """Register the result of an added operation: shape and dtype of `like`, in a new storage
         that it fills."""
@@ -86,17 +219,14 @@ class TraceBuilder:
         meta = like.model_copy(update={"stride": stride, "offset": 0})
         return self._register(name, meta, len(self.storage_bytes) - 1, -1)
 
+    def _new_result(self, node: fx.Node, name: str, tensor: torch.Tensor, position: int) -> Result:
+        storage = self.storage_index(node, position, tensor)
+        return self._register(name, self.tensor_meta(tensor), storage, position)
+
     def _register(self, name: str, meta: TensorMeta, storage: int, position: int) -> Result:
         self.meta_by_name[name] = meta
         self.storage_by_name[name] = storage
         return Result(name=name, tensor=meta, storage=storage, position=position)
-
-    def add_placeholder(self, placeholder: Placeholder) -> None:
-        """Add a graph input or a constant."""
-        self.placeholders.append(placeholder)
-        self.meta_by_name[placeholder.name] = placeholder.tensor
-        self.storage_by_name[placeholder.name] = placeholder.storage
-        self.existing_storages.add(placeholder.storage)
 
     def add_storages(self, operator: str, results: Sequence[Result]) -> bool:
         """Add the storages of an operation's results; return True if the operation is a view.

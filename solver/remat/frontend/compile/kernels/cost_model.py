@@ -10,6 +10,7 @@ measured, each distinct one once. All measurements are in the cost cache.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cached_property
 from typing import NamedTuple
 
@@ -18,10 +19,10 @@ from torch import fx
 from torch._ops import OpOverload
 
 from remat.costs.trace_costs import OperationCost
-from remat.documents.arguments import Argument, Ref
+from remat.documents.arguments import Ref
 from remat.documents.records import Node, Result, TensorMeta
 from remat.errors import TraceError
-from remat.frontend.common.operators import argument_from_torch
+from remat.frontend.capture.reading.trace_builder import TraceBuilder
 from remat.frontend.compile.fx_utils import (
     TRANSCENDENTAL,
     is_operation,
@@ -30,6 +31,7 @@ from remat.frontend.compile.fx_utils import (
     node_bytes,
     num_elements,
     output_tensors,
+    storage_by_schema,
 )
 from remat.frontend.compile.joint_graph import CompiledJointGraph
 from remat.frontend.compile.kernels.fusion_groups import (
@@ -142,16 +144,13 @@ class KernelCostModel:
     def _extern_costs(self) -> dict[str, OperationCost]:
         """The measured costs of extern kernels by node name: first those of the forward, which may
         be recomputed."""
+        reader = TraceBuilder(value_of=max_size, storage_of=storage_by_schema)
         nodes: list[Node] = []
-        metas: dict[str, TensorMeta] = {}
         for node in self._joint.operations:
             if _may_be_measured(node) and not self._joint.is_generated(node):
-                is_backward = self._joint.is_backward(node)
-                try:
-                    nodes.append(operation_record(node, metas, backward=is_backward))
-                except (TraceError, ValueError):
-                    continue  # an argument or tensor cannot be written as data: costs a copy
-        return self._measure(nodes, metas)
+                with suppress(TraceError, ValueError):  # else the call costs a copy
+                    nodes.append(reader.read_call(node, backward=self._joint.is_backward(node)))
+        return self._measure(nodes, reader.meta_by_name)
 
     @cached_property
     def _workspace_bytes(self) -> dict[fx.Node, int]:
@@ -231,58 +230,3 @@ def _may_be_measured(node: fx.Node) -> bool:
     if not (is_operation(node) and isinstance(target, OpOverload)):
         return False
     return target.namespace in _MEASURABLE_NAMESPACES and not target._schema.is_mutable
-
-
-def operation_record(node: fx.Node, metas: dict[str, TensorMeta], *, backward: bool) -> Node:
-    """Return an fx node as a record of a trace document, and add the metadata of its tensors to
-    `metas`. Raises `TraceError` for an argument that cannot be written as data."""
-
-    def reference(item: object) -> Argument:
-        if not isinstance(item, fx.Node):
-            raise TraceError(f"an argument of type {type(item).__name__} cannot be written as data")
-        value = item.meta.get("val")
-        if isinstance(value, torch.Tensor):
-            metas[_record_name(item)] = _tensor_meta(value)
-            return Ref(_record_name(item))
-        return int(max_size(value)) if isinstance(value, (int, torch.SymInt)) else value  # type: ignore[return-value]
-
-    value = node.meta["val"]
-    if isinstance(value, torch.Tensor):
-        results = [Result(name=_record_name(node), tensor=_tensor_meta(value), storage=0)]
-    else:
-        getitem_names = {u.args[1]: _record_name(u) for u in node.users if len(u.args) == 2}
-        results = [
-            Result(
-                name=getitem_names.get(position, f"{_record_name(node)}_{position}_"),
-                tensor=_tensor_meta(item),
-                storage=position,
-                position=position,
-            )
-            for position, item in enumerate(value)
-            if isinstance(item, torch.Tensor)
-        ]
-    metas.update((result.name, result.tensor) for result in results)
-    return Node(
-        name=_record_name(node),
-        target=str(node.target),
-        args=tuple(argument_from_torch(item, reference) for item in node.args),
-        kwargs={key: argument_from_torch(item, reference) for key, item in node.kwargs.items()},
-        results=tuple(results),
-        backward=backward,
-    )
-
-
-def _record_name(node: fx.Node) -> str:
-    """Return a node's name as documents allow it, without two underscores at the start."""
-    return f"n{node.name}" if node.name.startswith("__") else node.name
-
-
-def _tensor_meta(tensor: torch.Tensor) -> TensorMeta:
-    """Return the metadata of a fake tensor, with symbolic sizes at their maximum."""
-    return TensorMeta(
-        dtype=str(tensor.dtype).removeprefix("torch."),
-        shape=tuple(map(max_size, tensor.shape)),
-        stride=tuple(map(max_size, tensor.stride())),
-        offset=max_size(tensor.storage_offset()),
-        device=str(tensor.device),
-    )
