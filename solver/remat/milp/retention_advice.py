@@ -10,7 +10,6 @@ implies does not fit (`RetentionAdvisor.advice_from_more_cuts`).
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 
 from remat.errors import GraphError
@@ -18,6 +17,7 @@ from remat.graph import Graph
 from remat.heuristics.eviction import EvictionAdvice
 from remat.milp import checkpoint_cuts
 from remat.milp.checkpoint_cuts import CheckpointCuts
+from remat.progress import Clock
 from remat.schedule import Schedule, missing_operations
 from remat.simulate import simulate
 
@@ -38,7 +38,7 @@ class RetentionAdvisor:
     """Advice for eviction, and a lower bound for one budget, computed on demand.
 
     `bound_s` holds for every schedule of the order and rises as advice is computed. `gap` is the
-    relative gap of the integer programs. Everything ends at `deadline` (of `time.monotonic`).
+    relative gap of the integer programs. Everything ends with `clock`.
     """
 
     def __init__(
@@ -47,13 +47,13 @@ class RetentionAdvisor:
         budget_bytes: int,
         *,
         gap: float,
-        deadline: float,
+        clock: Clock,
         stop: Callable[[], bool],
     ) -> None:
         self._graph = graph
         self._budget_bytes = budget_bytes
         self._gap = gap
-        self._deadline = deadline
+        self._clock = clock
         self._stop = stop
         during_bytes = simulate(graph, Schedule.keep_all(graph)).during_bytes
         self._range_bytes = max(during_bytes, default=0) - graph.constant_bytes
@@ -76,7 +76,7 @@ class RetentionAdvisor:
         best = self._single_cuts[:_BEST_CUTS]
         for cut in best[:1]:
             yield _eviction_advice(cut)
-            remaining_s = self._deadline - time.monotonic()
+            remaining_s = self._clock.remaining_s
             limit_s = min(_INTEGER_TIME_LIMIT_S, _INTEGER_TIME_SHARE * remaining_s)
             integral = self._solve_integral(cut.operations, limit_s, None, self._stop)
             if integral is not None:
@@ -118,7 +118,7 @@ class RetentionAdvisor:
         stop: Callable[[], bool],
     ) -> CheckpointCuts | None:
         """Solve the integer program at these cuts; record its bound and its implied schedule."""
-        limit_s = min(time_limit, self._deadline - time.monotonic())
+        limit_s = min(time_limit, self._clock.remaining_s)
         if limit_s <= 0 or stop():
             return None
         cuts = checkpoint_cuts.solve_integral(

@@ -3,8 +3,6 @@ cases."""
 
 from __future__ import annotations
 
-import time
-
 import hypothesis
 import pytest
 from hypothesis import HealthCheck, settings
@@ -18,6 +16,7 @@ from remat.heuristics.eviction import evict
 from remat.milp import checkpoint_cuts
 from remat.milp.checkpoint_cuts import CheckpointCuts
 from remat.milp.retention_advice import RetentionAdvisor, implied_schedule
+from remat.progress import Clock
 from remat.schedule import Schedule
 from remat.simulate import simulate
 from remat.solve import solve
@@ -40,8 +39,7 @@ def integral(graph: Graph, budget: int, operations: list[int]) -> CheckpointCuts
 
 
 def advisor(graph: Graph, budget: int) -> RetentionAdvisor:
-    deadline = time.monotonic() + 60
-    return RetentionAdvisor(graph, budget, gap=0.0, deadline=deadline, stop=lambda: False)
+    return RetentionAdvisor(graph, budget, gap=0.0, clock=Clock.of(60.0), stop=lambda: False)
 
 
 def budgets(graph: Graph) -> st.SearchStrategy[int]:

@@ -26,7 +26,7 @@ def relax(state: SearchState, clock: Clock) -> None:
         state.task.graph,
         budget_bytes,
         gap=state.options.gap,
-        deadline=state.clock.deadline,
+        clock=state.clock,
         stop=clock.is_set,
     )
 
