@@ -24,9 +24,9 @@ from remat.documents.trace import Trace
 from remat.graph import Graph
 from remat.heuristics import local_search
 from remat.milp import model
+from remat.milp.backends import start_values
 from remat.milp.slots import Slots
 from remat.milp.solvers.highs import load_program
-from remat.milp.warm_start import start_values
 from remat.schedule import Schedule
 from remat.simulate import peak_and_time
 from remat.strategies import Auto

@@ -33,8 +33,7 @@ from remat.plan import Plan
 from remat.plan_data import HOST_BYTES_STAT
 from remat.strategies.base import Strategy
 from remat.strategies.baselines.chen import ChenSqrt
-from remat.strategies.baselines.knapsack import Knapsack
-from remat.strategies.baselines.selective import Selective
+from remat.strategies.baselines.saved_values import Knapsack, Selective
 from remat.strategies.baselines.uniform import EveryK, PerBlock
 
 STRATEGIES: dict[str, Strategy] = dict(

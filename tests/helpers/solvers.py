@@ -12,7 +12,7 @@ import pulp
 import pytest
 
 from remat.errors import SolverError
-from remat.milp.solvers import pulp_versions
+from remat.milp.solvers import pulp_solvers
 from remat.milp.solvers.pulp_solvers import require_solver
 
 
@@ -55,8 +55,8 @@ def small() -> pulp.LpProblem:
     c = problem.add_variable("c", None, 4)
     b = problem.add_variable("b", 0)
     a = problem.add_variable("a", 0, 9, pulp.LpInteger)
-    problem.setObjective(pulp_versions.expression({b: 2.0, a: 3.0}, 5.0))
-    pulp_versions.add_rows(
+    problem.setObjective(pulp_solvers.expression({b: 2.0, a: 3.0}, 5.0))
+    pulp_solvers.add_rows(
         problem,
         [
             ("sum", {b: 1.0, a: 1.0}, pulp.LpConstraintGE, 2.5),

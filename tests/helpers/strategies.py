@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from remat.strategies import Strategy
 from remat.strategies.baselines.chen import ChenGreedy
-from remat.strategies.baselines.rotor import Rotor
 from remat.strategies.baselines.uniform import EveryK
+from remat.strategies.published.chain_checkpoints import Rotor
 from remat.strategies.registry import COMPARED_AS, STRATEGIES
 
 VARIANTS: dict[str, tuple[Strategy, ...]] = {

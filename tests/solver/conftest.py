@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from remat.strategies.search.steps import eviction
+from remat.strategies.search import eviction
 
 
 @pytest.fixture(scope="module")

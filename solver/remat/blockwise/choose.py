@@ -28,9 +28,9 @@ from remat.blockwise.block_step import BlockStep, CallVariant, StepOutcome, host
 from remat.errors import InfeasibleBudget
 from remat.limits.budget import missing_percent_sign_hint
 from remat.limits.units import format_bytes
-from remat.milp.solvers import pulp_versions
+from remat.milp.solvers import pulp_solvers
 from remat.milp.solvers.highs import HighsSolver
-from remat.milp.solvers.pulp_versions import expression
+from remat.milp.solvers.pulp_solvers import expression
 
 _GAP = 1e-3
 _TIME_LIMIT_S = 10.0
@@ -256,7 +256,7 @@ class _ChoiceProgram:
         self._add_memory_rows(budget_bytes)
         self._add_host_row()
         costs |= dict.fromkeys(self._waiting_variables(), 1.0)
-        pulp_versions.add_rows(self._problem, self._rows)
+        pulp_solvers.add_rows(self._problem, self._rows)
         objective = {self._peak: 1.0} if budget_bytes is None else costs
         self._problem.setObjective(expression(objective))
 
@@ -371,7 +371,7 @@ class _ChoiceProgram:
     def solve(self, threads: int) -> tuple[CallVariant, ...] | None:
         """Return the variants that the solver selects; None if it finds none in time."""
         solver = HighsSolver(gap=_GAP, time_limit=_TIME_LIMIT_S, threads=threads)
-        result = solver.solve(pulp_versions.read_arrays(self._problem))
+        result = solver.solve(pulp_solvers.read_arrays(self._problem))
         self.bound_s = (result.bound or 0.0) * self._unit_s
         if result.objective is None:
             return None
@@ -427,9 +427,9 @@ def _best_selection(candidates: Sequence[SaveCandidate], limit_bytes: float) -> 
         for other in candidate.excludes:
             terms = {is_saved[index]: 1.0, is_saved[other]: 1.0}
             rows.append((f"without{index}_{other}", terms, pulp.LpConstraintLE, 1.0))
-    pulp_versions.add_rows(problem, rows)
+    pulp_solvers.add_rows(problem, rows)
     pairs = zip(is_saved, candidates, strict=True)
     problem.setObjective(expression({x: -c.time_s / unit_s for x, c in pairs}))
     solver = HighsSolver(gap=_GAP, time_limit=_SELECTION_TIME_LIMIT_S, threads=2)
-    solver.solve(pulp_versions.read_arrays(problem))
+    solver.solve(pulp_solvers.read_arrays(problem))
     return frozenset(index for index, x in enumerate(is_saved) if (x.varValue or 0.0) > 0.5)

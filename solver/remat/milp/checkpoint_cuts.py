@@ -37,8 +37,7 @@ from itertools import pairwise
 from remat.errors import SolverError
 from remat.graph import Graph
 from remat.milp.solvers.highs import HighsSolver
-from remat.milp.solvers.outcome import SolverOutcome
-from remat.milp.solvers.program_arrays import ArrayProgram, Column, ProgramArrays
+from remat.milp.solvers.program_arrays import ArrayProgram, Column, ProgramArrays, SolverOutcome
 from remat.schedule import Schedule
 from remat.simulate import simulate
 

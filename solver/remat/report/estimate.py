@@ -17,7 +17,7 @@ from remat.report.eager_step import eager_graph, value_of_storage, with_eager_ma
 from remat.report.tables import align_columns, fold_layer_numbers, largest_rows
 from remat.schedule import Schedule
 from remat.simulate import simulate
-from remat.strategies.search.steps.baselines import quick_baseline_schedules
+from remat.strategies.baselines.quick import quick_baseline_schedules
 
 _MAX_ROWS = 12
 

@@ -15,24 +15,31 @@ A strategy is a frozen dataclass whose fields are its options; pass it to `remat
 - `CheckmateMilp`, `LpRounding`: Checkmate as published (Jain et al., MLSys 2020).
 
 A strategy of your own has a `name` and a method `run` from a `Task` to a `Solution`: see
-`Strategy`. Modules: `base` and `option_types` define these types, `auto` and `exact` the two
-strategies that `search` implements, `baselines` the others, `infeasible` the error of both;
-`registry` has them by name.
+`Strategy`. Modules: `base` and `option_types` define these types, `auto` the two strategies that
+`search` implements, with `orders` for graphs that are no training step, `baselines` those that a
+search starts from, `published` the others; `registry` has them by name.
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING
+
 from remat.solution import Solution
-from remat.strategies.auto import Auto
+from remat.strategies.auto import Auto, Exact
 from remat.strategies.base import Strategy, Task
-from remat.strategies.baselines.articulation import ArticulationPoints
-from remat.strategies.baselines.checkmate import CheckmateMilp
-from remat.strategies.baselines.chen import ChenGreedy, ChenSqrt
-from remat.strategies.baselines.knapsack import Knapsack
-from remat.strategies.baselines.lp_rounding import LpRounding
-from remat.strategies.baselines.revolve import Revolve
-from remat.strategies.baselines.rotor import Rotor
-from remat.strategies.baselines.selective import Selective
+from remat.strategies.baselines.chen import ArticulationPoints, ChenGreedy, ChenSqrt
+from remat.strategies.baselines.saved_values import Knapsack, Selective
 from remat.strategies.baselines.uniform import EveryK, KeepAll, PerBlock, RecomputeAll
-from remat.strategies.exact import Exact
+
+if TYPE_CHECKING:
+    from remat.strategies.published.chain_checkpoints import Revolve, Rotor
+    from remat.strategies.published.checkmate import CheckmateMilp, LpRounding
+
+_PUBLISHED = {
+    "CheckmateMilp": "checkmate",
+    "LpRounding": "checkmate",
+    "Revolve": "chain_checkpoints",
+    "Rotor": "chain_checkpoints",
+}
 
 __all__ = [
     "ArticulationPoints",
@@ -54,3 +61,9 @@ __all__ = [
     "Strategy",
     "Task",
 ]
+
+
+def __getattr__(name: str) -> object:
+    if name in _PUBLISHED:
+        return getattr(import_module(f"remat.strategies.published.{_PUBLISHED[name]}"), name)
+    raise AttributeError(f"module 'remat.strategies' has no attribute {name!r}")

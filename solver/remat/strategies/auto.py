@@ -1,5 +1,4 @@
-"""`Auto`, the default strategy: a list of steps, over complete slots if they are few, and over
-slots before idle reads otherwise."""
+"""`Auto`, the default strategy, and `Exact`, for small graphs: lists of steps over slots."""
 
 from __future__ import annotations
 
@@ -17,10 +16,8 @@ from remat.solution import Solution
 from remat.strategies.base import Task
 from remat.strategies.option_types import MilpOptions, Seconds, Share, between
 from remat.strategies.search import pipeline
-from remat.strategies.search.pipeline import Pipeline
-from remat.strategies.search.search import search
+from remat.strategies.search.pipeline import Pipeline, search
 from remat.strategies.search.state import SearchState
-from remat.strategies.search.steps import order_search
 
 _GROUP_SPAN = 100
 """Slots of one operation that are further apart than this many operations form no group. One group
@@ -86,7 +83,7 @@ class Auto(MilpOptions):
         if task.start is None:
             require_solver(self.solver)
 
-        def solve(task: Task, time_limit: float) -> Solution:
+        def search_in_order(task: Task, time_limit: float) -> Solution:
             timed = replace(self, time_limit=time_limit)
             small_values_share = (
                 0.0 if self._is_complete(task.graph) else _SMALL_VALUES_SHARE * self.gap
@@ -96,21 +93,23 @@ class Auto(MilpOptions):
                 self.steps(task.graph),
             )
 
-        searches_orders = self.order == "on" or (
-            self.order == "auto" and order_search.may_reorder(task.graph)
-        )
-        if not searches_orders:
-            return solve(task, self.time_limit)
+        if self.order == "off" or (self.order == "auto" and not may_reorder(task.graph)):
+            return search_in_order(task, self.time_limit)
+        from remat.strategies import orders  # at the rim: no training step needs it
+
         in_any_order = (
-            order_search.minimize_peak_in_any_order
+            orders.minimize_peak_in_any_order
             if task.budget_bytes is None
-            else order_search.minimize_cost_in_any_order
+            else orders.minimize_cost_in_any_order
         )
-        return in_any_order(task, solve, time_limit=self.time_limit, seed=self.seed)
+        return in_any_order(task, search_in_order, time_limit=self.time_limit, seed=self.seed)
 
     def steps(self, graph: Graph) -> Pipeline:
         """Return the steps that solve this graph."""
-        return pipeline.auto_pipeline(graph, has_complete_slots=self._is_complete(graph))
+        annealing = None
+        if may_reorder(graph):
+            from remat.strategies.orders import ANNEALING as annealing
+        return pipeline.auto_pipeline(graph, annealing, has_complete_slots=self._is_complete(graph))
 
     def _is_complete(self, graph: Graph) -> bool:
         return slots.complete_slot_count(graph) <= self.complete_slots
@@ -135,3 +134,33 @@ class Auto(MilpOptions):
             if slot_set.optional_count <= self.near_slots:
                 return slot_set
         return build(stride=coarseness * _STRIDES[-1])
+
+
+def may_reorder(graph: Graph) -> bool:
+    """True if the order is likely to matter. In a training step it is nearly forced, and where
+    values are renewed it is fixed."""
+    is_training_step = graph.boundary is not None or any(o.backward for o in graph.operations)
+    return not is_training_step and not graph.renewal
+
+
+@dataclass(frozen=True)
+class Exact(MilpOptions):
+    """Solves Checkmate's space: any earlier operation may be recomputed before any later one.
+
+    Its bound holds for every schedule of the order (`bound_scope` is "order"). The number of
+    binaries grows with the square of the number of operations: beyond 150 or so, use `Auto`.
+    """
+
+    name = "exact"
+
+    def run(self, task: Task) -> Solution:
+        """Return the cheapest schedule within the budget, or the one with the smallest peak. Raises
+        `SolverError` if the solver is missing and there is no schedule to start from."""
+        if task.start is None:
+            require_solver(self.solver)
+        state = SearchState(
+            task,
+            self,
+            lambda graph, _, affordable_s, __: slots.build_complete_slots(graph, affordable_s),
+        )
+        return search(state, pipeline.exact_pipeline())

@@ -9,19 +9,14 @@ from typing import Any, cast
 
 from pydantic import ValidationError
 
-from remat.strategies.auto import Auto
+from remat.strategies.auto import Auto, Exact
 from remat.strategies.base import Strategy
-from remat.strategies.baselines.articulation import ArticulationPoints
-from remat.strategies.baselines.checkmate import CheckmateMilp
-from remat.strategies.baselines.chen import ChenGreedy, ChenSqrt
-from remat.strategies.baselines.knapsack import Knapsack
-from remat.strategies.baselines.lp_rounding import LpRounding
-from remat.strategies.baselines.revolve import Revolve
-from remat.strategies.baselines.rotor import Rotor
-from remat.strategies.baselines.selective import Selective
+from remat.strategies.baselines.chen import ArticulationPoints, ChenGreedy, ChenSqrt
+from remat.strategies.baselines.saved_values import Knapsack, Selective
 from remat.strategies.baselines.uniform import EveryK, KeepAll, PerBlock, RecomputeAll
-from remat.strategies.exact import Exact
 from remat.strategies.option_types import option_error, options_schema
+from remat.strategies.published.chain_checkpoints import Revolve, Rotor
+from remat.strategies.published.checkmate import CheckmateMilp, LpRounding
 
 STRATEGIES: dict[str, type[Any]] = {
     "auto": Auto,

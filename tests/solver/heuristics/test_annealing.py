@@ -36,14 +36,12 @@ from remat.heuristics.annealing.moves import (
     swap,
     transpose,
 )
-from remat.heuristics.annealing.placement import next_reader_of_idle
-from remat.heuristics.annealing.schedule_profile import ScheduleProfile
+from remat.heuristics.annealing.schedule_profile import ScheduleProfile, next_reader_of_idle
 from remat.heuristics.peak_bounds import peak_lower_bound_bytes
 from remat.schedule import Schedule
 from remat.simulate import peak_and_time, simulate
 from remat.strategies import Task
-from remat.strategies.auto import Auto
-from remat.strategies.exact import Exact
+from remat.strategies.auto import Auto, Exact
 
 MOVES = (relocate, transpose, block, repeat, repeat, retire, exchange, shift, relieve, swap)
 

@@ -20,13 +20,12 @@ from remat.errors import SolverError, SolverWarning
 from remat.graph import Graph
 from remat.heuristics import local_search as incumbent
 from remat.milp import backends, model, slots
-from remat.milp.backends import SolverOutcome, SolverRun
+from remat.milp.backends import SolverOutcome, SolverRun, is_solution, start_values
 from remat.milp.solvers import availability as backend_facts
 from remat.milp.solvers import pulp_solvers
 from remat.milp.solvers.availability import BackendStatus, usable_backends
 from remat.milp.solvers.highs import HighsSolver
-from remat.milp.solvers.pulp_versions import IS_PULP_4
-from remat.milp.warm_start import is_solution, start_values
+from remat.milp.solvers.pulp_solvers import IS_PULP_4
 from remat.plan import Plan, Status
 from remat.progress import Clock, Progress
 from remat.schedule import Schedule

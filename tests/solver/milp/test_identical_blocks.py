@@ -13,15 +13,19 @@ from tests.helpers.graphs import chain, small_graphs
 
 from remat.graph import Graph, Operation, Value
 from remat.milp import model, slots
-from remat.milp.identical_blocks import IdenticalBlocks, find_identical_blocks, merge_neighbours
-from remat.milp.shared_decisions import SharedDecisions
+from remat.milp.identical_blocks import (
+    IdenticalBlocks,
+    SharedDecisions,
+    find_identical_blocks,
+    merge_neighbours,
+)
 from remat.progress import Clock
 from remat.schedule import Schedule
 from remat.simulate import peak_and_time, simulate
 from remat.solve import solve
 from remat.strategies import Auto, PerBlock, Task
+from remat.strategies.search import block_programs
 from remat.strategies.search.runner import MilpRunner
-from remat.strategies.search.steps import identical_blocks
 
 LAWS = settings(
     derandomize=True,
@@ -125,7 +129,7 @@ def test_graphs_without_repeats_have_none() -> None:
     uneven_layers = tuple(replace(o, cost_s=o.cost_s + i) for i, o in enumerate(graph.operations))
     assert find_identical_blocks(replace(graph, operations=uneven_layers), 8) is None
     assert find_identical_blocks(graph, 21) is None
-    assert identical_blocks.find_repeated_blocks(graph) is None, "too small to be worth it"
+    assert block_programs.find_repeated_blocks(graph) is None, "too small to be worth it"
 
 
 @LAWS
@@ -206,7 +210,7 @@ def test_a_tied_program_is_no_worse_than_checkpointing_each_block() -> None:
     graph, identical = blocks(24)
     per_block = PerBlock().run(Task(graph)).schedule
     peak_bytes, time_s = peak_and_time(graph, per_block)
-    schedule = identical_blocks.identical_blocks_schedule(
+    schedule = block_programs.identical_blocks_schedule(
         programs(graph), identical, peak_bytes, Clock.of(2.0), lambda _: False
     )
     assert schedule is not None
@@ -221,7 +225,7 @@ def test_a_tied_program_obeys_cancellation_and_its_time_limit() -> None:
     cancel.set()
     for clock in (Clock.of(60.0, cancel), Clock.of(0.0)):
         run = programs(graph)
-        identical_blocks.identical_blocks_schedule(
+        block_programs.identical_blocks_schedule(
             run, identical, budget_bytes, clock, lambda _: False
         )
         assert run.stats["rows"] == 0, "no program was run"
@@ -235,7 +239,7 @@ def test_auto_is_no_worse_with_identical_blocks(
     auto = Auto(time_limit=5.0, gap=0.002, complete_slots=100)
     budget_bytes = budget_of(graph, share)
     without = solve(graph, budget_bytes, auto)
-    monkeypatch.setattr(identical_blocks, "_MIN_OPERATIONS", 10)
+    monkeypatch.setattr(block_programs, "_MIN_OPERATIONS", 10)
     with_blocks = solve(graph, budget_bytes, auto)
     assert with_blocks.peak_bytes <= budget_bytes
     # Both may end at the time limit, on a slow machine.

@@ -8,7 +8,7 @@ from dataclasses import fields
 import numpy as np
 import pulp
 
-from remat.milp.solvers import pulp_versions
+from remat.milp.solvers import pulp_solvers
 from remat.milp.solvers.highs import HighsSolver
 from remat.milp.solvers.program_arrays import ArrayProgram, Column, ProgramArrays
 
@@ -35,13 +35,13 @@ def written_with_pulp() -> ProgramArrays:
     x = problem.add_variable("x", 0, 1, "Integer")
     wait = problem.add_variable("wait", 0)
     a = problem.add_variable("a", 1, 1)
-    problem.setObjective(pulp_versions.expression({wait: 3.0, x: 1.0}, 10.0))
+    problem.setObjective(pulp_solvers.expression({wait: 3.0, x: 1.0}, 10.0))
     rows = [
         ("first", {x: 2.0, wait: 1.0}, pulp.LpConstraintGE, 1.5),
         ("second", {a: -1.0, x: -1.0}, pulp.LpConstraintGE, -1.0),
     ]
-    pulp_versions.add_rows(problem, rows)
-    return pulp_versions.read_arrays(problem)
+    pulp_solvers.add_rows(problem, rows)
+    return pulp_solvers.read_arrays(problem)
 
 
 def test_arrays_are_those_of_pulp() -> None:

@@ -14,18 +14,18 @@ from tests.helpers.graphs import chain, uneven_layers
 from tests.helpers.solvers import needs_cbc, small
 
 from remat.graph import Graph, Operation, Value
-from remat.milp import backends, builder, model, slots
-from remat.milp.solvers import pulp_solvers, pulp_versions
+from remat.milp import backends, model, slots
+from remat.milp.solvers import pulp_solvers
 from remat.milp.solvers.highs import HighsSolver
-from remat.milp.solvers.outcome import SolverOutcome
-from remat.milp.solvers.pulp_versions import ProgramArrays
-from remat.strategies.baselines.checkmate import CheckmateModel
+from remat.milp.solvers.program_arrays import SolverOutcome
+from remat.milp.solvers.pulp_solvers import ProgramArrays
+from remat.strategies.published.checkmate import CheckmateModel
 
 BUDGET = 2_400
 
 
 def test_a_problem_is_read_as_arrays() -> None:
-    program = pulp_versions.read_arrays(small())
+    program = pulp_solvers.read_arrays(small())
     assert [v.name for v in program.variables] == ["a", "b", "c"], "sorted by name"
     assert program.costs.tolist() == [3, 2, 0]
     assert program.offset == 5
@@ -44,9 +44,9 @@ def test_a_problem_is_read_as_arrays() -> None:
 
 def test_a_bound_set_later_is_read() -> None:
     problem = small()
-    program = pulp_versions.read_arrays(problem)
+    program = pulp_solvers.read_arrays(problem)
     program.variables[0].lowBound = 2
-    assert pulp_versions.read_arrays(problem).lower.tolist()[0] == 2
+    assert pulp_solvers.read_arrays(problem).lower.tolist()[0] == 2
 
 
 def cbc() -> pulp.LpSolver:
@@ -63,19 +63,19 @@ def cbc() -> pulp.LpSolver:
 )
 def test_pulps_solver_classes_report_their_status(solver: Callable[[], pulp.LpSolver]) -> None:
     problem = small()
-    ended = pulp_versions.solve(problem, solver())
+    ended = pulp_solvers.solve(problem, solver())
     assert ended.outcome is SolverOutcome.OPTIMAL
     assert ended.message in ("Optimal", "GapLimit")
-    values = [v.varValue for v in pulp_versions.read_arrays(problem).variables]
+    values = [v.varValue for v in pulp_solvers.read_arrays(problem).variables]
     assert values == pytest.approx([1, 1.5, 1])
-    pulp_versions.add_rows(
+    pulp_solvers.add_rows(
         problem, [("no", dict.fromkeys(problem.variables(), 1.0), pulp.LpConstraintLE, -9.0)]
     )
-    assert pulp_versions.solve(problem, solver()).outcome is SolverOutcome.INFEASIBLE
+    assert pulp_solvers.solve(problem, solver()).outcome is SolverOutcome.INFEASIBLE
 
 
 def test_highs_solves_the_program_and_its_relaxation() -> None:
-    program = pulp_versions.read_arrays(small())
+    program = pulp_solvers.read_arrays(small())
     highs = HighsSolver(gap=0.0, time_limit=10.0, threads=1)
     answer = highs.solve(program)
     assert (answer.outcome, answer.objective) == (SolverOutcome.OPTIMAL, pytest.approx(11))
@@ -90,7 +90,7 @@ def test_a_program_without_columns_is_solved() -> None:
     assert program.columns == 0
     answer = backends.run(program, gap=0.0, time_limit=10.0)
     assert answer.outcome is SolverOutcome.OPTIMAL
-    assert answer.objective == answer.bound == builder.COST_SCALE
+    assert answer.objective == answer.bound == model.COST_SCALE
     assert answer.schedule is not None
     assert answer.schedule.runs == (0,)
 
@@ -116,7 +116,7 @@ def test_every_version_of_pulp_builds_the_same_programs() -> None:
         "near slots": model.build(graph, offered, BUDGET).arrays,
         "complete slots": model.build(chain(5), slots.build_complete_slots(chain(5)), 5).arrays,
         "least peak": model.build(chain(5), slots.build_complete_slots(chain(5)), None).arrays,
-        "published": pulp_versions.read_arrays(CheckmateModel(chain(3), 5).problem),
+        "published": pulp_solvers.read_arrays(CheckmateModel(chain(3), 5).problem),
     }
     digests = {name: digest(program) for name, program in programs.items()}
     assert digests == DIGESTS, f"with PuLP {metadata.version('pulp')}"

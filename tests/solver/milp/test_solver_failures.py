@@ -28,11 +28,19 @@ from remat.progress import Progress
 from remat.schedule import Schedule
 from remat.simulate import peak_and_time, simulate
 from remat.solve import solve, sweep
-from remat.strategies import Auto, CheckmateMilp, Exact, LpRounding, Solution, Strategy, Task, auto
-from remat.strategies.search.pipeline import Pipeline
-from remat.strategies.search.search import search
+from remat.strategies import (
+    Auto,
+    CheckmateMilp,
+    Exact,
+    LpRounding,
+    Solution,
+    Strategy,
+    Task,
+    auto,
+    orders,
+)
+from remat.strategies.search.pipeline import Pipeline, search
 from remat.strategies.search.state import SearchState
-from remat.strategies.search.steps import order_search
 
 pytestmark = pytest.mark.usefixtures("short_eviction")
 
@@ -222,8 +230,8 @@ def test_a_solver_missing_from_the_start_is_an_error_at_once(
     def too_late(*_: object, **__: object) -> Schedule:
         raise AssertionError("it has searched before it has looked for the solver")
 
-    monkeypatch.setattr(order_search, "anneal_schedule", too_late)
-    monkeypatch.setattr(order_search, "small_peak_order", too_late)
+    monkeypatch.setattr(orders, "anneal_schedule", too_late)
+    monkeypatch.setattr(orders, "small_peak_order", too_late)
     for budget in ("100%", "60%", "min"):
         for strategy in (Exact(solver="MIPCL_CMD"), Auto(solver="MIPCL_CMD", order="on")):
             with pytest.raises(SolverError, match="not available here"):

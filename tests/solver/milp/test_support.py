@@ -17,16 +17,13 @@ from remat.graph import Graph, Operation, Value
 from remat.heuristics.local_search import smallest_peak_schedule
 from remat.heuristics.polish import prune
 from remat.milp import slots
-from remat.milp.relaxation_support import relaxation_support
-from remat.milp.small_values import reserve_small_values
 from remat.progress import Clock
 from remat.schedule import Schedule
 from remat.simulate import peak_and_time, simulate
 from remat.strategies.base import Task
+from remat.strategies.search.eviction import evict_for_cost, relax, reserve_small_values
+from remat.strategies.search.slot_programs import relaxation_support, solve_relaxation_support
 from remat.strategies.search.state import SearchState
-from remat.strategies.search.steps.checkpoint_cuts import relax
-from remat.strategies.search.steps.eviction import evict_for_cost
-from remat.strategies.search.steps.slot_programs import solve_relaxation_support
 
 LAWS = settings(
     max_examples=40,

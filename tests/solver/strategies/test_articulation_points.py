@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tests.helpers.graphs import small_graphs, training_graphs
 
 from remat.graph import Graph
-from remat.strategies.baselines.articulation import articulation_points
+from remat.strategies.baselines.chen import articulation_points
 from remat.strategies.baselines.schedule_builder import segmented_count
 
 

@@ -25,20 +25,16 @@ from remat.schedule import Schedule
 from remat.simulate import simulate
 from remat.solve import solve
 from remat.strategies import Auto, Exact, Strategy, Task
-from remat.strategies.baselines.articulation import ArticulationPoints, articulation_points
-from remat.strategies.baselines.checkmate import CheckmateMilp
-from remat.strategies.baselines.chen import ChenSqrt
-from remat.strategies.baselines.knapsack import Knapsack
-from remat.strategies.baselines.lp_rounding import LpRounding
+from remat.strategies.baselines.chen import ArticulationPoints, ChenSqrt, articulation_points
 from remat.strategies.baselines.module_blocks import find_blocks
-from remat.strategies.baselines.revolve import Revolve
-from remat.strategies.baselines.rotor import Rotor
+from remat.strategies.baselines.saved_values import Knapsack, Selective
 from remat.strategies.baselines.schedule_builder import (
     checkpoint_segments,
     eager_backward_order,
 )
-from remat.strategies.baselines.selective import Selective
 from remat.strategies.baselines.uniform import PerBlock
+from remat.strategies.published.chain_checkpoints import Revolve, Rotor
+from remat.strategies.published.checkmate import CheckmateMilp, LpRounding
 
 pytestmark = pytest.mark.usefixtures("short_eviction")
 

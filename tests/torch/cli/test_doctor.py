@@ -18,7 +18,7 @@ import remat
 from remat.commands import diagnosis as doctor
 from remat.commands.diagnosis import Check, Requirement, run_checks
 from remat.frontend.costs.cost_cache import CostCache, MeasuredCost, default_cache_path
-from remat.milp.solvers.pulp_versions import IS_PULP_4
+from remat.milp.solvers.pulp_solvers import IS_PULP_4
 
 
 @pytest.fixture(scope="module")

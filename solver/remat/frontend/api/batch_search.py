@@ -32,7 +32,7 @@ from remat.schedule import Schedule
 from remat.simulate import simulate
 from remat.solve import solve
 from remat.strategies import Strategy
-from remat.strategies.search.steps.baselines import quick_baseline_schedules
+from remat.strategies.baselines.quick import quick_baseline_schedules
 
 _MAX_GROWTH = 8
 """Largest factor between a guessed batch and the batches before it. `model_fn` allocates real

@@ -9,11 +9,11 @@
 Nothing here looks at a clock: work is counted in moves, and `stop` is called between them.
 """
 
-from remat.heuristics.annealing.peak_order import small_peak_order
-from remat.heuristics.annealing.reorder import (
+from remat.heuristics.annealing.orders import (
     first_run_order,
     reindex_schedule,
     reorder_graph,
+    small_peak_order,
     with_fixed_order,
     with_order_constraints,
 )

@@ -18,8 +18,10 @@ from dataclasses import dataclass
 from random import Random
 
 from remat.graph import Graph
-from remat.heuristics.annealing.anneal import CoolingSchedule, MoveMix, anneal
 from remat.heuristics.annealing.moves import (
+    CoolingSchedule,
+    MoveMix,
+    anneal,
     block,
     exchange,
     relieve,
@@ -30,7 +32,7 @@ from remat.heuristics.annealing.moves import (
     swap,
     transpose,
 )
-from remat.heuristics.annealing.reorder import (
+from remat.heuristics.annealing.orders import (
     first_run_order,
     reorder_graph,
     with_fixed_order,

@@ -16,8 +16,7 @@ import numpy as np
 import pulp
 
 from remat.errors import SolverError
-from remat.milp.solvers.outcome import SolverOutcome, SolverRun
-from remat.milp.solvers.program_arrays import ProgramArrays, Variable
+from remat.milp.solvers.program_arrays import ProgramArrays, SolverOutcome, SolverRun, Variable
 
 BoundsCallback = Callable[[float | None, float | None], None]
 """Function (incumbent objective, dual bound) that is called during a run; None for what is unknown.

@@ -7,11 +7,14 @@ that programs which are solved many times are written with `ArrayProgram`.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from typing import Any
 
 import numpy as np
 import pulp
 from numpy.typing import NDArray
+
+from remat.schedule import Schedule
 
 
 @dataclass(eq=False, slots=True)
@@ -114,3 +117,29 @@ class ArrayProgram:
             senses=np.full(len(self._rows), pulp.LpConstraintGE, dtype=np.int8),
             rhs=np.array([at_least for _, at_least in self._rows], dtype=np.float64),
         )
+
+
+class SolverOutcome(Enum):
+    """How a solver run ended."""
+
+    OPTIMAL = "within the requested gap"
+    FEASIBLE = "stopped early with a solution"
+    INFEASIBLE = "proved that there is no solution over these slots"
+    UNKNOWN = "stopped early without a solution"
+
+
+@dataclass(frozen=True, slots=True)
+class SolverRun:
+    """A solver's answer.
+
+    `objective` and `bound` are in the program's units, None where unknown. `schedule` is the
+    solution as a schedule, where the program has one.
+    """
+
+    outcome: SolverOutcome
+    schedule: Schedule | None
+    objective: float | None
+    bound: float | None
+    nodes: int
+    seconds: float
+    message: str

@@ -1,1 +1,1 @@
-"""Published algorithms to compare with."""
+"""Strategies that a search starts from, and to compare with."""

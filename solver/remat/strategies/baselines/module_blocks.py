@@ -1,4 +1,5 @@
-"""The repeated blocks of a network, from the module paths of its operations.
+"""Where the forward pass of a network may be cut: between the repeated blocks of its modules, or
+where a single value crosses.
 
 A *container* is a path whose children are numbered: `transformer.h` with `transformer.h.0`,
 `transformer.h.1`. Containers count if they are outermost and take a relevant share of the forward
@@ -6,6 +7,10 @@ time; each numbered child is a block. A child that is itself only a list of simi
 stage, `encoder.stages.2` with `encoder.stages.2.layers.5`) is replaced by them. A Transformer block
 is no such list, although T5 numbers its parts: they are not similar. Nor is an `nn.Sequential` of
 layers, which have no parts.
+
+A *cut point* is a place of the forward order that one value crosses, the *state*, not counting
+values that are retained anyway: values that are negligible next to the state (masks, statistics),
+and values that operations far apart read repeatedly (position biases, an encoder's output).
 """
 
 from __future__ import annotations
@@ -109,3 +114,35 @@ def _block_path_length(paths: list[tuple[str, ...]], ops: list[int]) -> int:
         shortest,
     )
     return next(i + 1 for i in reversed(range(common)) if paths[ops[0]][i].isdecimal())
+
+
+_NEGLIGIBLE_SHARE = 1 / 16
+"""Share of the state's size up to which another value that crosses the cut is always retained."""
+
+_SHARED_SPAN = 0.25
+"""Share of the forward pass that lies between the readers of a shared value."""
+
+
+def cut_points(graph: Graph) -> dict[int, int]:
+    """Return the operations of the forward pass after which the order may be cut, with the
+    states."""
+    count = segmented_count(graph)
+    last_read = [max((u for u in users if u < count), default=-1) for users in graph.consumers]
+    shared = {
+        v
+        for v, users in enumerate(graph.consumers)
+        if sum(u < count for u in users) >= 3
+        and last_read[v] - graph.producer[v] > _SHARED_SPAN * count
+    }
+    cuts: dict[int, int] = {}
+    crossing: set[int] = set()
+    for op in range(count - 1):
+        crossing.update(v for v in graph.operations[op].outputs if last_read[v] > op)
+        crossing -= {v for v in graph.operations[op].inputs if last_read[v] <= op}
+        crossing_sizes = sorted((graph.values[v].size_bytes, v) for v in crossing - shared)
+        if not crossing_sizes:
+            continue
+        size, state = crossing_sizes.pop()
+        if not crossing_sizes or crossing_sizes[-1][0] <= _NEGLIGIBLE_SHARE * size:
+            cuts[op] = state
+    return cuts

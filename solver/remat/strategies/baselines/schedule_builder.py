@@ -22,8 +22,7 @@ from remat.progress import is_cancelled
 from remat.schedule import Schedule
 from remat.simulate import peak_and_time
 from remat.solution import Solution
-from remat.strategies.base import Task
-from remat.strategies.infeasible import infeasible
+from remat.strategies.base import Task, infeasible
 
 Segments = Sequence[Sequence[int]]
 """Operations of each segment, in order; disjoint, and not necessarily all operations."""

@@ -14,9 +14,8 @@ from remat.graph import Graph
 from remat.schedule import Schedule
 from remat.simulate import simulate
 from remat.solution import Solution
-from remat.strategies.base import Task
-from remat.strategies.baselines.chain import cut_points
-from remat.strategies.baselines.module_blocks import find_blocks, merge_consecutive
+from remat.strategies.base import Task, infeasible
+from remat.strategies.baselines.module_blocks import cut_points, find_blocks, merge_consecutive
 from remat.strategies.baselines.schedule_builder import (
     ScheduleBuilder,
     checkpoint_segments,
@@ -24,7 +23,6 @@ from remat.strategies.baselines.schedule_builder import (
     segmented_count,
     select_cheapest,
 )
-from remat.strategies.infeasible import infeasible
 from remat.strategies.option_types import Checked, between
 
 

@@ -1,4 +1,8 @@
-"""The steps of `Auto` and `Exact`, in order, with their shares of the time.
+"""The search of `Auto` and `Exact`: their steps, in order, with their shares of the time, and what
+follows from the last of them.
+
+With a budget: retain everything if that fits; refuse a budget below what some operation needs;
+else run the steps. Every schedule that is returned was simulated in integers and fits.
 
 A step starts only while the requested gap is not reached, unless it has a time share for that case
 too: see `SearchStep`. The steps depend on the graph alone, so they can be inspected:
@@ -9,33 +13,42 @@ too: see `SearchStep`. The steps depend on the graph alone, so they can be inspe
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
+from remat.errors import InfeasibleBudget, RematError, SolverError, SolverTimeout
 from remat.graph import Graph
-from remat.strategies.search.state import SearchState
-from remat.strategies.search.step import SearchStep
-from remat.strategies.search.steps.annealing import anneal
-from remat.strategies.search.steps.baselines import run_quick_baselines
-from remat.strategies.search.steps.checkpoint_cuts import add_checkpoint_cuts, relax
-from remat.strategies.search.steps.eviction import (
-    evict_by_advice,
-    evict_for_cost,
-    evict_for_peak,
-)
-from remat.strategies.search.steps.feasibility import find_feasible_schedule, has_no_incumbent
-from remat.strategies.search.steps.identical_blocks import (
+from remat.limits.units import format_bytes
+from remat.milp.backends import SolverOutcome
+from remat.progress import Clock
+from remat.schedule import Schedule
+from remat.simulate import peak_and_time
+from remat.solution import Solution
+from remat.strategies.base import infeasible
+from remat.strategies.search.block_programs import (
     find_repeated_blocks,
     solve_identical_blocks,
 )
-from remat.strategies.search.steps.order_search import may_reorder
-from remat.strategies.search.steps.slot_programs import (
+from remat.strategies.search.eviction import (
+    add_checkpoint_cuts,
+    evict_by_advice,
+    evict_for_cost,
+    evict_for_peak,
+    relax,
+    run_quick_baselines,
+)
+from remat.strategies.search.slot_programs import (
     evict_by_relaxation,
+    improve_windows,
+    is_gap_open,
     minimize_cost_over_slots,
     minimize_peak_over_slots,
     solve_relaxation_support,
 )
-from remat.strategies.search.steps.windows import improve_windows, is_gap_open
+from remat.strategies.search.state import SearchState
+from remat.strategies.search.step import SearchStep, run_steps
 
 
 class Pipeline(NamedTuple):
@@ -48,12 +61,15 @@ class Pipeline(NamedTuple):
     quick_peak: tuple[SearchStep, ...]
 
 
-def _may_use_baselines(state: SearchState) -> bool:
-    """True unless an order search chose the order: baselines do not apply there, and are slow."""
-    return state.start is None or not may_reorder(state.task.graph)
+def _has_own_order(state: SearchState) -> bool:
+    """True unless a search for orders chose the order: baselines do not apply there, and are
+    slow."""
+    return state.start is None
 
 
 RELAXATION = SearchStep("relaxation", relax, time_share_within_gap=1.0)
+
+BASELINES = SearchStep("baselines", run_quick_baselines, time_share=0.2)
 
 PEAK = (
     SearchStep("peak_baselines", run_quick_baselines, time_share=0.2, time_share_within_gap=0.2),
@@ -82,9 +98,12 @@ def exact_pipeline() -> Pipeline:
     )
 
 
-def auto_pipeline(graph: Graph, *, has_complete_slots: bool = True) -> Pipeline:
-    """Return the steps of `Auto` for a graph of any size. Without complete slots, no program can
-    prove a bound on the peak, so the search for the smallest one ends before it.
+def auto_pipeline(
+    graph: Graph, annealing: SearchStep | None = None, *, has_complete_slots: bool = True
+) -> Pipeline:
+    """Return the steps of `Auto` for a graph of any size; `annealing` is for graphs that are no
+    training step. Without complete slots, no program can prove a bound on the peak, so the search
+    for the smallest one ends before it.
 
     They close the gap that eviction and the bound leave open from both sides. In graphs that are no
     training step, annealing places a few dozen recomputations among a thousand operations better
@@ -93,8 +112,7 @@ def auto_pipeline(graph: Graph, *, has_complete_slots: bool = True) -> Pipeline:
     which often reaches the gap at once.
     """
     blocks = find_repeated_blocks(graph)
-    is_annealed = may_reorder(graph)
-    evict_share = 0.08 if blocks else 0.1 if is_annealed else 0.2
+    evict_share = 0.08 if blocks else 0.1 if annealing else 0.2
     quick_peak = PEAK[:-1]
     cost: list[SearchStep] = [RELAXATION]
     if blocks:
@@ -107,10 +125,10 @@ def auto_pipeline(graph: Graph, *, has_complete_slots: bool = True) -> Pipeline:
         SearchStep(
             "eviction", evict_for_cost, time_share=evict_share, time_share_within_gap=evict_share
         ),
-        SearchStep("baselines", run_quick_baselines, time_share=0.2, is_needed=_may_use_baselines),
+        replace(BASELINES, is_needed=_has_own_order) if annealing else BASELINES,
     ]
-    if is_annealed:
-        cost.append(SearchStep("annealing", anneal, time_share=0.5, time_share_within_gap=0.15))
+    if annealing:
+        cost.append(annealing)
     cost += [
         SearchStep(
             "feasibility",
@@ -125,3 +143,129 @@ def auto_pipeline(graph: Graph, *, has_complete_slots: bool = True) -> Pipeline:
         SearchStep("windows", improve_windows, is_needed=is_gap_open),
     ]
     return Pipeline(tuple(cost), PEAK if has_complete_slots else quick_peak, quick_peak)
+
+
+_BOUND_TOLERANCE = 1e-6
+"""Relative error that a solver's tolerances may have added to a bound."""
+
+
+def search(state: SearchState, pipeline: Pipeline) -> Solution:
+    """Return the cheapest schedule within the budget or, without a budget, the one with the
+    smallest peak. Raises `InfeasibleBudget` or `SolverTimeout`."""
+    if state.is_peak_search:
+        return _minimize_peak(state, pipeline)
+    return _minimize_cost(state, pipeline)
+
+
+def _minimize_peak(state: SearchState, pipeline: Pipeline) -> Solution:
+    run_steps(pipeline.peak, state)
+    is_proved = state.is_within_gap or _is_optimum(state)
+    return Solution(state.best, state.bound, "order", is_proved, state.stats)
+
+
+def _minimize_cost(state: SearchState, pipeline: Pipeline) -> Solution:
+    graph, budget_bytes = state.task.graph, state.task.budget_bytes
+    assert budget_bytes is not None
+    keep_all = Schedule.keep_all(graph)
+    if peak_and_time(graph, keep_all)[0] <= budget_bytes:
+        return Solution(keep_all, graph.total_cost_s, "all orders", True, state.stats)
+    bound_bytes = state.peak_lower_bound_bytes
+    if bound_bytes > budget_bytes:
+        reason = f"one operation needs {bound_bytes:,} bytes, with what is live by then"
+        raise infeasible_budget_error(state, pipeline.quick_peak, reason)
+    run_steps(pipeline.cost, state)
+    return _cost_solution(state)
+
+
+def _cost_solution(state: SearchState) -> Solution:
+    """Return the cheapest schedule, with the bound for every schedule of the order.
+
+    The bound over slots holds for the order only if the slots are complete. Otherwise it is
+    recorded in the statistics only.
+    """
+    result, stats = state.slot_result, state.stats
+    slots_bound_s = None if result is None or result.is_complete else result.bound
+    # A schedule that is far better than all over the slots is not measured against their bound.
+    min_time_s = (1 - state.options.gap - _BOUND_TOLERANCE) * (slots_bound_s or 0.0)
+    if slots_bound_s and state.objective >= min_time_s:
+        baseline_s = state.graph.baseline_time_s
+        stats["slots_bound"] = min(slots_bound_s, state.objective) / baseline_s - 1
+    best, time_s = state.best_overall()
+    bound_s = min(state.bound, time_s)
+    is_proved = _is_optimum(state) or state.is_good_enough(time_s)
+    return Solution(best, bound_s, "order", is_proved, stats)
+
+
+def _is_optimum(state: SearchState) -> bool:
+    """True if the program over complete slots was solved to the requested gap."""
+    result = state.slot_result
+    return result is not None and result.is_complete and result.outcome is SolverOutcome.OPTIMAL
+
+
+def has_no_incumbent(state: SearchState) -> bool:
+    """True if no schedule within the budget has been found."""
+    return not state.incumbents
+
+
+def find_feasible_schedule(
+    steps: Sequence[SearchStep],
+    quick_peak_steps: Sequence[SearchStep],
+    state: SearchState,
+    clock: Clock,
+) -> None:
+    """Add a schedule within the budget, found by running `steps` for the smallest peak.
+
+    Raises `InfeasibleBudget` with a small peak that `quick_peak_steps` reach or, if time ran out
+    first, `SolverTimeout`.
+    """
+    budget_bytes = state.task.budget_bytes
+    assert budget_bytes is not None
+    peak_state = state.peak_search_state(target_bytes=budget_bytes)
+    run_steps(steps, peak_state)
+    if peak_state.objective <= budget_bytes:
+        state.add_schedules([peak_state.best])
+        return
+    peak_text = f"the smallest peak found is {peak_state.objective:,} bytes"
+    failure, result = state.runner.failure, peak_state.slot_result
+    if clock.is_cancelled():
+        raise RematError("the solve was cancelled before any schedule was found")
+    if failure:
+        raise SolverError(
+            f"{failure}. No schedule within {format_bytes(budget_bytes)} was found without it; "
+            f"{peak_text}: a budget of that needs no solver"
+        )
+    if result is not None and result.is_complete:
+        is_optimum = result.outcome is SolverOutcome.OPTIMAL and state.options.peak_gap == 0
+        if is_optimum or (result.bound or 0) > budget_bytes * (1 + _BOUND_TOLERANCE):
+            # The run may have ended as soon as the budget was proved infeasible.
+            raise infeasible_budget_error(
+                state,
+                quick_peak_steps,
+                "no schedule of this order of the operations fits",
+                peak_state,
+            )
+    if clock.is_set():
+        raise SolverTimeout(
+            f"no schedule within {format_bytes(budget_bytes)} was found in "
+            f"{state.options.time_limit:g} s, and it is not excluded that there is one; "
+            f"{peak_text}: raise `time_limit` or the budget"
+        )
+    reason = "no schedule was found that fits, which is no proof that there is none"
+    raise infeasible(
+        state.task.graph, budget_bytes, int(peak_state.objective), reason, proved=False
+    )
+
+
+def infeasible_budget_error(
+    state: SearchState,
+    quick_peak_steps: Sequence[SearchStep],
+    reason: str,
+    peak_state: SearchState | None = None,
+) -> InfeasibleBudget:
+    """Return the error for a budget that is proved infeasible, with a small peak to suggest."""
+    error_state = state.peak_search_state()
+    error_state.add_schedules(() if peak_state is None else peak_state.schedules)
+    run_steps(quick_peak_steps, error_state)
+    assert state.task.budget_bytes is not None
+    peak_bytes, _ = peak_and_time(error_state.graph, error_state.best)
+    return infeasible(state.task.graph, state.task.budget_bytes, peak_bytes, reason, proved=True)

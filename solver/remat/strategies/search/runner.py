@@ -13,7 +13,7 @@ from remat.graph import Graph
 from remat.heuristics.polish import prune
 from remat.milp import backends, model
 from remat.milp.backends import SolverOutcome, SolverRun
-from remat.milp.shared_decisions import SharedDecisions
+from remat.milp.identical_blocks import SharedDecisions
 from remat.milp.slots import Slots
 from remat.milp.solvers.highs import BoundsCallback
 from remat.progress import Clock, Progress, ProgressCallback

@@ -15,7 +15,7 @@ from remat.schedule import Schedule
 from remat.simulate import peak_and_time, simulate
 from remat.solve import solve
 from remat.strategies import Auto, EveryK, Task
-from remat.strategies.search.steps.baselines import QUICK_BASELINES, quick_baseline_schedules
+from remat.strategies.baselines.quick import QUICK_BASELINES, quick_baseline_schedules
 
 LAWS = settings(
     derandomize=True,

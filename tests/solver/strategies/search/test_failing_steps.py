@@ -17,12 +17,12 @@ from remat.progress import Clock
 from remat.schedule import Schedule
 from remat.solution import Solution, step_names
 from remat.strategies.base import Task
-from remat.strategies.search.pipeline import auto_pipeline
 from remat.strategies.search.runner import MilpRunner
 from remat.strategies.search.state import SearchState, SlotProgramResult
 
 GRAPH = random_forward_graph(14, seed=3)
-STEPS = {step.name: step for step in auto_pipeline(GRAPH).cost}
+PIPELINE = remat.Auto().steps(GRAPH)
+STEPS = {step.name: step for step in PIPELINE.cost}
 
 
 def proving_nothing(state: SearchState, clock: Clock) -> None:
@@ -34,7 +34,7 @@ def solved(monkeypatch: pytest.MonkeyPatch, *failed: str, threads: int = 1) -> r
     """Solve with incomplete slots and no gap, so that every step runs."""
     steps = STEPS | {"milp": replace(STEPS["milp"], function=proving_nothing)}
     steps |= {name: replace(steps[name], function=fail_with_bug) for name in failed}
-    pipeline = auto_pipeline(GRAPH)._replace(cost=tuple(steps.values()))
+    pipeline = PIPELINE._replace(cost=tuple(steps.values()))
     monkeypatch.setattr(remat.Auto, "steps", lambda self, graph: pipeline)
     auto = remat.Auto(gap=0.0, complete_slots=0, order="off", threads=threads)
     return remat.solve(GRAPH, "75%", auto)

@@ -31,14 +31,12 @@ from remat.schedule import Schedule
 from remat.simulate import simulate
 from remat.solution import Solution
 from remat.strategies import Auto
-from remat.strategies.search import pipeline
+from remat.strategies.search import eviction, pipeline
+from remat.strategies.search.eviction import relax
+from remat.strategies.search.pipeline import find_feasible_schedule, search
 from remat.strategies.search.runner import MilpRunner
-from remat.strategies.search.search import search
 from remat.strategies.search.state import SearchState, SlotProgramResult
 from remat.strategies.search.step import run_steps
-from remat.strategies.search.steps import eviction
-from remat.strategies.search.steps.checkpoint_cuts import relax
-from remat.strategies.search.steps.feasibility import find_feasible_schedule
 
 
 def search_lowest_cost(

@@ -1,5 +1,4 @@
-"""The step that runs the quick baseline strategies, so that a search is never worse than any of
-them.
+"""The baseline strategies that every search runs, so that it is never worse than any of them.
 
 Each takes milliseconds to a few seconds, even at 10,000 operations.
 """
@@ -11,14 +10,11 @@ from dataclasses import dataclass
 
 from remat.errors import RematError
 from remat.graph import Graph
-from remat.progress import Clock
 from remat.schedule import Schedule
 from remat.strategies.base import Strategy, Task
-from remat.strategies.baselines.articulation import ArticulationPoints
-from remat.strategies.baselines.chen import ChenGreedy
-from remat.strategies.baselines.knapsack import Knapsack
+from remat.strategies.baselines.chen import ArticulationPoints, ChenGreedy
+from remat.strategies.baselines.saved_values import Knapsack
 from remat.strategies.baselines.uniform import EveryK, PerBlock
-from remat.strategies.search.state import SearchState
 
 QUICK_BASELINES: tuple[Strategy, ...] = (
     PerBlock(),
@@ -28,13 +24,6 @@ QUICK_BASELINES: tuple[Strategy, ...] = (
     Knapsack(),
 )
 """Baseline strategies that are fast on graphs of any size."""
-
-
-def run_quick_baselines(state: SearchState, clock: Clock) -> None:
-    """Add the schedules of the quick baselines within the budget, or with their smallest peaks."""
-    state.add_schedules(
-        quick_baseline_schedules(state.task.graph, state.task.budget_bytes, clock.is_set)
-    )
 
 
 def quick_baseline_schedules(

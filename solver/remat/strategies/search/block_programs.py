@@ -2,7 +2,7 @@
 
 At 7,000 operations a program over sufficiently fine slots has tens of thousands of binaries. But
 neighbouring blocks have the same best decisions, except for what memory leaves them. So blocks form
-a few groups, each with one decision (`remat.milp.shared_decisions`). Blocks are merged in pairs:
+a few groups, each with one decision (`remat.milp.identical_blocks`). Blocks are merged in pairs:
 where the value between two blocks is dropped, the second has to be recomputed from the first. The
 groups are solved one after the other, each with all its slots, while the others recompute what they
 did before: a few hundred binaries, whatever the depth. Then the groups are split, and it starts
@@ -17,8 +17,7 @@ from collections.abc import Callable, Iterator
 from remat.errors import RematError
 from remat.graph import Graph
 from remat.milp import identical_blocks, slots
-from remat.milp.identical_blocks import IdenticalBlocks
-from remat.milp.shared_decisions import SharedDecisions
+from remat.milp.identical_blocks import IdenticalBlocks, SharedDecisions
 from remat.milp.slots import Slots
 from remat.progress import Clock
 from remat.schedule import Schedule

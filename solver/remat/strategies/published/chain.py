@@ -1,10 +1,7 @@
 """The training step as a heterogeneous chain, for Revolve and Rotor, with the costs of its stages.
 
-A *cut point* is a place of the forward order that one value crosses, the *state*, not counting
-values that are retained anyway: values that are negligible next to the state (masks, statistics),
-and values that operations far apart read repeatedly (position biases, an encoder's output). The
-operations between two cut points are a *stage*. Stage s reads state s - 1 and produces state s; its
-*tape* consists of its outputs that its backward pass reads.
+The operations between two cut points (see `baselines.module_blocks`) are a *stage*. Stage s reads
+state s - 1 and produces state s; its *tape* consists of its outputs that its backward pass reads.
 
 Backward operations belong to the latest stage whose tape they, or any after them, read: so the
 backward pass is one stage after the other, from the last to the first.
@@ -25,6 +22,7 @@ import numpy.typing as npt
 from remat.errors import RematError
 from remat.graph import Graph
 from remat.schedule import Schedule
+from remat.strategies.baselines.module_blocks import cut_points
 from remat.strategies.baselines.schedule_builder import (
     ScheduleBuilder,
     forward_count,
@@ -34,39 +32,8 @@ from remat.strategies.baselines.schedule_builder import (
 MAX_STAGES = 100
 """Longer chains are shortened by merging the cheapest neighbours: Rotor takes cubic time."""
 
-_NEGLIGIBLE_SHARE = 1 / 16
-"""Share of the state's size up to which another value that crosses the cut is always retained."""
-
-_SHARED_SPAN = 0.25
-"""Share of the forward pass that lies between the readers of a shared value."""
-
 _MAX_STAGE_SHARE = 2 / 3
 """Share of the forward time in one stage above which a graph is no chain."""
-
-
-def cut_points(graph: Graph) -> dict[int, int]:
-    """Return the operations of the forward pass after which the order may be cut, with the
-    states."""
-    count = segmented_count(graph)
-    last_read = [max((u for u in users if u < count), default=-1) for users in graph.consumers]
-    shared = {
-        v
-        for v, users in enumerate(graph.consumers)
-        if sum(u < count for u in users) >= 3
-        and last_read[v] - graph.producer[v] > _SHARED_SPAN * count
-    }
-    cuts: dict[int, int] = {}
-    crossing: set[int] = set()
-    for op in range(count - 1):
-        crossing.update(v for v in graph.operations[op].outputs if last_read[v] > op)
-        crossing -= {v for v in graph.operations[op].inputs if last_read[v] <= op}
-        crossing_sizes = sorted((graph.values[v].size_bytes, v) for v in crossing - shared)
-        if not crossing_sizes:
-            continue
-        size, state = crossing_sizes.pop()
-        if not crossing_sizes or crossing_sizes[-1][0] <= _NEGLIGIBLE_SHARE * size:
-            cuts[op] = state
-    return cuts
 
 
 @dataclass(frozen=True)

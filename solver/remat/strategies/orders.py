@@ -1,4 +1,5 @@
-"""Search over orders of the operations: annealing, then the other steps in its best order.
+"""The parts of `Auto` for graphs that are no training step: a search over orders of the
+operations, and a step that anneals recomputations.
 
 Annealing over whole sequences (`heuristics.annealing`) takes up to 0.6 of the time. The other steps
 then work in the order in which its best schedule runs the operations first.
@@ -12,6 +13,7 @@ from dataclasses import replace
 from remat.errors import InfeasibleBudget, SolverTimeout
 from remat.graph import Graph
 from remat.heuristics.annealing import (
+    anneal_recomputations,
     anneal_schedule,
     first_run_order,
     reindex_schedule,
@@ -24,7 +26,8 @@ from remat.schedule import Schedule
 from remat.simulate import peak_and_time
 from remat.solution import Solution
 from remat.strategies.base import Task
-from remat.strategies.search.state import USABLE_SHARE
+from remat.strategies.search.state import USABLE_SHARE, SearchState
+from remat.strategies.search.step import SearchStep
 
 _ANNEALING_SHARE = 0.6
 
@@ -41,13 +44,6 @@ _MOVES_PER_PAIR = 200
 
 SolveInOrder = Callable[[Task, float], Solution]
 """Function (task, time limit in seconds) that solves a task in its graph's own order."""
-
-
-def may_reorder(graph: Graph) -> bool:
-    """True if the order is likely to matter. In a training step it is nearly forced, and where
-    values are renewed it is fixed."""
-    is_training_step = graph.boundary is not None or any(o.backward for o in graph.operations)
-    return not is_training_step and not graph.renewal
 
 
 def minimize_cost_in_any_order(
@@ -120,3 +116,34 @@ def _max_moves(graph: Graph, time_limit: float) -> int:
     by_size = min(_MOVES_PER_OPERATION * count, _MOVES_PER_PAIR * count**2)
     by_time = _ANNEALING_SHARE * time_limit * _MOVES_PER_S  # the time limit may be infinite
     return int(min(float(by_size), by_time))
+
+
+_GAP_SHARE = 0.1
+"""Share of the requested gap at which annealing is not worth its time."""
+
+_RECOMPUTATION_MOVES_PER_OPERATION = 1_000
+_RECOMPUTATION_MOVES_PER_S = 15_000
+"""Moves that one core tries in a second. With more, the clock ends the last round early."""
+
+
+def anneal(state: SearchState, clock: Clock) -> None:
+    """Add the cheapest schedule that annealing finds from the best incumbent."""
+    if state.is_good_enough(state.objective, _GAP_SHARE):
+        return
+    graph = state.graph
+    max_moves = min(
+        float(_RECOMPUTATION_MOVES_PER_OPERATION * len(graph)),
+        clock.remaining_s * _RECOMPUTATION_MOVES_PER_S,
+    )
+    schedule = anneal_recomputations(
+        graph,
+        state.budget_bytes,
+        state.best if state.incumbents else Schedule.keep_all(graph),
+        max_moves=int(max_moves),
+        seed=state.options.seed,
+        stop=clock.is_set,
+    )
+    state.add_schedules([schedule])
+
+
+ANNEALING = SearchStep("annealing", anneal, time_share=0.5, time_share_within_gap=0.15)

@@ -1,6 +1,12 @@
-"""The steps that find schedules by eviction: within a budget, and for the smallest peak."""
+"""The steps that find schedules without a program over slots: by eviction, with the advice of the
+relaxation at checkpoint cuts, and by the quick baselines.
+
+HiGHS releases Python's global lock while it runs, so a thread suffices to use a second core.
+"""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from remat.graph import Graph
 from remat.heuristics.local_search import (
@@ -8,9 +14,10 @@ from remat.heuristics.local_search import (
     schedules_within_budget,
     smallest_peak_schedule,
 )
-from remat.milp.small_values import reserve_small_values
+from remat.milp.retention_advice import RetentionAdvisor
 from remat.progress import Clock
 from remat.schedule import Schedule
+from remat.strategies.baselines.quick import quick_baseline_schedules
 from remat.strategies.search.state import SearchState
 
 _GAP_SHARE, _GAP_SHARE_TIME = 0.1, 0.03
@@ -136,3 +143,81 @@ def evict_for_peak(state: SearchState, clock: Clock) -> None:
         state.graph, target_bytes=target_bytes, start=start, stop=clock.is_set
     )
     state.add_schedules([smallest.schedule])
+
+
+def reserve_small_values(graph: Graph, max_bytes: int) -> tuple[Graph, int]:
+    """Return the graph with its smallest values at no bytes, and the bytes of all these values.
+
+    As many values as `max_bytes` hold together. A schedule that fits the returned graph in a budget
+    reduced by these bytes fits the given graph in the full budget: there is never more than one
+    live copy of a value that is no result.
+    """
+    reserved_bytes = 0
+    small: set[int] = set()
+    by_size = sorted((value.size_bytes, v) for v, value in enumerate(graph.values))
+    for size_bytes, v in by_size:
+        if v in graph.results:
+            continue
+        if reserved_bytes + size_bytes > max_bytes:
+            break
+        reserved_bytes += size_bytes
+        small.add(v)
+    values = tuple(
+        replace(value, size_bytes=0) if v in small else value
+        for v, value in enumerate(graph.values)
+    )
+    # Outputs without bytes have no memory to write into: not counting the overwrite is safe.
+    operations = tuple(
+        replace(o, overwrites=()) if small.intersection(o.outputs) else o for o in graph.operations
+    )
+    return replace(graph, values=values, operations=operations), reserved_bytes
+
+
+_PROGRAM_TIME_LIMIT_S = 20.0
+
+_EVICTION_RUNS_PER_OPERATION = 12
+"""Operations that eviction may run per piece of advice, in multiples of the graph's."""
+
+
+def relax(state: SearchState, clock: Clock) -> None:
+    """Solve the relaxation at the checkpoint cuts with the highest memory, for a lower bound on
+    all schedules of the order and for advice to eviction."""
+    budget_bytes = state.task.budget_bytes
+    assert budget_bytes is not None
+    state.advisor = RetentionAdvisor(
+        state.task.graph,
+        budget_bytes,
+        gap=state.options.gap,
+        clock=state.clock,
+        stop=clock.is_set,
+    )
+
+
+def add_checkpoint_cuts(state: SearchState, clock: Clock) -> None:
+    """Solve programs over more and more checkpoint cuts, and add schedules that follow their
+    advice."""
+    advisor = state.advisor
+    if advisor is None:
+        return
+    for advice in advisor.advice_from_more_cuts(
+        lambda: state.best, _PROGRAM_TIME_LIMIT_S, clock.is_set
+    ):
+        candidates = schedules_within_budget(
+            state.graph,
+            state.budget_bytes,
+            incumbents=state.schedules,
+            advice=[advice],
+            is_good_enough=state.is_good_enough,
+            max_runs=_EVICTION_RUNS_PER_OPERATION * len(state.graph),
+            stop=clock.is_set,
+        )
+        state.add_schedules(candidate.schedule for candidate in candidates)
+        if clock.is_set():
+            return
+
+
+def run_quick_baselines(state: SearchState, clock: Clock) -> None:
+    """Add the schedules of the quick baselines within the budget, or with their smallest peaks."""
+    state.add_schedules(
+        quick_baseline_schedules(state.task.graph, state.task.budget_bytes, clock.is_set)
+    )

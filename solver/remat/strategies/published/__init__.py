@@ -1,0 +1,1 @@
+"""Published strategies that only comparisons need; neither `Auto` nor `Exact` imports them."""
