@@ -50,7 +50,6 @@ from remat.frontend.memory.meter import measure_step
 from remat.frontend.planning.host_limits import measured_link
 from remat.frontend.runtime.host_file import FileCopy, HostFile, is_io_direct, offload_directory
 from remat.passes.offload.copies import CopyTimes, copy_times
-from remat.plan_data import COPIES_S_STAT, HOST_BYTES_STAT, WAITING_S_STAT
 
 Row = dict[str, Any]
 
@@ -302,9 +301,9 @@ def figures(side: Side, eager: Side, retained: Side, workload: Workload) -> Row:
         "predicted_peak_bytes": plan.peak_bytes,
         "predicted_overhead": round(plan.overhead, 4),
         "waits_s": statistics.median(side.waits_s),
-        "waiting_s": plan.stats.get(WAITING_S_STAT, 0.0),
-        "copies_s": plan.stats.get(COPIES_S_STAT, 0.0),
-        "host_bytes": plan.stats.get(HOST_BYTES_STAT, 0),
+        "waiting_s": plan.stats.get("waiting_s", 0.0),
+        "copies_s": plan.stats.get("copies_s", 0.0),
+        "host_bytes": plan.host_bytes,
     }
 
 

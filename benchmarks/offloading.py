@@ -31,7 +31,6 @@ from remat.choice.step import solve_step
 from remat.costs.roofline import Roofline
 from remat.limits.budget import Budget
 from remat.limits.options import PIECES
-from remat.plan_data import COPIES_S_STAT, HOST_BYTES_STAT, WAITING_S_STAT
 
 Row = dict[str, Any]
 Build = Callable[[], tuple[torch.nn.Module, dict[str, Any]]]
@@ -133,9 +132,9 @@ def row_of(name: str, gpu: str, budget: str, method: str) -> Row:
         "peak": round(plan.share, 4),
         "overhead": round(plan.overhead, 4),
         "bound": None if plan.lower_bound is None else round(plan.lower_bound, 4),
-        "waiting": round(float(plan.stats.get(WAITING_S_STAT, 0.0)) / step_s, 4),
-        "copies": round(float(plan.stats.get(COPIES_S_STAT, 0.0)) / step_s, 4),
-        "host_bytes": int(plan.stats.get(HOST_BYTES_STAT, 0)),
+        "waiting": round(float(plan.stats.get("waiting_s", 0.0)) / step_s, 4),
+        "copies": round(float(plan.stats.get("copies_s", 0.0)) / step_s, 4),
+        "host_bytes": plan.host_bytes,
         "pieces": [split.pieces for split in plan.graph.splits],
         "baseline_peak_bytes": plan.baseline_peak_bytes,
         "baseline_s": step_s,

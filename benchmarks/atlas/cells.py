@@ -30,7 +30,6 @@ from remat.costs.roofline import Roofline
 from remat.limits.budget import Budget
 from remat.limits.options import PIECES
 from remat.plan import Plan
-from remat.plan_data import HOST_BYTES_STAT
 from remat.strategies.base import Strategy
 from remat.strategies.baselines.chen import ChenSqrt
 from remat.strategies.baselines.saved_values import Knapsack, Selective
@@ -217,6 +216,6 @@ def _figures(plan: Plan) -> dict[str, object]:
         "peak_bytes": plan.peak_bytes,
         "overhead": round(plan.overhead, 5),
         "bound": None if plan.lower_bound is None else round(plan.lower_bound, 5),
-        "host_bytes": int(plan.stats.get(HOST_BYTES_STAT, 0)),
+        "host_bytes": plan.host_bytes,
         "pieces": max((split.pieces for split in plan.graph.splits), default=0),
     }

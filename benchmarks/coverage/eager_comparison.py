@@ -14,7 +14,6 @@ from torch import nn
 import remat
 from benchmarks.coverage.small_models import build_small_model
 from remat.blockwise.blocks_plan import BlocksPlan
-from remat.plan_data import UNSPLIT_MIN_BYTES_STAT
 
 EQUAL, CLOSE, WRONG = "equal", "close", "wrong"
 REFUSED, FAILED, HUNG = "refused", "failed", "killed"
@@ -70,7 +69,7 @@ def _how(plan: remat.Plan | BlocksPlan) -> Row:
     """Return how a model was planned: as a whole or by blocks, and the modules without a plan."""
     if isinstance(plan, remat.Plan):
         recomputed = len(plan.schedule) - len(plan.graph)
-        smallest = plan.stats.get(UNSPLIT_MIN_BYTES_STAT, plan.peak_bytes)
+        smallest = plan.stats.get("unsplit_min_bytes", plan.peak_bytes)
         return {
             "planned": "whole",
             "recomputed": recomputed,

@@ -20,7 +20,6 @@ from remat.frontend.planning.host_limits import measured_link
 from remat.frontend.runtime.pinned_memory import pinned_memory
 from remat.limits.units import format_bytes
 from remat.passes.offload.copies import copy_times
-from remat.plan_data import COPIES_S_STAT, HOST_BYTES_STAT, WAITING_S_STAT
 
 RECOMPUTE, OFFLOAD = "recompute", "offload"
 
@@ -91,10 +90,10 @@ def _check_plans(
             **figures,
         )
         extra = time_ratio(times, name, "eager") - 1
+        copies_s, waiting_s = (float(plan.stats.get(k, 0.0)) for k in ("copies_s", "waiting_s"))
         copied = (
-            f"; {format_bytes(int(plan.stats.get(HOST_BYTES_STAT, 0)))} on the host, copies of "
-            f"{float(plan.stats.get(COPIES_S_STAT, 0.0)) * 1e3:.1f} ms, "
-            f"{float(plan.stats.get(WAITING_S_STAT, 0.0)) * 1e3:.1f} ms of waiting predicted"
+            f"; {format_bytes(plan.host_bytes)} on the host, copies of "
+            f"{copies_s * 1e3:.1f} ms, {waiting_s * 1e3:.1f} ms of waiting predicted"
         )
         report.judge(
             f"{budget}, {name}: time",

@@ -21,7 +21,6 @@ from remat.fitting.checkpoints import checkpointed_step
 from remat.fitting.question import EagerStep
 from remat.graph import Graph
 from remat.limits.budget import Budget
-from remat.plan_data import HOST_BYTES_STAT, WAITING_S_STAT
 from remat.report.training_memory import optimizer_step_bytes
 from remat.schedule import Schedule
 from remat.simulate import peak_and_time
@@ -123,8 +122,8 @@ class SizedStep:
             "bound": None if bound is None else round(bound, 4),
             "bound_scope": plan.bound_scope,
             "pieces": [split.pieces for split in plan.graph.splits],
-            "host_bytes": int(plan.stats.get(HOST_BYTES_STAT, 0)),
-            "waiting": round(float(plan.stats.get(WAITING_S_STAT, 0.0)) / plan.baseline_time_s, 4),
+            "host_bytes": plan.host_bytes,
+            "waiting": round(float(plan.stats.get("waiting_s", 0.0)) / plan.baseline_time_s, 4),
             "solve_s": _since(started_s),
         }
 

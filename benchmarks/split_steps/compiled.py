@@ -14,7 +14,6 @@ from benchmarks.split_steps.eager import BUDGETS
 from benchmarks.split_steps.models import MODELS, Batch, Criterion, without_dropout
 from benchmarks.split_steps.steps import Steps, differences
 from remat.frontend.memory.meter import allocated_peak
-from remat.plan_data import UNSPLIT_MIN_BYTES_STAT
 
 Row = dict[str, Any]
 
@@ -58,7 +57,7 @@ def compiled_rows_of(name: str) -> list[Row]:
                 "verified_bytes": plan.verified_bytes,
                 "peak_bytes": step.peaks_bytes[0],
                 "overhead": round(plan.plan.overhead, 4),
-                "unsplit_min_bytes": plan.plan.stats.get(UNSPLIT_MIN_BYTES_STAT),
+                "unsplit_min_bytes": plan.plan.stats.get("unsplit_min_bytes"),
                 "splits": [[s.module, s.pieces, s.rows] for s in plan.plan.graph.splits],
                 "loss_difference": loss_difference,
                 "largest_gradient_difference": max(gradients),

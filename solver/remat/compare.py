@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
-from remat.allocator.budget_fitting import requested_budget_bytes
 from remat.choice.split import solve_with_splits
 from remat.documents.trace import Trace
 from remat.errors import InfeasibleBudget, RematError, wrong_type
@@ -137,6 +136,6 @@ def _row(
         reason = str(error)
         is_applicable = False
     seconds = time.monotonic() - started_at
-    budget_bytes = None if plan is None else requested_budget_bytes(plan)
+    budget_bytes = None if plan is None else plan.requested_budget_bytes
     name = strategy.name if measure is None else SPLIT_ROWS
     return ComparisonRow(name, budget.requested, budget_bytes, plan, reason, seconds, is_applicable)

@@ -6,60 +6,110 @@ implement this need no more than `PlanData`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from enum import Enum
+from types import MappingProxyType
 from typing import Self, TypeVar
 
-from remat.errors import RematError
+from remat.errors import BudgetError, RematError
 from remat.graph import Graph
 from remat.limits.budget import share_of_baseline
 from remat.limits.units import format_bytes
 from remat.schedule import Schedule
 from remat.simulate import Timeline, baseline_of, simulate
-from remat.solution import BoundScope, Solution, Stats
-
-RESERVED_BYTES_STAT = "reserved_for_others_bytes"
-"""Key of `PlanData.stats`: bytes of the requested budget that are reserved for other uses."""
-
-REQUESTED_GAP_STAT = "requested_gap"
-"""Key of `PlanData.stats`: the gap at which the strategy ends, a fraction of the time."""
+from remat.solution import BoundScope, Solution, Stat
 
 
-UNSPLIT_BOUND_STAT = "unsplit_bound"
-"""Key of `PlanData.stats`, for a step with split operations: the lower bound without splitting, as
-extra time over no recomputation."""
+@dataclass(frozen=True, slots=True)
+class PlanTerms:
+    """The terms of a solve: the budget and the gap that were requested, the source of the costs.
 
-UNSPLIT_MIN_BYTES_STAT = "unsplit_min_bytes"
-"""Key of `PlanData.stats`, for a step with split operations whose budget is "min" or was not met
-without: the smallest peak known without splitting."""
+    `requested_gap` is the gap at which the strategy ends, a fraction of the time.
+    `requested_budget_bytes` is set if the budget was lowered so that torch's allocator stays within
+    it, and `reserved_for_others_bytes` is a part of the requested budget that other users of the
+    memory need. `launch_s` are the seconds in which the CPU launches the schedule's operations.
+    With `cuda_graphs`, each random operation runs once, as a CUDA graph requires.
+    """
 
-HOST_BYTES_STAT = "host_bytes"
-"""Key of `PlanData.stats`, for a step with offloaded tensors: the most bytes on the host at once.
-"""
+    cost_source: str | None = None
+    requested_gap: float | None = None
+    requested_budget_bytes: int | None = None
+    reserved_for_others_bytes: int | None = None
+    launch_s: float | None = None
+    cuda_graphs: bool | None = None
 
-COPIES_S_STAT = "copies_s"
-"""Key of `PlanData.stats`: the seconds of all copies between device and host."""
 
-TO_HOST_RATE_STAT = "to_host_bytes_per_s"
-"""Key of `PlanData.stats`: the bandwidth of copies to the host that the plan is for."""
+@dataclass(frozen=True, slots=True)
+class SplitFigures:
+    """The step without splitting, for a plan with split operations.
 
-TO_DEVICE_RATE_STAT = "to_device_bytes_per_s"
-"""Key of `PlanData.stats`: the bandwidth of copies to the device that the plan is for."""
+    `unsplit_bound` is the lower bound, as extra time over no recomputation. `unsplit_min_bytes` is
+    the smallest peak known, for a budget of "min" and for one that the unsplit step does not meet.
+    """
 
-WAITING_S_STAT = "waiting_s"
-"""Key of `PlanData.stats`: the seconds that the step waits for copies, a part of its time. All
-other copies are hidden."""
+    unsplit_bound: float | None = None
+    unsplit_min_bytes: int | None = None
 
-IN_FLIGHT_STAT = "in_flight"
-"""Key of `PlanData.stats`: the number of calls of the model before a backward."""
 
-NOT_SPLIT_STAT = "not_split"
-"""Statistic of a plan: why the operations around the logits are not split, where that was allowed.
-It begins with the path of their module."""
+@dataclass(frozen=True, slots=True)
+class OffloadFigures:
+    """The copies of a plan that offloads tensors.
 
-NOT_OFFLOADED_STAT = "not_offloaded"
-"""Key of `PlanData.stats`, for a step whose tensors may be offloaded, and are not: why."""
+    `host_bytes` are the most bytes on the host at once. `copies_s` are the seconds of all copies,
+    of which `waiting_s`, a part of the step's time, are not hidden. The bandwidths are those that
+    the plan is for. Raises `BudgetError` unless these are above zero.
+    """
+
+    host_bytes: int
+    copies_s: float
+    waiting_s: float
+    to_host_bytes_per_s: float
+    to_device_bytes_per_s: float
+
+    def __post_init__(self) -> None:
+        for rate in (self.to_host_bytes_per_s, self.to_device_bytes_per_s):
+            if not 0 < rate < math.inf:
+                raise BudgetError(
+                    f"the bandwidth of copies is {rate} bytes/s; it has to be above zero"
+                )
+
+
+@dataclass(frozen=True, slots=True)
+class DeclinedOptions:
+    """Reasons why a plan does without what was allowed.
+
+    `not_split` begins with the path of the module whose operations are not split.
+    """
+
+    not_split: str | None = None
+    not_offloaded: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AllocatorPrediction:
+    """Predicted peaks in bytes of a training step, with the memory allocated before it.
+
+    `requested_peak_bytes` is the peak of the tensors' sizes. `allocated_peak_bytes` is the value
+    that `torch.cuda.max_memory_allocated` will report, and `reserved_peak_bytes` the value of
+    `max_memory_reserved`, which the device must have free. Both are for torch's default segments;
+    the fields `expandable_...` are for `expandable_segments:True`.
+    """
+
+    requested_peak_bytes: int
+    allocated_peak_bytes: int
+    reserved_peak_bytes: int
+    expandable_allocated_peak_bytes: int
+    expandable_reserved_peak_bytes: int
+
+    def allocated(self, *, is_expandable: bool) -> int:
+        """Return the allocated peak in bytes with expandable or default segments."""
+        return self.expandable_allocated_peak_bytes if is_expandable else self.allocated_peak_bytes
+
+    def reserved(self, *, is_expandable: bool) -> int:
+        """Return the reserved peak in bytes with expandable or default segments."""
+        return self.expandable_reserved_peak_bytes if is_expandable else self.reserved_peak_bytes
 
 
 class Status(Enum):
@@ -93,12 +143,24 @@ class PlanData:
     bound_scope: BoundScope
     schedule: Schedule
     graph: Graph
-    stats: Mapping[str, str | int | float] = field(hash=False)
+    solve: Mapping[str, Stat] = field(hash=False)
+    terms: PlanTerms = PlanTerms()
+    split: SplitFigures | None = None
+    offload: OffloadFigures | None = None
+    declined: DeclinedOptions = DeclinedOptions()
+    allocator: AllocatorPrediction | None = None
 
     @classmethod
-    def of(cls, graph: Graph, budget_bytes: int, solution: Solution, stats: Stats) -> Self:
-        """Return the plan for a strategy's solution. Its schedule is simulated; raises `RematError`
-        (a bug in the strategy) if it does not fit the budget."""
+    def of(
+        cls,
+        graph: Graph,
+        budget_bytes: int,
+        solution: Solution,
+        solve: Mapping[str, Stat],
+        terms: PlanTerms | None = None,
+    ) -> Self:
+        """Return the plan for a strategy's solution, with statistics of the solve. Its schedule is
+        simulated; raises `RematError` (a bug in the strategy) if it does not fit the budget."""
         timeline = simulate(graph, solution.schedule)
         baseline = baseline_of(graph)
         if timeline.peak_bytes > budget_bytes:
@@ -121,8 +183,33 @@ class PlanData:
             bound_scope=solution.bound_scope,
             schedule=solution.schedule,
             graph=graph,
-            stats=stats,
+            solve=solve,
+            terms=terms or PlanTerms(),
         )
+
+    @property
+    def stats(self) -> Mapping[str, Stat]:
+        """The statistics of the solve, and the fields of the plan's other parts that are set."""
+        parts = (getattr(self, name) for name in PLAN_PARTS)
+        figures = {
+            key: figure
+            for part in parts
+            if part is not None
+            for key in (part_field.name for part_field in fields(part))
+            if (figure := getattr(part, key)) is not None
+        }
+        return MappingProxyType({**self.solve, **figures})
+
+    @property
+    def host_bytes(self) -> int:
+        """The most bytes on the host at once; 0 if nothing is offloaded."""
+        return 0 if self.offload is None else self.offload.host_bytes
+
+    @property
+    def requested_budget_bytes(self) -> int:
+        """The budget before torch's allocator's excess was subtracted from it."""
+        requested_bytes = self.terms.requested_budget_bytes
+        return self.budget_bytes if requested_bytes is None else requested_bytes
 
     @property
     def overhead(self) -> float:
@@ -158,6 +245,15 @@ class PlanData:
         )
 
 
+PLAN_PARTS: Mapping[str, type] = {
+    "terms": PlanTerms,
+    "split": SplitFigures,
+    "offload": OffloadFigures,
+    "declined": DeclinedOptions,
+    "allocator": AllocatorPrediction,
+}
+"""The parts of a plan whose fields are keys of its `stats`."""
+
 P = TypeVar("P", bound=PlanData)
 """The subclass of `PlanData` that a function takes and returns."""
 
@@ -166,9 +262,9 @@ def _overhead(time_s: float, baseline_time_s: float) -> float:
     return time_s / baseline_time_s - 1 if baseline_time_s > 0 else 0.0
 
 
-def with_reserve_stat(plan: P, reserve_bytes: int) -> P:
-    """Return the plan with `reserve_bytes` of its budget noted in `stats` as reserved for other
+def with_reserve(plan: P, reserve_bytes: int) -> P:
+    """Return the plan whose terms say that `reserve_bytes` of its budget are reserved for other
     uses."""
     if not reserve_bytes:
         return plan
-    return replace(plan, stats={**plan.stats, RESERVED_BYTES_STAT: reserve_bytes})
+    return replace(plan, terms=replace(plan.terms, reserved_for_others_bytes=reserve_bytes))

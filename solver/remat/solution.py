@@ -9,7 +9,10 @@ from typing import Literal
 
 from remat.schedule import Schedule
 
-Stats = dict[str, str | int | float]
+Stat = str | int | float
+"""A statistic: a text or a number."""
+
+Stats = dict[str, Stat]
 """Flat statistics of a solve; keys that end in `_s` are seconds."""
 
 FAILURES = ("solver_error", "search_error")
@@ -36,7 +39,7 @@ the order (`docs/decisions/0039`).
 """
 
 
-def step_names(stats: Mapping[str, str | int | float]) -> list[str]:
+def step_names(stats: Mapping[str, Stat]) -> list[str]:
     """Return the names of the steps that a solve ran."""
     return str(stats.get(STEPS, "")).split()
 
@@ -63,7 +66,7 @@ class Solution:
     bound: float | None = None
     bound_scope: BoundScope = "slots"
     proved: bool = False
-    stats: Stats = field(default_factory=dict[str, str | int | float])
+    stats: Stats = field(default_factory=dict[str, Stat])
 
     @property
     def step_stats(self) -> Stats:

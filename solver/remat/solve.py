@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from remat.allocator.budget_fitting import requested_budget_bytes, solve_within_allocator_budget
+from remat.allocator.budget_fitting import solve_within_allocator_budget
 from remat.allocator.prediction import with_prediction
 from remat.documents.trace import Trace
 from remat.errors import InfeasibleBudget, SolverError, SolverWarning, wrong_type
@@ -19,7 +19,7 @@ from remat.limits.infeasible import INFEASIBLE_ERROR, plan_or_smallest
 from remat.limits.units import format_bytes
 from remat.passes.outputs import differentiated_bytes, unreturned_bytes
 from remat.plan import Plan
-from remat.plan_data import REQUESTED_GAP_STAT
+from remat.plan_data import PlanTerms
 from remat.progress import Cancel, ProgressCallback, is_cancelled, raise_progress_errors
 from remat.schedule import Schedule
 from remat.simulate import baseline_of, peak_and_time, simulate
@@ -144,7 +144,7 @@ def sweep(
         for size in sorted(by_size, key=lambda size: size or 0):  # "min" is None, and comes first
             if size is not None and size < smallest_bytes:
                 continue
-            if plans and size is not None and size < requested_budget_bytes(plans[0]):
+            if plans and size is not None and size < plans[0].requested_budget_bytes:
                 continue
             if plans and is_cancelled(cancel):
                 break
@@ -197,7 +197,7 @@ class _Search:
             strategy = _with_remaining_time(self.strategy, started_at)
             launch_s = traced.launch_s(plan.schedule.runs)
             if launch_s is not None:
-                plan = replace(plan, stats={**plan.stats, "launch_s": launch_s})
+                plan = replace(plan, terms=replace(plan.terms, launch_s=launch_s))
             return with_prediction(plan, traced)
 
         return solve_within_allocator_budget(
@@ -207,17 +207,19 @@ class _Search:
     def _solve(self, budget: Budget, start: Schedule | None, strategy: Strategy) -> Plan:
         traced = self.traced
         is_graph = isinstance(traced, Graph)
-        stats: Stats = {} if is_graph else {"cost_source": traced.cost_source}
         graph = traced if is_graph else traced.graph()
         budget_bytes = budget.in_bytes(baseline_of(graph).peak_bytes, graph.library_bytes)
-        return _solve(graph, budget_bytes, strategy, start, self.progress, self.cancel, stats)
+        plan = _solve(graph, budget_bytes, strategy, start, self.progress, self.cancel)
+        if is_graph:
+            return plan
+        return replace(plan, terms=replace(plan.terms, cost_source=traced.cost_source))
 
 
 def warn_of_solver_failure(plan: Plan) -> None:
     """Issue a `SolverWarning` if a solver failed on the way to this plan. For functions that the
     user calls directly."""
-    if "solver_error" in plan.stats:
-        message = f"{plan.stats['solver_error']}. The plan is the best found without it"
+    if "solver_error" in plan.solve:
+        message = f"{plan.solve['solver_error']}. The plan is the best found without it"
         warnings.warn(message, SolverWarning, stacklevel=4)
 
 
@@ -228,15 +230,13 @@ def _solve(
     start: Schedule | None,
     progress: ProgressCallback | None,
     cancel: Cancel | None,
-    stats: Stats,
 ) -> Plan:
     """Solve for a budget in bytes, or for the smallest peak and then at that, and simulate the
     result."""
     started_at = time.monotonic()
-    stats = {**stats, "strategy": strategy.name}
-    requested_gap = getattr(strategy, "gap", None)
-    if isinstance(requested_gap, int | float):
-        stats[REQUESTED_GAP_STAT] = requested_gap
+    stats: Stats = {"strategy": strategy.name}
+    gap = getattr(strategy, "gap", None)
+    terms = PlanTerms(requested_gap=gap if isinstance(gap, int | float) else None)
     if budget_bytes is None:
         smallest = strategy.run(Task(graph, None, start, progress, cancel))
         start = smallest.schedule
@@ -260,7 +260,7 @@ def _solve(
             warn_of_failure(stats, strategy.name, error)
     stats = merge_stats(stats, solution.stats)
     stats["total_s"] = time.monotonic() - started_at
-    plan = Plan.of(graph, budget_bytes, solution, stats)
+    plan = Plan.of(graph, budget_bytes, solution, stats, terms)
     warn_of_solver_failure(plan)
     return plan
 

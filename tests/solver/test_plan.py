@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import FrozenInstanceError, replace
+from dataclasses import FrozenInstanceError, fields, replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +11,15 @@ from tests.helpers.graphs import chain
 
 from remat.errors import DocumentError, RematError
 from remat.plan import Plan, Status
-from remat.plan_data import with_reserve_stat
+from remat.plan_data import (
+    PLAN_PARTS,
+    AllocatorPrediction,
+    DeclinedOptions,
+    OffloadFigures,
+    PlanTerms,
+    SplitFigures,
+    with_reserve,
+)
 from remat.schedule import Schedule
 from remat.simulate import simulate
 from remat.solution import BoundScope, Solution
@@ -118,6 +126,46 @@ def test_json_round_trip_is_the_identity(plan: Plan, tmp_path: Path) -> None:
     assert Plan.load(tmp_path / "plan.json.gz") == plan
 
 
+ALL_PARTS = {
+    "terms": PlanTerms("measured", 0.005, 3000, 100, 0.5, cuda_graphs=True),
+    "split": SplitFigures(0.25, 2000),
+    "offload": OffloadFigures(100, 6.0, 4.0, 50.0, 25.0),
+    "declined": DeclinedOptions("lm_head: no loss", "the host budget is 0"),
+    "allocator": AllocatorPrediction(1, 2, 3, 4, 5),
+}
+
+
+def test_a_plan_is_read_with_all_its_parts(plan: Plan) -> None:
+    assert ALL_PARTS.keys() == PLAN_PARTS.keys()
+    full = replace(plan, **ALL_PARTS)
+    assert Plan.from_json(full.to_json()) == full
+    assert set(full.stats) - set(plan.solve) == {
+        field.name for kind in PLAN_PARTS.values() for field in fields(kind)
+    }
+    assert full.stats["requested_budget_bytes"] == 3000
+    assert full.stats["cuda_graphs"] is True
+    with pytest.raises(TypeError):
+        full.stats["host_bytes"] = 1  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *(("to_host_bytes_per_s", rate) for rate in ("fast", 0.0, -1.0)),
+        ("waiting_s", None),
+        ("allocated_peak_bytes", "many"),
+    ],
+)
+def test_a_part_with_a_wrong_figure_is_refused(plan: Plan, key: str, value: object) -> None:
+    document = json.loads(replace(plan, **ALL_PARTS).to_json())
+    del document["stats"][key]
+    with pytest.raises(DocumentError, match="stats"):
+        Plan.from_json(json.dumps(document))
+    document["stats"][key] = value
+    with pytest.raises(DocumentError, match="stats"):
+        Plan.from_json(json.dumps(document))
+
+
 def test_a_damaged_document_is_refused(plan: Plan) -> None:
     text = plan.to_json()
     with pytest.raises(DocumentError):
@@ -214,9 +262,9 @@ def test_recomputations_are_described(plan: Plan, plan_keeping_all: Plan) -> Non
 
 
 def test_the_reserve_is_described_and_the_searchs_margin_is_not(plan: Plan) -> None:
-    assert "reserved" not in replace(plan, stats={"reserve_bytes": 1024}).describe()
-    assert "plus 1.00 KiB reserved" in with_reserve_stat(plan, 1024).describe()
-    assert with_reserve_stat(plan, 0) == plan
+    assert "reserved" not in replace(plan, solve={"reserve_bytes": 1024}).describe()
+    assert "plus 1.00 KiB reserved" in with_reserve(plan, 1024).describe()
+    assert with_reserve(plan, 0) == plan
 
 
 def test_explain_says_whether_an_operation_is_retained_or_recomputed(plan: Plan) -> None:

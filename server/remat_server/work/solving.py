@@ -111,7 +111,7 @@ def solve_request(
     except RecursionError:
         too_deep = make_problem(422, "the graph is nested too deeply")
         return FailureMessage(status="failed", problem=too_deep)
-    has_failed = any(failure in plan.stats for plan in plans for failure in FAILURES)
+    has_failed = any(failure in plan.solve for plan in plans for failure in FAILURES)
     is_shared = not (request.needs_measurement or has_failed)
     message = AnswerMessage(summary=tuple(map(summarize_plan, plans)), is_shared=is_shared)
     return message, _zipped(answer)

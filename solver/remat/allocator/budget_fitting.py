@@ -13,14 +13,12 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 
-from remat.allocator.prediction import AllocatorPrediction, is_on_cuda, with_prediction
+from remat.allocator.prediction import is_on_cuda, with_prediction
 from remat.documents.trace import Trace
 from remat.errors import InfeasibleBudget, RematError, SolverTimeout
 from remat.limits.budget import Budget
-from remat.plan_data import P, PlanData
+from remat.plan_data import P
 from remat.progress import Cancel, is_cancelled
-
-_REQUESTED_BUDGET_STAT = "requested_budget_bytes"
 
 MAX_BUDGET_REDUCTIONS = 3
 """Upper limit of the solves for a lower budget."""
@@ -39,8 +37,8 @@ def solve_within_allocator_budget(
     bytes are within `budget`, and its reserved bytes within `reserved_bytes` if that is passed.
 
     A plan for a lower budget has that as its `budget_bytes`, and the original one in
-    `stats["requested_budget_bytes"]`. If no plan fits the lower budget, the plan with the smallest
-    excess is returned; its stats have the predicted bytes. `is_expandable` is True if the step will
+    its terms. If no plan fits the lower budget, the plan with the smallest excess is returned; its
+    `allocator` has the predicted bytes. `is_expandable` is True if the step will
     run with expandable segments; the default is the environment's setting. Once `cancel` is set,
     the best plan so far is returned. Raises the errors of `solve(budget)`.
     """
@@ -52,7 +50,7 @@ def solve_within_allocator_budget(
     requested_bytes = plan.budget_bytes
 
     def excess_bytes(plan: P) -> int:
-        prediction = AllocatorPrediction.of_plan(plan)
+        prediction = plan.allocator
         assert prediction is not None
         excess = prediction.allocated(is_expandable=is_expandable) - requested_bytes
         if reserved_bytes is not None:
@@ -78,12 +76,7 @@ def solve_within_allocator_budget(
             best = plan
     if best.budget_bytes == requested_bytes:
         return best
-    return replace(best, stats={**best.stats, _REQUESTED_BUDGET_STAT: requested_bytes})
-
-
-def requested_budget_bytes(plan: PlanData) -> int:
-    """Return the budget of a plan before the allocator's excess was subtracted from it."""
-    return int(plan.stats.get(_REQUESTED_BUDGET_STAT, plan.budget_bytes))
+    return replace(best, terms=replace(best.terms, requested_budget_bytes=requested_bytes))
 
 
 def uses_expandable_segments() -> bool:
@@ -95,6 +88,6 @@ def uses_expandable_segments() -> bool:
 
 
 def _with_prediction_if_missing(plan: P, trace: Trace) -> P:
-    """Return the plan with a prediction in its stats. A plan from a service that received only the
+    """Return the plan with a prediction. A plan from a service that received only the
     graph has none yet."""
-    return plan if AllocatorPrediction.of_plan(plan) is not None else with_prediction(plan, trace)
+    return plan if plan.allocator is not None else with_prediction(plan, trace)

@@ -9,8 +9,8 @@ the first starts with an empty allocator, the second with the segments of the fi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterator
+from dataclasses import replace
 
 from remat.allocator.replay import AllocationEvent, replay_events
 from remat.costs.devices import DEVICES
@@ -18,7 +18,7 @@ from remat.costs.optimizer_memory import OptimizerMemory
 from remat.costs.workspaces.formulas import workspace_buffers
 from remat.documents.trace import Trace, trained_parameters
 from remat.graph import Graph
-from remat.plan_data import P, PlanData
+from remat.plan_data import AllocatorPrediction, P
 from remat.schedule import Schedule
 from remat.simulate import overwritten_copies, simulate
 
@@ -32,43 +32,6 @@ _CUBLAS_OPERATIONS = frozenset(
         *("matmul", "_addmm_activation", "_int_mm", "_scaled_mm"),
     )
 )
-
-
-@dataclass(frozen=True, slots=True)
-class AllocatorPrediction:
-    """Predicted peaks in bytes of a training step, with the memory allocated before it.
-
-    `requested_bytes` is the peak of the tensors' sizes. `allocated_bytes` is the value that
-    `torch.cuda.max_memory_allocated` will report, and `reserved_bytes` that of
-    `max_memory_reserved`, which the device must have free. Both are for torch's default segments;
-    the fields `expandable_...` are for `expandable_segments:True`.
-    """
-
-    requested_bytes: int
-    allocated_bytes: int
-    reserved_bytes: int
-    expandable_allocated_bytes: int
-    expandable_reserved_bytes: int
-
-    def allocated(self, *, is_expandable: bool) -> int:
-        """Return the allocated peak in bytes with expandable or default segments."""
-        return self.expandable_allocated_bytes if is_expandable else self.allocated_bytes
-
-    def reserved(self, *, is_expandable: bool) -> int:
-        """Return the reserved peak in bytes with expandable or default segments."""
-        return self.expandable_reserved_bytes if is_expandable else self.reserved_bytes
-
-    @classmethod
-    def of_plan(cls, plan: PlanData) -> AllocatorPrediction | None:
-        """Return the prediction in a plan's stats, or None if it has none."""
-        peaks = {field: plan.stats.get(key) for field, key in _STATS_KEYS.items()}
-        if all(isinstance(peak, int) for peak in peaks.values()):
-            return cls(**peaks)  # type: ignore[arg-type]  # all are int
-        return None
-
-
-_STATS_KEYS = {f.name: f.name.replace("_bytes", "_peak_bytes") for f in fields(AllocatorPrediction)}
-"""The keys of a prediction's fields in `Plan.stats`, by field name."""
 
 
 def is_on_cuda(trace: Trace) -> bool:
@@ -103,14 +66,10 @@ def predict_allocator_peaks(trace: Trace, schedule: Schedule) -> AllocatorPredic
 
 
 def with_prediction(plan: P, trace: Trace) -> P:
-    """Return the plan with the prediction in its stats; unchanged without a CUDA device."""
+    """Return the plan with the prediction; unchanged without a CUDA device."""
     if not is_on_cuda(trace):
         return plan
-    prediction = predict_allocator_peaks(trace, plan.schedule)
-    new_stats: Mapping[str, int] = {
-        key: getattr(prediction, field) for field, key in _STATS_KEYS.items()
-    }
-    return replace(plan, stats={**plan.stats, **new_stats})
+    return replace(plan, allocator=predict_allocator_peaks(trace, plan.schedule))
 
 
 def step_allocation_events(

@@ -70,7 +70,7 @@ def pareto_options(
         padded = with_boundary_workspace(graph, workspace_bytes)
         for plan in _feasible_plans(padded, budgets, strategy, progress):
             peak_bytes = simulate(graph, plan.schedule).peak_bytes
-            unpadded = Plan.of(graph, peak_bytes, Solution(plan.schedule), dict(plan.stats))
+            unpadded = Plan.of(graph, peak_bytes, Solution(plan.schedule), plan.solve, plan.terms)
             options.append((option_of_schedule(graph, plan.schedule), unpadded))
     return pareto_optimal(options)
 

@@ -22,7 +22,7 @@ from remat.errors import InfeasibleBudget, SolverTimeout
 from remat.limits.budget import Budget
 from remat.limits.units import format_bytes
 from remat.plan import Plan
-from remat.plan_data import IN_FLIGHT_STAT
+from remat.plan_data import PLAN_PARTS
 from remat.schedule import Schedule
 from remat.simulate import Timeline, simulate
 from remat.solution import Solution
@@ -200,8 +200,9 @@ class _Search:
         graph = trace.graph()
         if budget is None:
             budget = simulate(graph, schedule).peak_bytes
-        stats = {**solved.plan.stats, IN_FLIGHT_STAT: self._in_flight}
-        return TracePlan(trace, Plan.of(graph, budget, Solution(schedule), stats))
+        plan = Plan.of(graph, budget, Solution(schedule), solved.plan.solve)
+        parts = {name: getattr(solved.plan, name) for name in PLAN_PARTS}
+        return TracePlan(trace, replace(plan, **parts))
 
     @staticmethod
     def _saved(solved: TracePlan) -> int:

@@ -43,7 +43,6 @@ from remat.milp.checkpoint_cuts import candidate_operations
 from remat.milp.offload_relaxation import OffloadCut, solve_offload_cut
 from remat.passes.offload.copies_in_graph import HostStay
 from remat.plan import Plan
-from remat.plan_data import WAITING_S_STAT
 from remat.progress import Cancel, is_cancelled
 from remat.schedule import Schedule
 from remat.simulate import simulate
@@ -126,7 +125,8 @@ def plan_with_late_copies(
 
 def _waits_most(plan: Plan) -> bool:
     """True if a plan waits for copies for longer than it recomputes."""
-    return 2 * float(plan.stats[WAITING_S_STAT]) > plan.time_s - plan.baseline_time_s
+    assert plan.offload is not None
+    return 2 * plan.offload.waiting_s > plan.time_s - plan.baseline_time_s
 
 
 class _Forms(Generic[S]):

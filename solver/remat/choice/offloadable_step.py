@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Generic, NamedTuple, Protocol, Self, TypeVar
 
-from remat.allocator.budget_fitting import requested_budget_bytes, uses_expandable_segments
-from remat.allocator.prediction import AllocatorPrediction, with_prediction
+from remat.allocator.budget_fitting import uses_expandable_segments
+from remat.allocator.prediction import with_prediction
 from remat.choice.stays import PlannedStays
 from remat.costs.devices import Link
 from remat.documents.memory_reuse import reusable_arguments
@@ -103,12 +103,12 @@ class TraceStep:
         than the requested budget, and more than for the plan, or reserve more than for the plan by
         more than 10%."""
         changed = with_prediction(replace(plan, schedule=schedule), self.trace)
-        before, after = map(AllocatorPrediction.of_plan, (plan, changed))
+        before, after = plan.allocator, changed.allocator
         if before is None or after is None:  # without a CUDA device
             return changed
         is_expandable = uses_expandable_segments()
         limit_bytes = max(
-            requested_budget_bytes(plan), before.allocated(is_expandable=is_expandable)
+            plan.requested_budget_bytes, before.allocated(is_expandable=is_expandable)
         )
         reserved_bytes = _RESERVED_FACTOR * before.reserved(is_expandable=is_expandable)
         is_within = (

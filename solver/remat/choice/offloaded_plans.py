@@ -22,23 +22,14 @@ from remat.limits.units import format_bytes
 from remat.passes.offload.copies import copy_times
 from remat.passes.offload.shorter_waits import with_shorter_waits
 from remat.plan import Plan
-from remat.plan_data import (
-    COPIES_S_STAT,
-    HOST_BYTES_STAT,
-    NOT_OFFLOADED_STAT,
-    REQUESTED_GAP_STAT,
-    TO_DEVICE_RATE_STAT,
-    TO_HOST_RATE_STAT,
-    WAITING_S_STAT,
-    Status,
-)
+from remat.plan_data import OffloadFigures, Status
 from remat.simulate import baseline_of, simulate
 
 
 def with_reason(without: StepPlan[S], reason: str) -> StepPlan[S]:
     """Return a plan without offloading that records why nothing is offloaded."""
-    stats = {**without.plan.stats, NOT_OFFLOADED_STAT: reason}
-    return without._replace(plan=replace(without.plan, stats=stats))
+    declined = replace(without.plan.declined, not_offloaded=reason)
+    return without._replace(plan=replace(without.plan, declined=declined))
 
 
 def reason_to_decline(without: StepPlan[S], offloaded: Plan | None, min_bytes: int) -> str:
@@ -162,8 +153,8 @@ def _with_waiting(
     graph = step.graph()
     timeline = simulate(graph, schedule)
     bound_s = min(order_bound_s, timeline.time_s)
-    requested_gap = plan.stats.get(REQUESTED_GAP_STAT, 0.0)
-    is_proved = timeline.time_s - bound_s <= float(requested_gap) * timeline.time_s
+    requested_gap = plan.terms.requested_gap or 0.0
+    is_proved = timeline.time_s - bound_s <= requested_gap * timeline.time_s
     changed = replace(
         plan,
         graph=graph,
@@ -172,14 +163,13 @@ def _with_waiting(
         lower_bound=bound_s / plan.baseline_time_s - 1 if plan.baseline_time_s else 0.0,
         bound_scope="order",
         status=Status.OPTIMAL if is_proved else Status.FEASIBLE,
-        stats={
-            **plan.stats,
-            HOST_BYTES_STAT: times.largest_host_bytes,
-            COPIES_S_STAT: times.copying_s,
-            WAITING_S_STAT: times.waiting_s,
-            TO_HOST_RATE_STAT: link.to_host_bytes_per_s,
-            TO_DEVICE_RATE_STAT: link.to_device_bytes_per_s,
-        },
+        offload=OffloadFigures(
+            host_bytes=times.largest_host_bytes,
+            copies_s=times.copying_s,
+            waiting_s=times.waiting_s,
+            to_host_bytes_per_s=link.to_host_bytes_per_s,
+            to_device_bytes_per_s=link.to_device_bytes_per_s,
+        ),
     )
     return StepPlan(step, changed)
 

@@ -20,7 +20,7 @@ from remat.limits.budget import Budget
 from remat.limits.options import PIECES
 from remat.passes.split.splits import split_largest_operations
 from remat.plan import Plan
-from remat.plan_data import UNSPLIT_BOUND_STAT, UNSPLIT_MIN_BYTES_STAT
+from remat.plan_data import SplitFigures
 from remat.progress import Cancel, is_cancelled
 from remat.simulate import baseline_of
 from remat.solve import solve
@@ -139,7 +139,7 @@ def solve_with_splits(
         if not _is_better(split_plan, unsplit_plan, budget):
             return TracePlan(trace, unsplit_plan)
     return TracePlan(
-        best.trace, _with_unsplit_stats(split_plan, unsplit, unsplit_plan, budget.is_min)
+        best.trace, _with_split_figures(split_plan, unsplit, unsplit_plan, budget.is_min)
     )
 
 
@@ -241,14 +241,11 @@ def _is_better(split_plan: Plan, unsplit_plan: Plan, budget: Budget) -> bool:
     return split_plan.overhead <= unsplit_plan.overhead - _LEAST_GAIN
 
 
-def _with_unsplit_stats(
+def _with_split_figures(
     plan: Plan, unsplit: _Estimate, unsplit_plan: Plan | None, is_min: bool
 ) -> Plan:
     """Return the plan with the bound of the unsplit step's time, or its smallest peak found."""
-    stats = dict(plan.stats)
-    if unsplit_plan is not None and unsplit_plan.lower_bound is not None:
-        stats[UNSPLIT_BOUND_STAT] = unsplit_plan.lower_bound
+    bound = None if unsplit_plan is None else unsplit_plan.lower_bound
     smallest = unsplit.min_feasible_bytes if unsplit.plan is None else unsplit.plan.peak_bytes
-    if smallest is not None and (unsplit.plan is None or is_min):
-        stats[UNSPLIT_MIN_BYTES_STAT] = smallest
-    return replace(plan, stats=stats)
+    has_smallest = unsplit.plan is None or is_min
+    return replace(plan, split=SplitFigures(bound, smallest if has_smallest else None))

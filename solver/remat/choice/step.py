@@ -23,7 +23,6 @@ from remat.limits.units import format_bytes
 from remat.passes.split.obstacle import split_obstacle
 from remat.passes.split.splits import split_largest_operations
 from remat.plan import Plan
-from remat.plan_data import NOT_OFFLOADED_STAT, NOT_SPLIT_STAT
 from remat.progress import Cancel, ProgressCallback
 from remat.simulate import baseline_of
 from remat.solve import solve
@@ -79,7 +78,7 @@ def solve_step(
             raise error.with_hint(obstacle) from None
         plan = chosen.plan
         if pieces and plan.overhead > 0 and (obstacle := split_obstacle(trace)):
-            plan = replace(plan, stats={**plan.stats, NOT_SPLIT_STAT: obstacle})
+            plan = replace(plan, declined=replace(plan.declined, not_split=obstacle))
         return chosen._replace(plan=plan)
 
     def solve_in_pieces() -> TracePlan:
@@ -108,8 +107,8 @@ def solve_step(
         return solve_without_offload()
     if offload.host_bytes == 0:
         chosen = solve_without_offload()
-        stats = {**chosen.plan.stats, NOT_OFFLOADED_STAT: "the host budget is 0"}
-        return chosen._replace(plan=replace(chosen.plan, stats=stats))
+        declined = replace(chosen.plan.declined, not_offloaded="the host budget is 0")
+        return chosen._replace(plan=replace(chosen.plan, declined=declined))
     traces, chosen_without = (trace,), solve_without_offload
     if pieces:
         try:

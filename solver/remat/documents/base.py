@@ -290,7 +290,7 @@ def validate_json(
     try:
         return kind.model_validate_json(text)
     except ValidationError as error:
-        raise DocumentError(_error_text(document_name, error, remedy)) from None
+        raise DocumentError(validation_text(document_name, error, remedy)) from None
     except RecursionError:
         raise DocumentError(f"{document_name}: nested too deeply to be a real document") from None
 
@@ -306,7 +306,7 @@ def _object_without_duplicates(pairs: list[tuple[str, object]]) -> dict[str, obj
     return parsed
 
 
-def _error_text(document_name: str, error: ValidationError, remedy: str) -> str:
+def validation_text(document_name: str, error: ValidationError, remedy: str = _DAMAGED) -> str:
     """Describe the first problem of a failed validation, and count the others."""
     first = error.errors(include_url=False, include_context=False)[0]
     field_path = ".".join(str(part) for part in first["loc"]) or "document"

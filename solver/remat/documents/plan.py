@@ -4,20 +4,21 @@ schedule and refuses a plan whose numbers differ."""
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import fields
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, TypeAdapter, ValidationError
 
-from remat.documents.base import Document, Record
+from remat.documents.base import Document, Record, validation_text
 from remat.documents.quantities import Amount, Cost, Natural, Size
 from remat.documents.records import BaselineRecord, SplitRecord
 from remat.errors import DocumentError, RematError
 from remat.graph import Graph, Operation, Value
-from remat.plan_data import P, PlanData, Status
+from remat.plan_data import PLAN_PARTS, P, PlanData, Status
 from remat.schedule import Schedule
 from remat.simulate import baseline_of
-from remat.solution import BoundScope
+from remat.solution import BoundScope, Stat
 
 _Values = Annotated[tuple[Natural, ...], Field(json_schema_extra={"uniqueItems": True})]
 """Different values of a graph, by their indices."""
@@ -97,7 +98,7 @@ class PlanDocument(Document):
     lower_bound: Annotated[float, Field(ge=-1)] | None
     bound_scope: BoundScope
     runs: tuple[Natural, ...]
-    stats: dict[str, str | int | float]
+    stats: dict[str, bool | Stat]
     graph: GraphRecord
 
     @classmethod
@@ -121,20 +122,32 @@ class PlanDocument(Document):
                 status=Status.FEASIBLE if is_over_slots else Status[self.status],
                 schedule=Schedule(self.runs),
                 graph=self.graph.to_graph(),
-                stats=self.stats,
+                **_parts_of(self.stats),
             )
             _check_numbers(plan)
         except DocumentError:
             raise
+        except ValidationError as error:
+            raise DocumentError(validation_text("remat.plan: stats", error)) from None
         except RematError as error:
             raise DocumentError(f"remat.plan: {error}") from None
         return plan
 
 
 _SHARED_FIELDS = (PlanDocument.model_fields.keys() & {field.name for field in fields(PlanData)}) - {
-    *("status", "graph", "stats")
+    *("status", "graph")
 }
 """The fields that a plan and its document have in common, with the same type."""
+
+
+def _parts_of(stats: Mapping[str, Stat]) -> dict[str, Any]:
+    """Return the typed parts of a plan from its statistics. Raises `ValidationError`."""
+    solve, parts = dict(stats), dict[str, object]()
+    for name, kind in PLAN_PARTS.items():
+        figures = {f.name: solve.pop(f.name) for f in fields(kind) if f.name in solve}
+        if figures:
+            parts[name] = TypeAdapter(kind).validate_python(figures)
+    return {"solve": solve, **parts}
 
 
 def _check_numbers(plan: PlanData) -> None:

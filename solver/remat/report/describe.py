@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
-from remat.allocator.prediction import AllocatorPrediction
 from remat.errors import wrong_type
 from remat.graph import Graph
 from remat.limits.units import format_bytes, format_seconds
 from remat.passes.offload.copies import count_without_copies
-from remat.plan_data import REQUESTED_GAP_STAT, RESERVED_BYTES_STAT, PlanData, Status
+from remat.plan_data import PlanData, Status
 from remat.report.offloads import offload_lines
 from remat.report.solve_progress import describe_solve_steps
 from remat.report.splits import split_lines
@@ -33,7 +32,7 @@ def describe(plan: PlanData, solve: bool = False) -> str:
     """Return a short table about a plan; with `solve`, followed by the steps of its solve."""
     graph = plan.graph
     recomputed = plan.schedule.recomputed(graph)
-    source = plan.stats.get("cost_source", "as given")
+    source = plan.terms.cost_source or "as given"
     lines = [
         f"plan      {plan.status.name.lower()}: {plan.status.value}{_gap_text(plan)}",
         f"budget    {format_bytes(plan.budget_bytes)}{_lowered_text(plan)}{_reserve_text(plan)}",
@@ -49,7 +48,7 @@ def describe(plan: PlanData, solve: bool = False) -> str:
         *_labelled("offload", offload_lines(plan)),
         f"recompute {_recomputation_text(graph, recomputed)}",
     ]
-    if plan.stats.get("cuda_graphs"):
+    if plan.terms.cuda_graphs:
         lines.append("random    each random operation runs once per step, as a CUDA graph requires")
     solver = _solver_text(plan)
     if solver:
@@ -120,8 +119,8 @@ def _labelled(label: str, texts: Sequence[str]) -> list[str]:
 def _gap_text(plan: PlanData) -> str:
     """Return the gap that was requested as text, after the words of an OPTIMAL plan; "" if the
     strategy has no such option."""
-    gap = plan.stats.get(REQUESTED_GAP_STAT)
-    if plan.status is not Status.OPTIMAL or not isinstance(gap, int | float):
+    gap = plan.terms.requested_gap
+    if plan.status is not Status.OPTIMAL or gap is None:
         return ""
     return f" of {100 * gap:.4g}%"
 
@@ -136,8 +135,8 @@ def _library_text(plan: PlanData) -> str:
 
 def _lowered_text(plan: PlanData) -> str:
     """Return by how much the budget was lowered to make the allocator's peak fit; "" if not."""
-    requested_bytes = plan.stats.get("requested_budget_bytes")
-    if not isinstance(requested_bytes, int):
+    requested_bytes = plan.terms.requested_budget_bytes
+    if requested_bytes is None:
         return ""
     lowered = format_bytes(requested_bytes - plan.budget_bytes)
     return f", {lowered} below the requested {format_bytes(requested_bytes)}, to fit the allocator"
@@ -145,22 +144,20 @@ def _lowered_text(plan: PlanData) -> str:
 
 def _reserve_text(plan: PlanData) -> str:
     """Return the bytes that are reserved for other uses as text; "" if none."""
-    reserve_bytes = plan.stats.get(RESERVED_BYTES_STAT)
-    return (
-        f", plus {format_bytes(reserve_bytes)} reserved" if isinstance(reserve_bytes, int) else ""
-    )
+    reserve_bytes = plan.terms.reserved_for_others_bytes
+    return "" if reserve_bytes is None else f", plus {format_bytes(reserve_bytes)} reserved"
 
 
 def _allocator_line(plan: PlanData) -> list[str]:
     """Return a line with the peak that is predicted for torch's allocator; none without one."""
-    prediction = AllocatorPrediction.of_plan(plan)
+    prediction = plan.allocator
     if prediction is None:
         return []
     return [
-        f"allocator {format_bytes(prediction.allocated_bytes)} allocated, "
-        f"{format_bytes(prediction.reserved_bytes)} reserved; with expandable segments "
-        f"{format_bytes(prediction.expandable_allocated_bytes)} and "
-        f"{format_bytes(prediction.expandable_reserved_bytes)} (predicted)",
+        f"allocator {format_bytes(prediction.allocated_peak_bytes)} allocated, "
+        f"{format_bytes(prediction.reserved_peak_bytes)} reserved; with expandable segments "
+        f"{format_bytes(prediction.expandable_allocated_peak_bytes)} and "
+        f"{format_bytes(prediction.expandable_reserved_peak_bytes)} (predicted)",
     ]
 
 
@@ -187,8 +184,8 @@ def diff(plan: PlanData, other: PlanData) -> str:
 
 def _launch_line(plan: PlanData) -> list[str]:
     """Return a line about the launch time if that is longer than the time on the device."""
-    launch_s = plan.stats.get("launch_s")
-    if not isinstance(launch_s, float) or launch_s <= plan.time_s:
+    launch_s = plan.terms.launch_s
+    if launch_s is None or launch_s <= plan.time_s:
         return []
     return [
         f"launch    the step is launch-bound: the CPU takes {format_seconds(launch_s)} to launch "
@@ -202,7 +199,7 @@ def _bound_text(plan: PlanData) -> str:
         return "none proved"
     scope = SCOPE_TEXT[plan.bound_scope]
     text = f"{plan.lower_bound:+.3%} at least, proved for {scope}; gap {plan.gap:.3%} of the time"
-    slots_bound = plan.stats.get("slots_bound")
+    slots_bound = plan.solve.get("slots_bound")
     if isinstance(slots_bound, float) and slots_bound > plan.lower_bound:
         slots_gap = max(0.0, (plan.overhead - slots_bound) / (1 + plan.overhead))
         text += f" ({slots_bound:+.3%} over the slots; gap {slots_gap:.3%})"
@@ -211,7 +208,7 @@ def _bound_text(plan: PlanData) -> str:
 
 def _solver_text(plan: PlanData) -> str:
     """Return the strategy, the solver, the size of the MILP and the solve time, as text."""
-    stats = plan.stats
+    stats = plan.solve
     facts = [str(stats[key]) for key in ("strategy", "solver") if key in stats]
     facts += [f"{stats[key]} {key}" for key in ("slots", "rows", "columns") if stats.get(key)]
     solved_s = stats.get("total_s")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from remat.limits.units import format_bytes, format_seconds
 from remat.passes.offload.copies import offloaded_values
-from remat.plan_data import COPIES_S_STAT, NOT_OFFLOADED_STAT, WAITING_S_STAT, PlanData
+from remat.plan_data import PlanData
 
 
 def offload_lines(plan: PlanData) -> list[str]:
@@ -12,18 +12,18 @@ def offload_lines(plan: PlanData) -> list[str]:
     be offloaded."""
     graph = plan.graph
     if not graph.renewal:
-        reason = plan.stats.get(NOT_OFFLOADED_STAT)
+        reason = plan.declined.not_offloaded
         return [] if reason is None else [f"nothing is offloaded: {reason}"]
     lines = [
         f"{len(graph.renewal)} tensors of "
         f"{format_bytes(sum(graph.values[v].size_bytes for v in graph.renewal))} are offloaded to "
         "the host"
     ]
-    copies_s, waiting_s = plan.stats.get(COPIES_S_STAT), plan.stats.get(WAITING_S_STAT)
-    if isinstance(copies_s, int | float) and isinstance(waiting_s, int | float):
+    if plan.offload is not None:
+        waiting_s = plan.offload.waiting_s
         lines.append(
-            f"copies take {format_seconds(copies_s)}, for {format_seconds(waiting_s)} of which the "
-            f"step waits ({waiting_s / (plan.time_s or 1.0):.2%} of its time)"
+            f"copies take {format_seconds(plan.offload.copies_s)}, for {format_seconds(waiting_s)} of "
+            f"which the step waits ({waiting_s / (plan.time_s or 1.0):.2%} of its time)"
         )
     return lines
 

@@ -49,8 +49,8 @@ def solve_steps(plan: PlanData) -> list[Figures]:
     step ran concurrently with others, or failed.
     """
     rows: list[Figures] = []
-    for name in step_names(plan.stats):
-        stats = {suffix: plan.stats.get(f"{name}_{suffix}") for suffix in STEP_STAT_SUFFIXES}
+    for name in step_names(plan.solve):
+        stats = {suffix: plan.solve.get(f"{name}_{suffix}") for suffix in STEP_STAT_SUFFIXES}
         figures = {key: value for key, value in stats.items() if isinstance(value, int | float)}
         if "s" in figures:
             seconds_s = figures.pop("s")
@@ -79,8 +79,8 @@ def describe_solve_steps(plan: PlanData) -> str:
 
 def _note(plan: PlanData, name: str) -> Figures:
     """Return `{"note": ...}` for a step that ran concurrently or failed; otherwise nothing."""
-    is_failed = f"{name}: " in str(plan.stats.get("search_error", ""))
-    flags = {"concurrent": f"{name}_concurrent" in plan.stats, "failed": is_failed}
+    is_failed = f"{name}: " in str(plan.solve.get("search_error", ""))
+    flags = {"concurrent": f"{name}_concurrent" in plan.solve, "failed": is_failed}
     note = ", ".join(flag for flag, is_set in flags.items() if is_set)
     return {"note": note} if note else {}
 
@@ -89,7 +89,7 @@ def _why_no_steps(plan: PlanData) -> str:
     """Return the text for a plan whose solve had no steps."""
     if not plan.schedule.recomputed(plan.graph):
         return "no steps: everything fits without recomputation, so there was no search"
-    strategy = plan.stats.get("strategy", "this strategy")
+    strategy = plan.solve.get("strategy", "this strategy")
     return f"no steps: {strategy} computes its schedule directly; auto and exact search in steps"
 
 

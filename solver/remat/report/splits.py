@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from remat.graph import Split
 from remat.limits.units import format_bytes
-from remat.plan_data import NOT_SPLIT_STAT, UNSPLIT_BOUND_STAT, UNSPLIT_MIN_BYTES_STAT, PlanData
+from remat.plan_data import PlanData
 from remat.report.tables import fold_layer_numbers
 
 _MAX_LINES = 6
@@ -15,8 +15,8 @@ _MAX_LINES = 6
 def split_lines(plan: PlanData) -> list[str]:
     """Return a line for each kind of split, and one about the step without them; and why the logits
     are not split, if that is known."""
-    reason = plan.stats.get(NOT_SPLIT_STAT)
-    return [*_lines(plan, plan.graph.splits), *([] if reason is None else [str(reason)])]
+    reason = plan.declined.not_split
+    return [*_lines(plan, plan.graph.splits), *([] if reason is None else [reason])]
 
 
 def split_lines_of(plan: PlanData, ops: Sequence[int]) -> list[str]:
@@ -24,7 +24,7 @@ def split_lines_of(plan: PlanData, ops: Sequence[int]) -> list[str]:
     pieces = [o for op in ops if (o := plan.graph.operations[op]).piece_of]
     modules = {o.module for o in pieces}
     lines = _lines(plan, [s for s in plan.graph.splits if s.module in modules])
-    reason = str(plan.stats.get(NOT_SPLIT_STAT, ""))
+    reason = plan.declined.not_split
     if reason and reason.split(":")[0] in {plan.graph.operations[op].module for op in ops}:
         lines.append(reason)
     return [f"  {line}" for line in lines]
@@ -62,11 +62,10 @@ def _rows_text(rows: int, pieces: int) -> str:
 
 def _unsplit_text(plan: PlanData) -> str:
     """Return what is known of the step's best plan before the splits, or ""."""
-    smallest = plan.stats.get(UNSPLIT_MIN_BYTES_STAT)
-    bound = plan.stats.get(UNSPLIT_BOUND_STAT)
-    if isinstance(smallest, int):
+    if plan.split is None:
+        return ""
+    smallest, bound = plan.split.unsplit_min_bytes, plan.split.unsplit_bound
+    if smallest is not None:
         share = smallest / plan.baseline_peak_bytes
         return f"the smallest peak known is {format_bytes(smallest)} ({share:.1%})"
-    if isinstance(bound, int | float):
-        return f"{bound:+.3%} extra time at least"
-    return ""
+    return "" if bound is None else f"{bound:+.3%} extra time at least"

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from remat.allocator.prediction import AllocatorPrediction
 from remat.documents.program import Program
 from remat.limits.units import format_bytes, format_seconds
 from remat.passes.offload.copies import count_without_copies
@@ -128,12 +127,12 @@ def comparison_fragment(comparison: ComparisonData) -> str:
 
 def _allocator_text(plan: PlanData) -> str:
     """Return the peak that is predicted for torch's CUDA allocator, as text; "" without one."""
-    prediction = AllocatorPrediction.of_plan(plan)
+    prediction = plan.allocator
     if prediction is None:
         return ""
     return (
-        f"; predicted: {format_bytes(prediction.allocated_bytes)} allocated, "
-        f"{format_bytes(prediction.reserved_bytes)} reserved"
+        f"; predicted: {format_bytes(prediction.allocated_peak_bytes)} allocated, "
+        f"{format_bytes(prediction.reserved_peak_bytes)} reserved"
     )
 
 

@@ -162,9 +162,9 @@ def test_a_step_allocates_the_predicted_bytes(recording: dict[str, Any]):
     predicted_bytes = simulate(trace.graph(), schedule).peak_bytes
     assert seen["requested"] <= predicted_bytes
     assert (
-        predicted.requested_bytes - (1 << 20) - 2048
+        predicted.requested_peak_bytes - (1 << 20) - 2048
         <= seen["requested"]
-        <= predicted.requested_bytes
+        <= predicted.requested_peak_bytes
     )
     allocated_bytes = predicted.allocated(is_expandable=is_expandable)
     # A measured workspace counts with its blocks, which may be a mebibyte more than was requested.

@@ -100,7 +100,7 @@ def test_a_baseline_has_no_steps() -> None:
 def test_unusual_stats_are_described(smallest: Plan, forged: str) -> None:
     """A plan may come from a file: steps without seconds are left out."""
     stats = {"steps": forged, "abc_s": "long", "abc_cost": "high", "relaxation_s": 1}
-    text = describe_solve_steps(replace(smallest, stats=stats))
+    text = describe_solve_steps(replace(smallest, solve=stats))
     assert "abc" not in text
     assert ("relaxation" in text) == ("relaxation" in forged)
 
@@ -109,7 +109,7 @@ def test_concurrent_and_failed_steps_are_reported() -> None:
     plan = solve(GRAPH, 80, Auto(threads=1))
     first, *_ = step_names(plan.stats)
     stats = {f"{first}_concurrent": 1, "search_error": f"{first}: it broke"}
-    plan = replace(plan, stats={**plan.stats, **stats})
+    plan = replace(plan, solve={**plan.solve, **stats})
     assert solve_steps(plan)[0]["note"] == "concurrent, failed"
     assert f"{first} (concurrent, failed)" in describe_solve_steps(plan)
     assert all("note" not in step for step in solve_steps(plan)[1:])

@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
-import pytest
 from tests.helpers.plans import plan_of
 
 from remat.graph import Graph, Operation, Value
 from remat.plan import Plan
-from remat.plan_data import TO_DEVICE_RATE_STAT, TO_HOST_RATE_STAT
+from remat.plan_data import OffloadFigures
 from remat.schedule import Schedule
 from remat.view.chrome import chrome_trace
 from remat.view.drawing.copy_lanes import Bar, copy_lanes
@@ -41,8 +40,7 @@ def offloading_plan() -> Plan:
     values = tuple(Value(name, size) for name, size in SIZES.items())
     graph = Graph(operations, values, results=frozenset({RESULT}))
     plan = plan_of(graph, Schedule.keep_all(graph))
-    stats = {**plan.stats, TO_HOST_RATE_STAT: 50.0, TO_DEVICE_RATE_STAT: 25.0}
-    return replace(plan, stats=stats)
+    return replace(plan, offload=OffloadFigures(100, 6.0, 4.0, 50.0, 25.0))
 
 
 def test_copies_and_waiting_are_those_counted_by_hand() -> None:
@@ -69,15 +67,8 @@ def test_the_timeline_shows_copies_only_where_there_are_some() -> None:
     for label in ("to host", "to device", "waiting", "on host", "at most 100 B"):
         assert f">{label}</text>" in picture
     assert ">without recomputation</text>" in picture
-    for other in (timeline_svg(plan, x="runs"), timeline_svg(replace(plan, stats={}))):
+    for other in (timeline_svg(plan, x="runs"), timeline_svg(replace(plan, offload=None))):
         assert ">to host</text>" not in other
-
-
-@pytest.mark.parametrize("rate", ["fast", 0.0, -1.0, None, 10**400, float("inf")])
-def test_a_document_without_a_valid_bandwidth_has_no_copies(rate: object) -> None:
-    plan = offloading_plan()
-    stats = {**plan.stats, TO_HOST_RATE_STAT: rate}
-    assert copy_lanes(replace(plan, stats=stats)) is None  # type: ignore[arg-type]
 
 
 def test_the_baseline_is_the_step_without_copies() -> None:

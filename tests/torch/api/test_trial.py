@@ -198,7 +198,6 @@ def test_outputs_without_a_loss_are_refused() -> None:
 def test_a_trial_on_the_gpu_measures_the_planned_peak() -> None:
     """The allocated bytes are what the replayed allocator predicts."""
     from remat.allocator.budget_fitting import uses_expandable_segments
-    from remat.allocator.prediction import AllocatorPrediction
     from remat.commands.models.batches import BatchSizes
     from remat.commands.models.sources import load_training_step
 
@@ -207,7 +206,7 @@ def test_a_trial_on_the_gpu_measures_the_planned_peak() -> None:
     gm = remat.optimize(step.model, "60%", step.args, step.kwargs, strategy=QUICK)
     trial = run_eager_trial(step.model, gm, step.args, step.kwargs)
     assert trial.equality.largest_relative_difference <= 1e-4
-    prediction = AllocatorPrediction.of_plan(trial.plan)
+    prediction = trial.plan.allocator
     assert prediction is not None
     allocated_bytes = prediction.allocated(is_expandable=uses_expandable_segments())
     assert 0.98 * trial.plan.peak_bytes <= trial.remat.peak_bytes <= 1.002 * allocated_bytes

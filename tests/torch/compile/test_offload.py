@@ -31,7 +31,6 @@ from remat.frontend.compile.registry import CompiledPlan
 from remat.frontend.memory.meter import allocated_peak
 from remat.frontend.runtime.host_file import host_file
 from remat.passes.offload.copies import without_copies
-from remat.plan_data import HOST_BYTES_STAT, WAITING_S_STAT
 
 pytestmark = [needs_compiler, pytest.mark.usefixtures("offload_file_in_tmp_path")]
 
@@ -180,7 +179,7 @@ def test_a_slow_link_makes_no_budget_infeasible() -> None:
     case = layers()
     run, plan = compiled_step(case, "40%", link=remat.Link(1e12, 5e8), split="off")
     assert plan.offloads
-    assert float(plan.plan.stats[WAITING_S_STAT]) > 0
+    assert float(plan.plan.stats["waiting_s"]) > 0
     assert plan.verified_bytes is not None
     assert measured_peak(case, run) == plan.verified_bytes
 
@@ -256,7 +255,7 @@ def test_no_more_than_the_host_budget_is_on_the_host() -> None:
     options = {"inductor": False, "split": "off"}
     assert not compiled_step(case, "70%", host_budget=0, **options)[1].offloads
     _, plan = compiled_step(case, "70%", host_budget="4MiB", link=remat.Link(1e9, 1e9), **options)
-    assert 0 < int(plan.plan.stats[HOST_BYTES_STAT]) <= 4 << 20
+    assert 0 < plan.plan.host_bytes <= 4 << 20
     assert "of which the step waits" in plan.plan.describe()
 
 
@@ -284,7 +283,7 @@ def test_the_graphs_of_a_step_share_the_host_budget() -> None:
         run, _ = compiled_step(case, "60%", **options)
         stats = [compiled.plan.stats for compiled in remat.compiled_plans()[before:]]
         assert len(stats) == 2
-        host_bytes.append(sum(int(s.get(HOST_BYTES_STAT, 0)) for s in stats))
+        host_bytes.append(sum(int(s.get("host_bytes", 0)) for s in stats))
         assert_same([step(case, run)], expected, tolerance=1e-5)
     assert host_bytes[0] > 9 << 20
     assert 0 < host_bytes[1] <= 9 << 20

@@ -30,7 +30,6 @@ from remat.frontend.compile.compat import cause_of_type
 from remat.frontend.compile.compile_options import TIME_LIMIT_S
 from remat.frontend.compile.registry import CompiledPlan
 from remat.limits.units import format_bytes
-from remat.plan_data import UNSPLIT_MIN_BYTES_STAT
 
 pytestmark = pytest.mark.usefixtures("empty_compile_caches")
 
@@ -98,7 +97,7 @@ def test_the_smallest_budget_tries_pieces(caplog: pytest.LogCaptureFixture) -> N
     assert whole is not None
     assert in_pieces is not None
     assert in_pieces.plan.peak_bytes < 0.8 * whole.plan.peak_bytes
-    assert in_pieces.plan.stats[UNSPLIT_MIN_BYTES_STAT] == whole.plan.peak_bytes
+    assert in_pieces.plan.stats["unsplit_min_bytes"] == whole.plan.peak_bytes
     (split,) = in_pieces.plan.graph.splits
     peaks = [format_bytes(plan.plan.peak_bytes) for plan in (in_pieces, whole)]
     line = "the largest operations in {} pieces: peak {}, without pieces {}"

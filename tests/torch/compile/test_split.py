@@ -20,7 +20,6 @@ import remat
 from remat.frontend.compile.registry import CompiledPlan
 from remat.frontend.compile.split import split_joint_graph
 from remat.frontend.memory.meter import allocated_peak
-from remat.plan_data import UNSPLIT_MIN_BYTES_STAT
 
 pytestmark = needs_compiler
 
@@ -55,7 +54,7 @@ def test_a_budget_that_is_infeasible_without_is_met() -> None:
     (split,) = plan.plan.graph.splits
     assert (split.module, split.rows, split.pieces) == ("head", 64, 4)
     assert plan.verified_bytes is not None
-    smallest = plan.plan.stats[UNSPLIT_MIN_BYTES_STAT]
+    smallest = plan.plan.stats["unsplit_min_bytes"]
     assert isinstance(smallest, int)
     assert smallest > plan.plan.budget_bytes, "infeasible without"
     assert measured_peak(case, run) == plan.verified_bytes

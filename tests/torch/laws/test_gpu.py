@@ -12,7 +12,6 @@ from tests.helpers.training.recorded_steps import RELATIVE_ERROR, relative_error
 
 import remat
 from remat.allocator.budget_fitting import uses_expandable_segments
-from remat.allocator.prediction import AllocatorPrediction
 from remat.frontend.memory.meter import cuda_peak
 
 pytestmark = pytest.mark.gpu
@@ -73,6 +72,6 @@ def test_the_peak_on_the_gpu_is_the_predicted_one() -> None:
     is_software = os.environ.get("REMAT_SOFTWARE_GPU") == "numbers"
     libraries = gm.plan.graph.library_bytes if is_software else 0
     assert 0.98 * (predicted - libraries) <= requested <= predicted - libraries
-    prediction = AllocatorPrediction.of_plan(gm.plan)
+    prediction = gm.plan.allocator
     assert prediction is not None
     assert peak <= 1.005 * prediction.allocated(is_expandable=uses_expandable_segments())

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import remat
 from remat.allocator.budget_fitting import solve_within_allocator_budget, uses_expandable_segments
-from remat.allocator.prediction import AllocatorPrediction, predict_allocator_peaks, uses_cublas
+from remat.allocator.prediction import predict_allocator_peaks, uses_cublas
 from remat.errors import BudgetError, GraphError
 from remat.frontend.memory import device_memory
 from remat.frontend.memory.device_memory import ReserveSize, reserve_size
@@ -129,13 +129,17 @@ def test_libraries_allocate_nothing_without_matrix_products_or_cuda():
 
 def test_a_plan_predicts_its_allocated_and_reserved_bytes():
     plan = remat.solve(readme_trace(), "70%", STRATEGY)
-    prediction = AllocatorPrediction.of_plan(plan)
+    prediction = plan.allocator
     assert prediction == predict_allocator_peaks(readme_trace(), plan.schedule)
-    assert prediction.requested_bytes <= plan.peak_bytes == prediction.expandable_allocated_bytes
-    assert prediction.allocated_bytes <= prediction.reserved_bytes
+    assert (
+        prediction.requested_peak_bytes
+        <= plan.peak_bytes
+        == prediction.expandable_allocated_peak_bytes
+    )
+    assert prediction.allocated_peak_bytes <= prediction.reserved_peak_bytes
     assert "reserved; with expandable segments" in plan.describe()
     on_cpu = remat.solve(readme_trace().replace(device="cpu"), "100%", KeepAll())
-    assert AllocatorPrediction.of_plan(on_cpu) is None
+    assert on_cpu.allocator is None
 
 
 def test_a_budget_holds_for_the_allocated_bytes():
@@ -143,7 +147,7 @@ def test_a_budget_holds_for_the_allocated_bytes():
     full = remat.solve(trace, remat.simulate(trace.graph(), schedule).peak_bytes, STRATEGY)
     full = replace(full, budget_bytes=full.peak_bytes)
     budget = full.peak_bytes
-    assert predict_allocator_peaks(trace, full.schedule).allocated_bytes > budget, (
+    assert predict_allocator_peaks(trace, full.schedule).allocated_peak_bytes > budget, (
         "otherwise there is nothing to test"
     )
     requested_budgets: list[int | float | str] = []
@@ -154,9 +158,9 @@ def test_a_budget_holds_for_the_allocated_bytes():
         return full if is_first else remat.solve(trace, budget, STRATEGY)
 
     plan = solve_within_allocator_budget(trace, Budget.parse(budget), solve)
-    prediction = AllocatorPrediction.of_plan(plan)
+    prediction = plan.allocator
     assert prediction is not None
-    assert prediction.allocated_bytes <= budget
+    assert prediction.allocated_peak_bytes <= budget
     assert plan.budget_bytes == requested_budgets[-1]
     assert plan.budget_bytes < budget == plan.stats["requested_budget_bytes"]
     assert ", to fit the allocator" in plan.describe()
@@ -204,24 +208,24 @@ def test_a_cancelled_solve_is_not_restarted():
 
     plan = solve_within_allocator_budget(trace, Budget.parse(budget_bytes), solve, cancel=cancel)
     assert requested_budgets == [budget_bytes] == [plan.budget_bytes]
-    assert AllocatorPrediction.of_plan(plan) == predict_allocator_peaks(trace, schedule)
+    assert plan.allocator == predict_allocator_peaks(trace, schedule)
 
 
 def test_segments_stay_within_the_memory_of_the_device():
     trace, schedule = recorded_step()
     budget = Budget.parse(remat.simulate(trace.graph(), schedule).peak_bytes)
     wide = solve_within_allocator_budget(trace, budget, lambda b: remat.solve(trace, b, STRATEGY))
-    before = AllocatorPrediction.of_plan(wide)
+    before = wide.allocator
     assert before is not None
     plan = solve_within_allocator_budget(
         trace,
         budget,
         lambda b: remat.solve(trace, b, STRATEGY),
-        reserved_bytes=before.reserved_bytes - (60 << 20),
+        reserved_bytes=before.reserved_peak_bytes - (60 << 20),
     )
-    after = AllocatorPrediction.of_plan(plan)
+    after = plan.allocator
     assert after is not None
-    assert after.reserved_bytes < before.reserved_bytes
+    assert after.reserved_peak_bytes < before.reserved_peak_bytes
 
 
 # -- the reserve ----------------------------------------------------------------------------

@@ -16,7 +16,6 @@ from remat.choice.offloaded_forms import OffloadLimits, least_time_s
 from remat.documents.trace import Trace
 from remat.limits.budget import Budget
 from remat.plan import Plan
-from remat.plan_data import HOST_BYTES_STAT
 
 WIDTH, ROWS, BLOCKS = 4096, 65536, 8
 
@@ -74,7 +73,7 @@ def test_the_host_budget_is_kept(trace: Trace) -> None:
     plan = late_plan(trace, budget_bytes, host_bytes)
     assert plan is not None
     assert plan.peak_bytes <= budget_bytes
-    assert 0 < int(plan.stats[HOST_BYTES_STAT]) <= host_bytes
+    assert 0 < plan.host_bytes <= host_bytes
 
 
 def test_nothing_is_solved_where_the_step_fits_or_an_operation_does_not(trace: Trace) -> None:

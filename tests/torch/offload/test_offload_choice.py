@@ -30,7 +30,6 @@ from remat.heuristics.peak_bounds import end_bytes, peak_lower_bound_bytes
 from remat.limits.budget import Budget
 from remat.passes.offload.copies import copy_times
 from remat.plan import Plan
-from remat.plan_data import HOST_BYTES_STAT, WAITING_S_STAT
 
 SLOWEST = Link(1e6, 1e6)
 
@@ -108,15 +107,15 @@ def test_the_time_of_a_plan_includes_waiting_for_copies(trace: Trace, link: Link
     )
     times = copy_times(free.graph(), chosen.plan.schedule.runs, link)
     assert chosen.plan.time_s == pytest.approx(times.step_s)
-    assert chosen.plan.stats[WAITING_S_STAT] == pytest.approx(times.waiting_s)
-    assert chosen.plan.stats[HOST_BYTES_STAT] == times.largest_host_bytes
+    assert chosen.plan.stats["waiting_s"] == pytest.approx(times.waiting_s)
+    assert chosen.plan.host_bytes == times.largest_host_bytes
 
 
 def test_the_host_has_a_budget(trace: Trace) -> None:
     full = choose(trace, "75%", FAST)
-    half_bytes = int(full.plan.stats[HOST_BYTES_STAT]) // 2
+    half_bytes = full.plan.host_bytes // 2
     half = choose(trace, "75%", FAST, half_bytes)
-    assert 0 < int(half.plan.stats[HOST_BYTES_STAT]) <= half_bytes
+    assert 0 < half.plan.host_bytes <= half_bytes
     assert full.plan.time_s <= half.plan.time_s
     none = choose(trace, "75%", FAST, 0)
     assert none.trace is trace
@@ -134,9 +133,9 @@ def test_the_smallest_peak_does_not_take_more_time(trace: Trace) -> None:
 @pytest.mark.slow
 def test_the_host_has_a_budget_for_the_smallest_peak(trace: Trace) -> None:
     full = choose(trace, "min", FAST)
-    half_bytes = int(full.plan.stats[HOST_BYTES_STAT]) // 2
+    half_bytes = full.plan.host_bytes // 2
     half = choose(trace, "min", FAST, half_bytes)
-    assert 0 < int(half.plan.stats[HOST_BYTES_STAT]) <= half_bytes
+    assert 0 < half.plan.host_bytes <= half_bytes
 
 
 def test_the_smallest_peak_without_offloading_is_not_searched_where_it_cannot_be_faster(

@@ -15,7 +15,6 @@ from tests.helpers.service.server import Server
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import remat
-from remat.allocator.prediction import AllocatorPrediction
 
 STRATEGY = remat.Auto(gap=0.01, time_limit=60.0, threads=1)
 OPTIONS = {"gap": "0.01", "time_limit": "60", "threads": "1"}
@@ -86,8 +85,8 @@ def test_every_door_gives_the_same_plan_within_the_allocators_budget(
     plans = answers(server, tmp_path, budget, options)
     assert len({*map(figures, plans.values())}) == 1, {k: figures(p) for k, p in plans.items()}
     plan = plans["solve_step"]
-    prediction = AllocatorPrediction.of_plan(plan)
+    prediction = plan.allocator
     assert prediction is not None
     requested_bytes = plan.stats.get("requested_budget_bytes", plan.budget_bytes)
     assert isinstance(requested_bytes, int)
-    assert prediction.allocated_bytes <= requested_bytes
+    assert prediction.allocated_peak_bytes <= requested_bytes

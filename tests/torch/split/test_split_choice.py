@@ -21,7 +21,6 @@ from remat.limits.options import PIECES
 from remat.limits.units import format_bytes
 from remat.passes.split.splits import with_recorded_splits
 from remat.plan import Plan
-from remat.plan_data import UNSPLIT_MIN_BYTES_STAT
 from remat.simulate import baseline_of
 
 COSTS = remat.Roofline("cpu")
@@ -72,7 +71,7 @@ def test_the_smallest_peak_is_smaller_with_more_pieces(trace: remat.Trace) -> No
     chosen = choose(trace, "min")
     assert chosen.plan.peak_bytes < 0.5 * whole.peak_bytes
     assert chosen.trace.splits[0].pieces > 4
-    assert chosen.plan.stats[UNSPLIT_MIN_BYTES_STAT] == whole.peak_bytes
+    assert chosen.plan.stats["unsplit_min_bytes"] == whole.peak_bytes
 
 
 def test_a_number_of_pieces_is_used_as_it_is(trace: remat.Trace) -> None:
@@ -164,7 +163,7 @@ def test_a_split_step_trains_as_eager_mode_within_the_budget(module: remat.Remat
     plan = module.plan
     assert plan is not None
     assert plan.graph.splits
-    assert UNSPLIT_MIN_BYTES_STAT in plan.stats
+    assert "unsplit_min_bytes" in plan.stats
     assert 0.99 * plan.peak_bytes <= step.peak_bytes <= 0.4 * plan.baseline_peak_bytes
     accumulated = run_step(module, case, zero_grad=False)
     for name, gradient in eager.gradients.items():

@@ -19,7 +19,7 @@ from remat.commands.common.progress_line import ProgressLine, show_progress
 from remat.documents.trace import Trace
 from remat.errors import BudgetWarning, SolverWarning
 from remat.plan import Plan
-from remat.plan_data import with_reserve_stat
+from remat.plan_data import with_reserve
 from remat.progress import Cancel
 
 _T = TypeVar("_T")
@@ -39,7 +39,7 @@ def plan_interruptibly(
         )
 
     (traced, plan), signum = run_with_progress("solving", None, work)
-    return TracePlan(traced, with_reserve_stat(plan, request.limits.reserve_bytes)), signum
+    return TracePlan(traced, with_reserve(plan, request.limits.reserve_bytes)), signum
 
 
 def run_with_progress(

@@ -7,6 +7,7 @@ import io
 import json
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 
 from remat.costs.trace_costs import OperationCost, with_costs
 from remat.documents.trace import Trace
@@ -14,7 +15,6 @@ from remat.errors import RematError
 from remat.frontend.compile.registry import CompiledPlan
 from remat.limits.units import format_bytes, format_seconds
 from remat.plan import Plan
-from remat.plan_data import HOST_BYTES_STAT, RESERVED_BYTES_STAT
 from remat.report.tables import align_columns, largest_rows
 from remat.simulate import baseline_of
 
@@ -31,14 +31,14 @@ def plan_summary(plan: Plan) -> JsonObject:
     recomputed = plan.schedule.recomputed(plan.graph)
     return {
         "status": plan.status.name,
-        "strategy": plan.stats.get("strategy"),
+        "strategy": plan.solve.get("strategy"),
         "budget_bytes": plan.budget_bytes,
-        "reserve_bytes": plan.stats.get(RESERVED_BYTES_STAT, 0),
+        "reserve_bytes": plan.terms.reserved_for_others_bytes or 0,
         "peak_bytes": plan.peak_bytes,
         "baseline_peak_bytes": plan.baseline_peak_bytes,
         "constant_bytes": plan.graph.constant_bytes,
         "library_bytes": plan.graph.library_bytes,
-        **{key: size for key, size in plan.stats.items() if key.endswith("_peak_bytes")},
+        **({} if plan.allocator is None else asdict(plan.allocator)),
         "time_s": plan.time_s,
         "baseline_time_s": plan.baseline_time_s,
         "overhead": plan.overhead,
@@ -48,9 +48,9 @@ def plan_summary(plan: Plan) -> JsonObject:
         "operations": len(plan.graph),
         "recomputed_operations": len(recomputed),
         "recomputations": sum(recomputed.values()),
-        "host_bytes": host_bytes(plan),
-        "solved_in_s": plan.stats.get("total_s"),
-        "cost_source": plan.stats.get("cost_source"),
+        "host_bytes": plan.host_bytes,
+        "solved_in_s": plan.solve.get("total_s"),
+        "cost_source": plan.terms.cost_source,
     }
 
 
@@ -86,15 +86,9 @@ def to_csv_text(rows: Sequence[Mapping[str, object]]) -> str:
     return text.getvalue()
 
 
-def host_bytes(plan: Plan) -> int:
-    """Return the largest number of bytes that a plan has on the host at once; 0 if it offloads
-    nothing."""
-    return int(plan.stats.get(HOST_BYTES_STAT, 0))
-
-
 def frontier_table(plans: Sequence[Plan]) -> str:
     """Return a table of plans, one line each. It has the bytes on the host if any plan offloads."""
-    has_offload = any(host_bytes(plan) for plan in plans)
+    has_offload = any(plan.host_bytes for plan in plans)
     table = [
         [
             "budget",
@@ -109,7 +103,7 @@ def frontier_table(plans: Sequence[Plan]) -> str:
         ]
     ]
     for plan in plans:
-        solved_s = plan.stats.get("total_s")
+        solved_s = plan.solve.get("total_s")
         table.append(
             [
                 format_bytes(plan.budget_bytes),
@@ -119,7 +113,7 @@ def frontier_table(plans: Sequence[Plan]) -> str:
                 "" if plan.lower_bound is None else f"{plan.lower_bound:+.2%}",
                 "" if plan.gap is None else f"{plan.gap:.2%}",
                 str(sum(plan.schedule.recomputed(plan.graph).values())),
-                *[format_bytes(host_bytes(plan))] * has_offload,
+                *[format_bytes(plan.host_bytes)] * has_offload,
                 format_seconds(solved_s) if isinstance(solved_s, float) else "",
             ]
         )

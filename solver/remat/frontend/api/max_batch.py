@@ -16,7 +16,7 @@ from remat.frontend.costs.cost_cache import CostCache
 from remat.frontend.memory.device_memory import Reserve, reserve_size
 from remat.limits.budget import Budget, is_auto
 from remat.limits.units import format_bytes
-from remat.plan_data import with_reserve_stat
+from remat.plan_data import with_reserve
 from remat.strategies import Auto, Strategy
 
 
@@ -93,7 +93,7 @@ def max_batch(
         batch=batch,
         budget_bytes=search.budget_bytes,
         max_overhead=max_overhead,
-        plan=with_reserve_stat(search.best_plan(batch), reserved.total_bytes),
+        plan=with_reserve(search.best_plan(batch), reserved.total_bytes),
         trace=traced,
         eager_batch=eager_batch,
         eager_time_s=search.trace(eager_batch).graph().total_cost_s if eager_batch else None,

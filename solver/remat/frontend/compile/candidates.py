@@ -42,7 +42,6 @@ from remat.limits.budget import Budget, missing_percent_sign_hint
 from remat.limits.limits import Limits
 from remat.limits.units import format_bytes
 from remat.plan import Plan
-from remat.plan_data import HOST_BYTES_STAT
 from remat.progress import ProgressCallback
 from remat.report.describe import describe_peak
 from remat.simulate import baseline_of
@@ -125,7 +124,7 @@ def solve_cached(
         strategy = replace(cast(Auto, strategy), time_limit=settings.limit_s)
     with planning_line(settings.progress) as callback:
         plan = solve(graph, budget, strategy, progress=callback)
-    return replace(plan, stats={**plan.stats, "cost_source": cost_source})
+    return replace(plan, terms=replace(plan.terms, cost_source=cost_source))
 
 
 def offload_limits(
@@ -153,7 +152,7 @@ def prepare_host(plan: Plan, device: torch.device) -> None:
     sizes_bytes = [plan.graph.values[value].size_bytes for value in plan.graph.renewal]
     if sizes_bytes:
         with isolated_modes(device):
-            reserve_host(device, sizes_bytes, int(plan.stats.get(HOST_BYTES_STAT, 0)))
+            reserve_host(device, sizes_bytes, plan.host_bytes)
 
 
 @dataclass(frozen=True)

@@ -67,7 +67,7 @@ from remat.limits.infeasible import is_smallest_accepted
 from remat.limits.limits import Limits
 from remat.limits.options import SPLIT_AUTO, pieces_to_try
 from remat.limits.units import format_bytes, format_seconds
-from remat.plan_data import UNSPLIT_MIN_BYTES_STAT
+from remat.plan_data import SplitFigures
 from remat.report.offloads import offload_lines
 from remat.strategies import Strategy
 from remat.strategies.base import with_limits
@@ -306,7 +306,7 @@ class Partitioner(CustomPartitionerFn):
         logger.info(
             "%s: solved in %s: peak %s instead of %s, budget %s; time %+.2f%%, %d recomputations%s",
             self.title,
-            format_seconds(float(plan.stats.get("total_s", 0.0))),
+            format_seconds(float(plan.solve.get("total_s", 0.0))),
             format_bytes(plan.peak_bytes),
             format_bytes(compiled.baseline_bytes),
             format_bytes(plan.budget_bytes),
@@ -526,8 +526,8 @@ class Partitioner(CustomPartitionerFn):
         if self.group is None:  # the backend calls it once the kernels of a plan are verified
             prepare_host(plan, joint.device)
         if form.split is not None and form.split.unsplit_min_bytes is not None:
-            smallest = {UNSPLIT_MIN_BYTES_STAT: form.split.unsplit_min_bytes}
-            plan = replace(plan, stats={**plan.stats, **smallest})
+            figures = SplitFigures(unsplit_min_bytes=form.split.unsplit_min_bytes)
+            plan = replace(plan, split=figures)
         limits, available_bytes = selection.limits, selection.available_bytes
         budget_bytes = None if available_bytes is None else available_bytes + limits.excess_bytes
         is_replanned = self.group is not None and not is_plain

@@ -11,7 +11,6 @@ from remat.limits import infeasible
 from remat.limits.limits import Limits
 from remat.limits.units import format_bytes
 from remat.plan import Plan
-from remat.plan_data import HOST_BYTES_STAT
 
 _plan_numbers = itertools.count()
 _plans: dict[int, CompiledPlan] = {}
@@ -190,7 +189,7 @@ def saved_by_other_graphs(group: object) -> SavedByOtherGraphs:
     return SavedByOtherGraphs(
         sum(plan.saved_bytes for plan in plans),
         sum(plan.baseline_saved_bytes for plan in plans),
-        sum(int(plan.plan.stats.get(HOST_BYTES_STAT, 0)) for plan in plans),
+        sum(plan.plan.host_bytes for plan in plans),
     )
 
 

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple, Self
 
 from torch import nn
 
-from remat.allocator.budget_fitting import requested_budget_bytes
 from remat.choice.in_flight import solve_in_flight
 from remat.choice.trace_plan import TracePlan
 from remat.documents.trace import Trace
@@ -58,7 +57,7 @@ from remat.passes.gradient_accumulation import with_gradient_accumulation
 from remat.passes.random_operations import without_random_recomputation
 from remat.passes.split.splits import with_recorded_splits
 from remat.plan import Plan
-from remat.plan_data import with_reserve_stat
+from remat.plan_data import with_reserve
 from remat.rewrite import rewrite
 
 logger = logging.getLogger("remat")
@@ -248,7 +247,7 @@ class Planner:
                 traced = traced.replace(external_bytes=derived_bytes)
         captured = traced
         traced, plan, program, is_reused = self._plan_trace(traced, accumulates_gradients)
-        plan = self._with_option_stats(plan)
+        plan = self._with_option_terms(plan)
         prepare_host(traced)
         if program is None:
             with self._timed("rewrite"):
@@ -294,7 +293,7 @@ class Planner:
     def _largest_budget_bytes(self) -> int:
         """Return the largest budget of the earlier plans of the whole model; 0 without one."""
         plans = [entry.plan for entry in self.entries]
-        return max((requested_budget_bytes(p) for p in plans if isinstance(p, Plan)), default=0)
+        return max((p.requested_budget_bytes for p in plans if isinstance(p, Plan)), default=0)
 
     def _measure(self, traced: Trace, budget: Budget) -> Trace:
         """Return the trace with costs, unless the service measures them."""
@@ -349,11 +348,11 @@ class Planner:
 
         return PlanningResult(*solve_in_flight(traced, budget, self._in_flight, solve))
 
-    def _with_option_stats(self, plan: Plan) -> Plan:
-        """Return the plan with the options that its statistics record: reserve and CUDA graphs."""
-        plan = with_reserve_stat(plan, reserve_size(self.options.reserve).total_bytes)
+    def _with_option_terms(self, plan: Plan) -> Plan:
+        """Return the plan with the options that its terms record: reserve and CUDA graphs."""
+        plan = with_reserve(plan, reserve_size(self.options.reserve).total_bytes)
         if self.options.cuda_graphs:
-            plan = replace(plan, stats={**plan.stats, "cuda_graphs": True})
+            plan = replace(plan, terms=replace(plan.terms, cuda_graphs=True))
         return plan
 
     @contextmanager

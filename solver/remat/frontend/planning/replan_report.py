@@ -48,7 +48,7 @@ class ReplanReport:
             purpose = ""
         changed = value or f"{' and '.join(changes or ['inputs'])} changed"
         if is_reused:
-            strategy = plan.stats["strategy"]
+            strategy = plan.solve["strategy"]
             logger.info("%s%s: %r by %s (%s)", changed, purpose, plan, strategy, phases)
         else:
             logger.info("%s: replanned%s: %r (%s)", changed, purpose, plan, phases)

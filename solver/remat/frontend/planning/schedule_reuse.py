@@ -15,7 +15,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from remat.allocator.budget_fitting import requested_budget_bytes, uses_expandable_segments
+from remat.allocator.budget_fitting import uses_expandable_segments
 from remat.allocator.prediction import is_on_cuda, predict_allocator_peaks, with_prediction
 from remat.blockwise.block_step import BlockOption
 from remat.blockwise.pareto_options import option_of_schedule, pareto_optimal
@@ -28,9 +28,10 @@ from remat.limits.budget import Budget
 from remat.passes.split.splits import with_recorded_splits
 from remat.passes.trace_equality import topology_key
 from remat.plan import Plan
+from remat.plan_data import PlanTerms
 from remat.schedule import Schedule
 from remat.simulate import baseline_of, simulate
-from remat.solution import Solution, Stats
+from remat.solution import Solution
 
 MAX_SLOWDOWN = 1.05
 """Largest time of a reused schedule, as a multiple of the smallest time that is possible."""
@@ -75,7 +76,7 @@ class ScheduleReuse:
         return cls(
             _with_scaled_baseline(scaled, trace, latest.trace),
             tuple(e.plan for e in matching if not e.is_reused and isinstance(e.plan, Plan)),
-            max(map(requested_budget_bytes, plans)),
+            max(plan.requested_budget_bytes for plan in plans),
         )
 
     def budget_at_largest_size(self, requested: Budget) -> Budget:
@@ -144,7 +145,7 @@ def superseded_keys(entry: PlanEntry, entries: Mapping[EntryKey, PlanEntry]) -> 
     relative budget they may use as much memory as `entry`, the plan of a larger step."""
     if not isinstance(entry.plan, Plan):
         return []
-    budget_bytes = requested_budget_bytes(entry.plan)
+    budget_bytes = entry.plan.requested_budget_bytes
     return [
         key
         for key, other in entries.items()
@@ -152,7 +153,7 @@ def superseded_keys(entry: PlanEntry, entries: Mapping[EntryKey, PlanEntry]) -> 
         and other.topology_key == entry.topology_key
         and other.plan.overhead > 0
         and other.plan.baseline_peak_bytes < entry.plan.baseline_peak_bytes
-        and requested_budget_bytes(other.plan) < budget_bytes
+        and other.plan.requested_budget_bytes < budget_bytes
     ]
 
 
@@ -212,8 +213,9 @@ def _reused_plan(
     trace: Trace, schedule: Schedule, budget_bytes: int, strategy: str = REUSED_SCHEDULE
 ) -> Plan:
     """Return the plan of a schedule that the solver did not find for this trace."""
-    stats: Stats = {"strategy": strategy, "cost_source": trace.cost_source}
-    return Plan.of(trace.graph(), budget_bytes, Solution(schedule), stats)
+    terms = PlanTerms(cost_source=trace.cost_source)
+    stats = {"strategy": strategy}
+    return Plan.of(trace.graph(), budget_bytes, Solution(schedule), stats, terms)
 
 
 def _latest_of_same_step(

@@ -142,7 +142,7 @@ def _within_allocator_budget(
 
 def _with_costs_of_plan(traced: Trace, plan: Plan) -> Trace:
     """Return the trace with the costs of the plan's graph, which the service measured."""
-    source = str(plan.stats.get("cost_source", "as given"))
+    source = plan.terms.cost_source or "as given"
     return with_costs(
         traced,
         {o.name: OperationCost(o.cost_s, o.workspace_bytes, source) for o in plan.graph.operations},

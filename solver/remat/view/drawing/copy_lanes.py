@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from remat.costs.devices import Link
 from remat.limits.units import format_bytes, format_seconds
 from remat.passes.offload.copies import CopyTimes, copy_times
-from remat.plan_data import TO_DEVICE_RATE_STAT, TO_HOST_RATE_STAT, PlanData
+from remat.plan_data import PlanData
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,11 +30,11 @@ class CopyLanes:
 
 
 def copy_lanes(plan: PlanData) -> CopyLanes | None:
-    """Return the lanes of a plan's copies; None if it offloads nothing, or has no valid
-    bandwidth."""
-    link = _link_of(plan)
-    if link is None or not plan.graph.renewal:
+    """Return the lanes of a plan's copies; None if it offloads nothing."""
+    figures = plan.offload
+    if figures is None or not plan.graph.renewal:
         return None
+    link = Link(figures.to_host_bytes_per_s, figures.to_device_bytes_per_s)
     times = copy_times(plan.graph, plan.schedule.runs, link)
     lanes: dict[str, list[Bar]] = {"to host": [], "to device": []}
     for copy in times.copies:
@@ -49,12 +49,3 @@ def copy_lanes(plan: PlanData) -> CopyLanes | None:
             for w in waits
         ]
     return CopyLanes(times, lanes)
-
-
-def _link_of(plan: PlanData) -> Link | None:
-    """Return the bandwidth that a plan is for; None if its document has none, or nonsense."""
-    rates = [plan.stats.get(key) for key in (TO_HOST_RATE_STAT, TO_DEVICE_RATE_STAT)]
-    try:
-        return Link(*(float(rate) for rate in rates))  # type: ignore[arg-type]  # caught below
-    except (TypeError, ValueError, OverflowError):
-        return None
