@@ -20,10 +20,10 @@ def offload_lines(plan: PlanData) -> list[str]:
         "the host"
     ]
     if plan.offload is not None:
-        waiting_s = plan.offload.waiting_s
+        copies_s, waiting_s = plan.offload.copies_s, plan.offload.waiting_s
         lines.append(
-            f"copies take {format_seconds(plan.offload.copies_s)}, for {format_seconds(waiting_s)} of "
-            f"which the step waits ({waiting_s / (plan.time_s or 1.0):.2%} of its time)"
+            f"copies take {format_seconds(copies_s)}, for {format_seconds(waiting_s)} of which the "
+            f"step waits ({waiting_s / (plan.time_s or 1.0):.2%} of its time)"
         )
     return lines
 
