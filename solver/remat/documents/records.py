@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from remat.documents.arguments import Args, Kwargs, referenced_names
+from remat.documents.arguments import Args, Kwargs, referenced_names, rename_refs
 from remat.documents.base import DottedPath, Identifier, Record, Target
 from remat.documents.quantities import Cost, Int64, Natural, Size
 from remat.documents.structure import MAX_DEPTH, Structure
@@ -110,6 +110,19 @@ class Node(Record):
         if update and not update.keys().isdisjoint(("args", "kwargs")):
             vars(copied).pop("operand_names", None)
         return copied
+
+    def with_operands(self, names: Mapping[str, str], **changes: Any) -> Self:
+        """Return a copy with some fields changed that reads other tensors: the ones with the new
+        `names`, by the names until now."""
+
+        def new_name(name: str) -> str:
+            return names.get(name, name)
+
+        arguments = {
+            "args": tuple(rename_refs(item, new_name) for item in self.args),
+            "kwargs": {key: rename_refs(item, new_name) for key, item in self.kwargs.items()},
+        }
+        return self.model_copy(update=arguments | changes)
 
 
 class Output(Record):

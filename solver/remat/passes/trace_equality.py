@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import zip_longest
 
-from remat.documents.arguments import Argument, rename_refs
 from remat.documents.trace import Trace
 
 SLICE, ALIAS = "aten.slice.Tensor", "aten.alias.default"
@@ -30,16 +29,9 @@ def is_same_except_names(one: Trace, other: Trace) -> bool:
 
 def _unnamed_records(trace: Trace) -> Iterator[object]:
     """Yield all records of a trace, with numbers in place of names."""
-    numbers = _tensor_numbers(trace)
-
-    def number_name(name: str) -> str:
-        return str(numbers[name])
-
-    def renamed(argument: Argument) -> Argument:
-        return rename_refs(argument, number_name)
-
+    numbers = {name: str(number) for name, number in _tensor_numbers(trace).items()}
     for p in trace.placeholders:
-        yield p.model_copy(update={"name": number_name(p.name)})
+        yield p.model_copy(update={"name": numbers[p.name]})
     metas = {p.name: p.tensor for p in trace.placeholders}
     for n in trace.nodes:
         metas.update((r.name, r.tensor) for r in n.results)
@@ -49,21 +41,12 @@ def _unnamed_records(trace: Trace) -> Iterator[object]:
             and [metas[r] for r in n.operand_names] == [r.tensor for r in n.results]
         ):  # a slice of the whole tensor
             n = n.model_copy(update={"target": ALIAS, "args": n.args[:1]})
-        yield n.model_copy(
-            update={
-                "name": "",
-                "module": "",
-                "args": tuple(map(renamed, n.args)),
-                "kwargs": {key: renamed(item) for key, item in n.kwargs.items()},
-                "results": tuple(
-                    r.model_copy(update={"name": number_name(r.name)}) for r in n.results
-                ),
-            }
-        )
+        results = tuple(r.model_copy(update={"name": numbers[r.name]}) for r in n.results)
+        yield n.with_operands(numbers, name="", module="", results=results)
     for o in trace.outputs:
-        yield number_name(o.name), o.differentiable, o.tangent and number_name(o.tangent)
+        yield numbers[o.name], o.differentiable, o.tangent and numbers[o.tangent]
     for g in trace.gradients:
-        yield number_name(g.placeholder), number_name(g.name), g.sources
+        yield numbers[g.placeholder], numbers[g.name], g.sources
     named_fields = {"placeholders", "nodes", "outputs", "gradients"}
     yield [getattr(trace, field) for field in type(trace).model_fields if field not in named_fields]
 

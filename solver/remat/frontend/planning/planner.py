@@ -54,7 +54,6 @@ from remat.limits.budget import Budget
 from remat.limits.infeasible import plan_or_smallest
 from remat.limits.limits import Limits
 from remat.passes.gradient_accumulation import with_gradient_accumulation
-from remat.passes.random_operations import without_random_recomputation
 from remat.passes.split.splits import with_recorded_splits
 from remat.plan import Plan
 from remat.plan_data import with_reserve
@@ -242,7 +241,7 @@ class Planner:
             if accumulates_gradients:
                 traced = with_gradient_accumulation(traced)
             if self.options.cuda_graphs:
-                traced = without_random_recomputation(traced)
+                traced = _without_random_recomputation(traced)
             if derived_bytes := _derived_parameter_bytes(model):
                 traced = traced.replace(external_bytes=derived_bytes)
         captured = traced
@@ -384,3 +383,12 @@ class Planner:
         reused = [key for key, entry in self._entries.items() if entry.is_reused]
         if len(reused) > _MAX_REUSED_PLANS:
             del self._entries[reused[0]]
+
+
+def _without_random_recomputation(trace: Trace) -> Trace:
+    """Return the trace whose random operations must not be recomputed: a CUDA graph capture cannot
+    read the RNG state of their first run."""
+    nodes = (
+        n.model_copy(update={"recomputable": n.recomputable and not n.random}) for n in trace.nodes
+    )
+    return trace.replace(nodes=tuple(nodes))

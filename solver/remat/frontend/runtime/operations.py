@@ -8,8 +8,7 @@ RNG states are recorded when a random operation first runs, and restored when it
 torch's own graph-safe scheme assumes one recomputation; a schedule may have any number. On CUDA a
 state is two integers on the host, the Philox seed and offset, so recording one costs no tensor; on
 the CPU it is a tensor of 5 KB. Inside a CUDA graph capture torch exposes neither integer (a replay
-brings its own), so a step that is to be captured must not recompute random operations: see
-`remat.passes.random_operations`.
+brings its own), so the plan of a step that is to be captured recomputes no random operations.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ not free yet. Its memory is known once it is solved: where there is room, `relea
 from __future__ import annotations
 
 import math
+from itertools import accumulate
 
 from remat.costs.devices import Link
 from remat.errors import GraphError
@@ -22,44 +23,16 @@ def with_shorter_waits(graph: Graph, schedule: Schedule, budget_bytes: int, link
     """Return a schedule of a graph with copies that waits less for them, within the budget (or the
     peak, if that is larger) and with no more bytes on the host; the same schedule if that is not
     possible."""
-    later = _with_later_releases(graph, schedule, budget_bytes, link)
-    return _with_earlier_reloads(graph, later, budget_bytes, link)
-
-
-def _with_later_releases(
-    graph: Graph, schedule: Schedule, budget_bytes: int, link: Link
-) -> Schedule:
-    """Return the schedule in which tensors are freed where their copies to the host have ended, or
-    as late as there is room for them."""
     offloaded = offloaded_values(graph)
-    if not _is_waiting(graph, schedule, link, {o.release for o in offloaded}):
-        return schedule
-    moves = _Moves(graph, schedule, offloaded)
-    run_of = {op: run for run, op in enumerate(schedule.runs)}
-    end_s = 0.0
-    for o in sorted(offloaded, key=lambda o: run_of[o.offload]):
-        copy_s = graph.values[o.value].size_bytes / link.to_host_bytes_per_s
-        end_s = max(end_s, moves.start_s(o.offload)) + copy_s
-        moves.move_release(o, end_s, budget_bytes)
-    return _faster(graph, schedule, moves.runs, budget_bytes, link)
-
-
-def _with_earlier_reloads(
-    graph: Graph, schedule: Schedule, budget_bytes: int, link: Link
-) -> Schedule:
-    """Return the schedule in which copies back start where they end in time, or as early as there
-    is room for them."""
-    offloaded = offloaded_values(graph)
-    if not _is_waiting(graph, schedule, link, {o.arrive for o in offloaded}):
-        return schedule
-    moves = _Moves(graph, schedule, offloaded)
-    run_of = {op: run for run, op in enumerate(schedule.runs)}
-    next_start_s = math.inf
-    for o in sorted(offloaded, key=lambda o: run_of[o.arrive], reverse=True):
-        copy_s = graph.values[o.value].size_bytes / link.to_device_bytes_per_s
-        next_start_s = min(next_start_s, moves.start_s(o.arrive)) - copy_s
-        moves.move_reload(o, next_start_s, budget_bytes)
-    return _faster(graph, schedule, moves.runs, budget_bytes, link)
+    if _is_waiting(graph, schedule, link, {o.release for o in offloaded}):
+        moves = _Moves(graph, schedule, offloaded, budget_bytes)
+        moves.release_later(link)
+        schedule = _faster(graph, schedule, moves.runs, budget_bytes, link)
+    if _is_waiting(graph, schedule, link, {o.arrive for o in offloaded}):
+        moves = _Moves(graph, schedule, offloaded, budget_bytes)
+        moves.reload_earlier(link)
+        schedule = _faster(graph, schedule, moves.runs, budget_bytes, link)
+    return schedule
 
 
 def _is_waiting(graph: Graph, schedule: Schedule, link: Link, operations: set[int]) -> bool:
@@ -93,57 +66,70 @@ class _Moves:
     and the seconds at which each ends if nothing waits."""
 
     def __init__(
-        self, graph: Graph, schedule: Schedule, offloaded: tuple[OffloadedValue, ...]
+        self,
+        graph: Graph,
+        schedule: Schedule,
+        offloaded: tuple[OffloadedValue, ...],
+        budget_bytes: int,
     ) -> None:
-        self.graph = graph
+        self.graph, self.offloaded, self.budget_bytes = graph, offloaded, budget_bytes
         self.runs = list(schedule.runs)
         self.during_bytes = list(simulate(graph, schedule).during_bytes)
         copies = {op for o in offloaded for op in o.operations}
-        self.end_s: list[float] = []
-        now_s = 0.0
-        for op in self.runs:
-            now_s += 0.0 if op in copies else graph.operations[op].cost_s
-            self.end_s.append(now_s)
+        costs = (0.0 if op in copies else graph.operations[op].cost_s for op in self.runs)
+        self.end_s = list(accumulate(costs))
         boundary = graph.boundary
         self.boundary_run = -1 if boundary is None else self.runs.index(boundary)
 
-    def start_s(self, op: int) -> float:
+    def release_later(self, link: Link) -> None:
+        """Free tensors where their copies to the host have ended, or as late as there is room for
+        them: not behind their `reload`, nor from the forward into the backward, which would save
+        them."""
+        end_s = 0.0
+        for o in sorted(self.offloaded, key=lambda o: self.runs.index(o.offload)):
+            size_bytes = self.graph.values[o.value].size_bytes
+            end_s = max(end_s, self._start_s(o.offload)) + size_bytes / link.to_host_bytes_per_s
+            run = new_run = self.runs.index(o.release)
+            last = self.runs.index(o.reload) - 1
+            if run < self.boundary_run:
+                last = min(last, self.boundary_run - 1)
+            while (
+                new_run < last
+                and self.end_s[new_run] < end_s
+                and self._takes(new_run + 1, size_bytes)
+            ):
+                new_run += 1
+            self._move(run, new_run)
+
+    def reload_earlier(self, link: Link) -> None:
+        """Start copies back where they end in time, or as early as there is room for them: not
+        before their `release`, nor in the forward."""
+        start_s = math.inf
+        for o in sorted(self.offloaded, key=lambda o: self.runs.index(o.arrive), reverse=True):
+            size_bytes = self.graph.values[o.value].size_bytes
+            start_s = min(start_s, self._start_s(o.arrive))
+            start_s -= size_bytes / link.to_device_bytes_per_s
+            run = new_run = self.runs.index(o.reload)
+            first = max(self.boundary_run, self.runs.index(o.release)) + 1
+            while (
+                new_run > first
+                and self.end_s[new_run - 1] > start_s
+                and self._takes(new_run - 1, size_bytes)
+            ):
+                new_run -= 1
+            self._move(run, new_run)
+
+    def _start_s(self, op: int) -> float:
         """Return the seconds at which the first run of an operation starts."""
         run = self.runs.index(op)
         return self.end_s[run - 1] if run else 0.0
 
-    def move_release(self, offloaded: OffloadedValue, end_s: float, budget_bytes: int) -> None:
-        """Move the run of `release` to where it starts at `end_s`, or as far as there is room for
-        the tensor: not behind its `reload`, nor from the forward into the backward, which would
-        save the tensor."""
-        size_bytes = self.graph.values[offloaded.value].size_bytes
-        run = new_run = self.runs.index(offloaded.release)
-        last = self.runs.index(offloaded.reload) - 1
-        if run < self.boundary_run:
-            last = min(last, self.boundary_run - 1)
-        while (
-            new_run < last
-            and self.end_s[new_run] < end_s
-            and self.during_bytes[new_run + 1] + size_bytes <= budget_bytes
-        ):
-            new_run += 1
-            self.during_bytes[new_run] += size_bytes
-        self._move(run, new_run)
-
-    def move_reload(self, offloaded: OffloadedValue, start_s: float, budget_bytes: int) -> None:
-        """Move the run of `reload` to where it starts by `start_s`, or as far as there is room for
-        the tensor: not before its `release`, nor into the forward."""
-        size_bytes = self.graph.values[offloaded.buffer].size_bytes
-        run = new_run = self.runs.index(offloaded.reload)
-        first = max(self.boundary_run, self.runs.index(offloaded.release)) + 1
-        while (
-            new_run > first
-            and self.end_s[new_run - 1] > start_s
-            and self.during_bytes[new_run - 1] + size_bytes <= budget_bytes
-        ):
-            new_run -= 1
-            self.during_bytes[new_run] += size_bytes
-        self._move(run, new_run)
+    def _takes(self, run: int, size_bytes: int) -> bool:
+        """Allocate memory during a run, if the budget has room for it."""
+        if self.during_bytes[run] + size_bytes > self.budget_bytes:
+            return False
+        self.during_bytes[run] += size_bytes
+        return True
 
     def _move(self, run: int, new_run: int) -> None:
         """Move a run that takes no time, and needs what the run that it moved to needs."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from remat.documents.arguments import Args, Literal, Ref, rename_refs
+from remat.documents.arguments import Args, Literal, Ref
 from remat.documents.records import Node, Result, TensorMeta
 from remat.documents.trace import Trace
 from remat.passes.split.regions import TraceIndex
@@ -283,15 +283,8 @@ class _Rewriting:
         return self.writer.trace()
 
     def _renamed(self, node: Node) -> Node:
-        if self.names.keys().isdisjoint(node.operand_names):
-            return node
-
-        def name_of(name: str) -> str:
-            return self.names.get(name, name)
-
-        args: Any = rename_refs(node.args, name_of)
-        kwargs = {key: rename_refs(value, name_of) for key, value in node.kwargs.items()}
-        return node.model_copy(update={"args": args, "kwargs": kwargs})
+        is_changed = not self.names.keys().isdisjoint(node.operand_names)
+        return node.with_operands(self.names) if is_changed else node
 
     def _unread_zeros(self) -> int | None:
         """Return the node of the zeros that the gradient is written into, if nothing else reads

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import accumulate, permutations
 from math import prod
 
-from remat.documents.arguments import Args, Argument, Ref, rename_refs
+from remat.documents.arguments import Args, Argument, Ref
 from remat.documents.records import Node, Result, SplitRecord
 from remat.documents.targets import ADD_PRODUCT_TARGET, ADD_TARGET, WRITE_ROWS_TARGET
 from remat.documents.trace import Trace
@@ -158,19 +158,14 @@ class _Rewriting:
             for name in node.operand_names
             if isinstance(self.region.states[name], Rows)
         }
-
-        def new_name(name: str) -> str:
-            return renamed.get(name, name)
-
         call = unmeasured(
             node,
             name=self.writer.new_name(f"{node.name}_piece_{piece.number}"),
             target=split.target or node.target,
-            args=tuple(rename_refs(item, new_name) for item in args),
-            kwargs={key: rename_refs(v, new_name) for key, v in node.kwargs.items()},
+            args=args,
             piece_of=node.name,
             piece=piece.number,
-        )
+        ).with_operands(renamed)
         states = dict(zip((r.name for r in node.results), split.results, strict=True))
         sums = [r for r in node.results if isinstance(states[r.name], PartialSum)]
         if self._adds_product(node, sums, piece):

@@ -8,7 +8,7 @@ the old value.
 
 from __future__ import annotations
 
-from remat.documents.arguments import Ref, rename_refs
+from remat.documents.arguments import Ref
 from remat.documents.records import Node, Placeholder, Result
 from remat.documents.targets import COPY_TARGET
 from remat.errors import TraceError
@@ -77,7 +77,7 @@ def _preserve_old_value(builder: TraceBuilder, buffer: Placeholder) -> None:
             copy = copy or builder.new_dense_result(
                 f"old_{buffer.name}", buffer.tensor, buffer.tensor.stride
             )
-            builder.nodes[i] = _with_renamed_arguments(node, {buffer.name: copy.name})
+            builder.nodes[i] = node.with_operands({buffer.name: copy.name})
     if copy is not None:
         clone = Node(
             name=copy.name,
@@ -114,15 +114,3 @@ def is_training_batch_norm(node: Node) -> bool:
     if node.target == BATCH_NORM:
         return node.args[BATCH_NORM_TRAINING_INDEX] is True
     return node.target == BATCH_NORM_CUDA
-
-
-def _with_renamed_arguments(node: Node, names: dict[str, str]) -> Node:
-    def new_name(name: str) -> str:
-        return names.get(name, name)
-
-    return node.model_copy(
-        update={
-            "args": tuple(rename_refs(item, new_name) for item in node.args),
-            "kwargs": {key: rename_refs(item, new_name) for key, item in node.kwargs.items()},
-        }
-    )
