@@ -114,9 +114,6 @@ def _has_dropout(num_layers: int, dropout: float, train: bool) -> bool:
     return train and dropout > 0 and num_layers > 1
 
 
-_aten = torch.ops.aten
-
-
 def eager_slice(
     x: torch.Tensor, dim: int = 0, start: Any = None, end: Any = None, step: Any = 1
 ) -> torch.Tensor:
@@ -138,7 +135,6 @@ def _is_whole_dimension(size: torch.SymInt, start: Any, end: Any, step: Any) -> 
 
 _CPU, _CUDA = DispatchKey.AutogradCPU, DispatchKey.AutogradCUDA
 
-_aten = torch.ops.aten
 
 _KERNELS: Mapping[OpOverload, Callable[..., Any]] = {
     _aten.bernoulli_.float: bernoulli_in_place,

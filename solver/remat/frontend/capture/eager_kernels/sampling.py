@@ -96,10 +96,8 @@ def _apply_mask(x: Tensor, mask: Tensor, scale: float) -> Tensor:
     return inverse_permute(_aten.native_dropout_backward(*operands, scale), order)
 
 
-Tensor = torch.Tensor
 Generator = torch.Generator
 
-_aten = torch.ops.aten
 
 _MIN_VECTORIZED_ELEMENTS = 16
 """The CPU's kernel for normally distributed numbers samples tensors of this many elements in
@@ -158,9 +156,6 @@ def rrelu_with_noise_out(
 ) -> Tensor:
     """Replace `aten.rrelu_with_noise.out`, for which torch's functionalization returns `noise`."""
     return out.copy_(_aten.rrelu_with_noise.default(x, noise, *options, **keywords))
-
-
-Tensor = torch.Tensor
 
 
 def memory_order(*tensors: Tensor) -> list[int]:
