@@ -19,8 +19,8 @@ from torch import nn
 from remat.errors import RematError, TraceError, one_line
 from remat.frontend.capture.model.flat_model import FlatModel
 from remat.frontend.capture.model.preserved_state import model_state_preserved
-from remat.frontend.capture.model.python_state import path_label
 from remat.frontend.capture.model.stores import check_no_growth, check_steady
+from remat.frontend.capture.model.values import path_label
 from remat.frontend.capture.operator_recorder import ForeignTensorError
 from remat.frontend.capture.reading.constant_folding import ConstantFolding, ConstantQuery
 from remat.frontend.capture.reading.joint_graph import JointGraph

@@ -21,8 +21,8 @@ from remat.documents.program import Program
 from remat.documents.records import Placeholder
 from remat.documents.structure import Structure
 from remat.errors import GuardError
-from remat.frontend.capture.model.comparable import Code
 from remat.frontend.capture.model.hooks import HOOK_KINDS, is_planned_hook
+from remat.frontend.capture.model.values import Code
 from remat.frontend.common.pytree import flatten
 from remat.frontend.common.torch_modes import autocast_modes
 

@@ -16,7 +16,7 @@ from remat.documents.program import Program
 from remat.documents.records import Store
 from remat.documents.structure import Structure
 from remat.errors import DocumentError, GuardError
-from remat.frontend.capture.model.python_state import path_label
+from remat.frontend.capture.model.values import has_items, path_label, value_at
 from remat.frontend.common.pytree import unflattener
 
 _OWN_ATTRIBUTES = frozenset(nn.Module().__dict__) - {"training"}
@@ -74,20 +74,14 @@ def _check(store: Store, model: nn.Module) -> None:
         raise DocumentError(f"a program must not set {path_label(store.place)} of a model")
 
 
-def _write(root: Any, steps: Sequence[str | int], value: Any, is_content: bool) -> None:
-    owner = root
-    for step in steps if is_content else steps[:-1]:
-        owner = owner[step] if _has_items(owner) else getattr(owner, str(step))
+def _write(root: Any, steps: tuple[str | int, ...], value: Any, is_content: bool) -> None:
+    owner = value_at(root, steps if is_content else steps[:-1])
     if is_content:
         _set_content(owner, value)
-    elif _has_items(owner):
+    elif has_items(owner):
         owner[steps[-1]] = value
     else:
         vars(owner)[steps[-1]] = value
-
-
-def _has_items(owner: Any) -> bool:
-    return isinstance(owner, (list, tuple, deque, MutableMapping))
 
 
 def _set_content(owner: Any, value: Any) -> None:

@@ -20,24 +20,25 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from remat.frontend.capture.model.comparable import (
+from remat.frontend.capture.model.preserved_state import is_of_capture
+from remat.frontend.capture.model.values import (
+    ABSENT,
+    MODULE_TABLES,
     Comparable,
+    Path,
+    attributes_of,
     comparable,
     is_container,
+    is_opaque,
     is_plain,
     items_of,
 )
-from remat.frontend.capture.model.named_state import is_searched
-from remat.frontend.capture.model.preserved_state import is_of_capture
-from remat.frontend.capture.model.python_state import ABSENT, Path
 
 _HEAP_TYPE, _IMMUTABLE_TYPE = 1 << 9, 1 << 8
 """Bits of `type.__flags__`: the class was created by Python code; the class is immutable."""
 
 _UNGUARDED = frozenset({*nn.Module().__dict__, "forward", "_compiled_call_impl"})
 """Attributes of every module, such as `training`. Call signatures have those that matter."""
-
-_MODULE_TABLES = ("_parameters", "_buffers", "_modules")
 
 
 class Read(NamedTuple):
@@ -135,8 +136,8 @@ class AttributeAccess:
         path = self._path_to_note(owner, name)
         if path is None:
             return
-        attributes = object.__getattribute__(owner, "__dict__")
-        if not any(name in attributes.get(table, ()) for table in _MODULE_TABLES):
+        attributes = attributes_of(owner) or {}
+        if not any(name in attributes.get(table, ()) for table in MODULE_TABLES):
             self._seen.add((id(owner), name))
             self.reads.append(Read(path, name, comparable(ABSENT)))
 
@@ -144,7 +145,7 @@ class AttributeAccess:
         if threading.get_ident() != self._thread or id(module) not in self._paths:
             return
         self._seen.add((id(module), name))  # a later read returns what was written
-        if name in object.__getattribute__(module, "__dict__"):
+        if name in vars(module):
             self.writes[str(self._paths[id(module)][0][0]), name] = None
 
     def _note_value(self, path: Path, name: str, value: Any) -> None:
@@ -154,7 +155,7 @@ class AttributeAccess:
             return
         if isinstance(value, nn.Module) and id(value) in self._paths:
             return
-        self.reads.append(Read(path, name, comparable(value, with_items=False)))
+        self.reads.append(Read(path, name, comparable(value, 0)))
         self._follow((*path, name), value)
 
     def _follow(self, path: Path, value: Any) -> None:
@@ -167,30 +168,25 @@ class AttributeAccess:
             for key, item in items_of(value):
                 if isinstance(key, (str, int)):
                     self._follow((*path, key), item)
-        elif is_searched(value) and _is_of_python_class(value):
+        elif is_opaque(value):
+            return
+        elif _is_of_python_class(value):
             self._intercept(type(value))
-        elif is_searched(value) and isinstance(attributes := _attributes_of(value), dict):
-            for name, item in attributes.items():  # of a class that cannot be changed
+        else:  # of a class that cannot be changed
+            for name, item in (attributes_of(value) or {}).items():
                 self._note_value(path, name, item)
 
 
 def _is_data(owner: Any, name: str) -> bool:
     """True if an attribute is in the object's `__dict__` or slots, or is class data. False for
     methods and properties: the reads of their code are noted instead."""
-    if name in _attributes_of(owner):
+    if name in (attributes_of(owner) or ()):
         return True
     for cls in type(owner).__mro__:
         if name in vars(cls):
             attribute = vars(cls)[name]
             return isinstance(attribute, MemberDescriptorType) or not hasattr(attribute, "__get__")
     return False
-
-
-def _attributes_of(owner: Any) -> Any:
-    try:
-        return object.__getattribute__(owner, "__dict__")
-    except Exception:  # without a dictionary, or a proxy
-        return ()
 
 
 def _is_of_python_class(value: Any) -> bool:

@@ -7,26 +7,30 @@ values.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from operator import is_, itemgetter
 from typing import Any, NamedTuple
 
 from torch import nn
 
 from remat.frontend.capture.model.attribute_access import Read
-from remat.frontend.capture.model.comparable import (
+from remat.frontend.capture.model.reached_code import NamedTable, variables_of
+from remat.frontend.capture.model.values import (
+    ABSENT,
     MAX_ITEMS,
+    OBJECT_DEPTH,
     Code,
     Comparable,
+    Path,
+    attributes_of,
     comparable,
-    deep_comparable,
     is_by_class_only,
     is_container,
     is_plain,
+    path_label,
 )
-from remat.frontend.capture.model.named_state import NamedTable, variables_of
-from remat.frontend.capture.model.python_state import ABSENT, Path, path_label
 
 CHECKPOINTING_FLAG = "gradient_checkpointing"
 """The attribute by which layers of Transformers checkpoint themselves. A step has it off, whatever
@@ -102,12 +106,7 @@ class BoundGuards:
             if self._owner(path) is not self._owners[path]:
                 self._bind()  # another object or container is at this place
                 break
-        return (
-            self._is_equal
-            and all(map(_PlainValues.hold, self._plain))
-            and all(map(_OtherValues.hold, self._others))
-            and all(map(_DeepValues.hold, self._deep))
-        )
+        return self._is_equal and all(check() for check in self._checks)
 
     def difference(self) -> str:
         """Return the first value that differs, as text for messages: "layers.0.p is 0.2 instead of
@@ -124,46 +123,56 @@ class BoundGuards:
         self._paths_below = [path for path in self._reads if len(path) > 1]
         """Containers and objects are found by their paths: the training loop may replace them."""
         self._is_equal = self.difference() == ""
-        self._plain: list[_PlainValues] = []
-        self._others: list[_OtherValues] = []
-        self._deep: list[_DeepValues] = []
-        for path, values in self._reads.items():
-            self._add_owner(self._owners[path], values)
+        self._checks: list[Callable[[], bool]] = []
+        """Functions that return True if some values have not changed; the fast ones first."""
+        others = [
+            check
+            for path, values in self._reads.items()
+            for check in self._checks_of_owner(self._owners[path], values)
+        ]
         for table, values in self._variable_tables():
-            present = table.variables
-            plain = [n for n in values if n in present and _is_plain(present[n])]
-            if plain:
-                self._plain.append(_PlainValues(present, plain))
-            if deep := values.keys() - plain:
-                self._deep.append(_DeepValues(table, {n: values[n] for n in deep}))
+            plain = self._add_plain(table.variables, values)
+            if deep := {name: value for name, value in values.items() if name not in plain}:
+                others.append(partial(_are_equal, partial(_value_of, table), deep))
+        self._checks += others
 
-    def _add_owner(self, owner: Any, values: Mapping[str | None, Comparable]) -> None:
-        attributes = _attributes(owner)
-        names = [name for name in values if name is not None]
-        plain = [n for n in names if n in attributes and _is_plain(attributes[n])]
+    def _add_plain(self, table: Mapping[str, Any], names: Iterable[str]) -> set[str]:
+        """Compare the plain values among those with these names with copies; return their names."""
+        plain = [name for name in names if name in table and _is_plain(table[name])]
         if plain:
-            self._plain.append(_PlainValues(attributes, plain))
-        absent = [n for n in names if n not in attributes]
-        of_class: list[str] = []
+            self._checks.append(_PlainValues(table, plain).hold)
+        return set(plain)
+
+    def _checks_of_owner(
+        self, owner: Any, values: Mapping[str | None, Comparable]
+    ) -> Iterator[Callable[[], bool]]:
+        """Compare the plain attributes of an object. Yield the functions that compare the others,
+        and the content of a container."""
+        attributes = attributes_of(owner)
+        if attributes is None:
+            attributes = {}
+        names = [name for name in values if name is not None]
+        others = {
+            name: comparable(attributes[name], 0)
+            for name in set(names).difference(self._add_plain(attributes, names))
+            if name in attributes
+        }
+        absent = frozenset(name for name in names if name not in attributes)
+        of_class = set(absent)
         for cls in type(owner).__mro__ if absent else ():
-            data = [n for n in absent if n not in of_class and _is_plain_data(cls, n)]
-            if data:
-                self._plain.append(_PlainValues(vars(cls), data))
-                of_class += data
-        others = _OtherValues(owner, attributes)
-        others.absent = frozenset(absent)
-        for name in names:
-            if name in attributes and name not in plain:
-                value = comparable(attributes[name], with_items=False)
-                if is_by_class_only(value):
-                    others.classes.append((name, type(attributes[name])))
-                else:
-                    others.values.append((name, value))
+            data = {name for name in of_class if _is_plain_data(cls, name)}
+            of_class -= self._add_plain(vars(cls), data)
+        if absent:
+            yield lambda: absent.isdisjoint(attributes)
+        classes = {n: type(attributes[n]) for n, v in others.items() if is_by_class_only(v)}
+        if classes:
+            yield lambda: all(type(attributes.get(n)) is cls for n, cls in classes.items())
+        if compared := {n: v for n, v in others.items() if n not in classes}:
+            yield partial(_are_equal, lambda name: comparable(attributes.get(name), 0), compared)
         if None in values:
-            others.content = copy.copy(owner) if _is_plain(owner) else values[None]
-            others.has_plain_content = _is_plain(owner)
-        if absent or others.classes or others.values or None in values:
-            self._others.append(others)
+            read = _unchanged if _is_plain(owner) else comparable
+            content = copy.copy(owner) if _is_plain(owner) else values[None]
+            yield lambda: bool(read(owner) == content)
 
     def _variable_tables(self) -> Iterator[tuple[NamedTable, dict[str, Comparable]]]:
         by_owner: dict[str, dict[str, Comparable]] = {}
@@ -190,7 +199,7 @@ class BoundGuards:
                 if name is None:
                     now = comparable(owner)
                 else:
-                    now = comparable(getattr(owner, name, ABSENT), with_items=False)
+                    now = comparable(getattr(owner, name, ABSENT), 0)
                 if now != before:
                     label = path_label(path if name is None else (*path, name))
                     yield _difference(label, now, before)
@@ -219,49 +228,13 @@ class _PlainValues:
             return False
 
 
-class _DeepValues:
-    """Variables that are objects, or containers of others, compared with all that they contain."""
-
-    def __init__(self, table: NamedTable, values: Mapping[str, Comparable]) -> None:
-        self._table, self._values = table, values
-
-    def hold(self) -> bool:
-        """True if nothing has changed."""
-        return all(_value_of(self._table, name) == v for name, v in self._values.items())
+def _are_equal(read: Callable[[str], Comparable], values: Mapping[str, Comparable]) -> bool:
+    """True if `read` returns these values for their names."""
+    return all(read(name) == value for name, value in values.items())
 
 
-class _OtherValues:
-    """Values of one object that are not plain.
-
-    `absent` are names that must not be in its `__dict__`, `classes` are the classes of its
-    attributes, `values` are attributes that are compared by value, and `content` is the content of
-    a container.
-    """
-
-    def __init__(self, owner: Any, attributes: Mapping[str, Any]) -> None:
-        self._owner, self._attributes = owner, attributes
-        self.absent: frozenset[str] = frozenset()
-        self.classes: list[tuple[str, type]] = []
-        self.values: list[tuple[str, Comparable]] = []
-        self.content: Any = None
-        self.has_plain_content = False
-
-    def hold(self) -> bool:
-        """True if nothing has changed."""
-        if not self.absent.isdisjoint(self._attributes):
-            return False
-        attributes = self._attributes
-        if any(type(attributes.get(name)) is not cls for name, cls in self.classes):
-            return False
-        if any(
-            comparable(attributes.get(name), with_items=False) != value
-            for name, value in self.values
-        ):
-            return False
-        if self.content is None:
-            return True
-        now = self._owner if self.has_plain_content else comparable(self._owner)
-        return bool(now == self.content)
+def _unchanged(value: Any) -> Any:
+    return value
 
 
 def _has_same_type(a: object, b: object) -> bool:
@@ -278,7 +251,7 @@ def _value_of(table: NamedTable, name: str) -> Comparable | None:
         return comparable(value)
     if table.attributes is None:
         return None
-    compared = deep_comparable(value, table.attributes)
+    compared = comparable(value, OBJECT_DEPTH, table.attributes)
     return None if is_by_class_only(compared) else compared
 
 
@@ -289,19 +262,13 @@ def _submodule(model: nn.Module, path: str) -> Any:
         return ABSENT
 
 
-def _attributes(owner: Any) -> Mapping[str, Any]:
-    """Return the `__dict__` of an object; {} if it has none."""
-    attributes = getattr(owner, "__dict__", None)
-    return attributes if isinstance(attributes, dict) else {}
-
-
 def _is_plain(value: Any) -> bool:
     """True for a plain value, code, or a container of at most `MAX_ITEMS` plain values. For these,
     equal types and `==` decide as `comparable` does."""
     if is_container(value):
         items = value.values() if isinstance(value, dict) else value
         return len(value) <= MAX_ITEMS and all(map(is_plain, items))
-    return is_plain(value) or isinstance(comparable(value, with_items=False), Code)
+    return is_plain(value) or isinstance(comparable(value, 0), Code)
 
 
 def _is_plain_data(cls: type, name: str) -> bool:

@@ -24,8 +24,8 @@ from remat.errors import HookWarning, TraceError
 from remat.frontend.capture.model.python_state import (
     PythonState,
     contains_capture,
-    path_label,
 )
+from remat.frontend.capture.model.values import path_label
 
 _FORWARD_HOOKS, _FORWARD_PRE_HOOKS = "_forward_hooks", "_forward_pre_hooks"
 HOOK_KINDS = {

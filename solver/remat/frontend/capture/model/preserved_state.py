@@ -59,11 +59,6 @@ def is_of_capture(leaf: object) -> bool:
     return is_wrapper or isinstance(leaf, _CAPTURE_TYPES)
 
 
-def is_same_scalar(a: object, b: object) -> bool:
-    """True for equal scalars or strings of one type."""
-    return isinstance(a, (bool, int, float, str)) and type(a) is type(b) and a == b
-
-
 def registered_buffers(model: nn.Module) -> dict[tuple[nn.Module, str], torch.Tensor | None]:
     """Return all registered buffers, by the module that owns them and their name there."""
     return {

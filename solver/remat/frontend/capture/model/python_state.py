@@ -23,23 +23,20 @@ import numpy as np
 import torch
 from torch import nn
 
-from remat.frontend.capture.model.named_state import (
-    class_data,
-    is_of_torch,
-    is_searched,
-    model_functions,
-    user_classes,
-)
-from remat.frontend.capture.model.preserved_state import is_of_capture, is_same_scalar
+from remat.frontend.capture.model.preserved_state import is_of_capture
 from remat.frontend.capture.model.reached_code import (
     Namespace,
     ReachedCode,
+    cells_of,
+    class_data,
     functions_of,
     is_framework_module,
+    is_of_torch,
     is_user_class,
+    model_functions,
+    user_classes,
 )
 from remat.frontend.capture.model.value_access import (
-    ABSENT,
     MAX_SEARCHED_ITEMS,
     access_of,
     copy_of_iterator,
@@ -54,6 +51,15 @@ from remat.frontend.capture.model.value_access import (
     write_dict,
     write_keys,
     write_names,
+)
+from remat.frontend.capture.model.values import (
+    ABSENT,
+    MODULE_TABLES,
+    Path,
+    attributes_of,
+    is_container,
+    is_opaque,
+    is_same_scalar,
 )
 
 _OBJECT_DEPTH = 3
@@ -74,23 +80,11 @@ _OPAQUE = (
 )  # fmt: skip
 """Types of values without a state that a snapshot needs."""
 
-_OPAQUE_PACKAGES = frozenset(
-    {"asyncio", "concurrent", "logging", "multiprocessing", "queue", "threading"}
-)
-"""Packages of objects that other threads may change, or that refer to the whole process."""
-
-_MODULE_TABLES = ("_parameters", "_buffers", "_modules")
-"""Attributes of a module that have its tensors and submodules."""
-
 _SHARED_GENERATORS = (random.random.__self__, np.random.random.__self__)  # type: ignore[attr-defined]
 """The global generators of Python and NumPy. Callers restore them separately."""
 
 GENERATORS = random.Random, np.random.RandomState, np.random.Generator
 """The classes of the random generators of Python and NumPy."""
-
-Path = tuple[str | int | None, ...]
-"""The place of a value: the path of a module (None for a variable outside of modules), then names
-of attributes and keys of containers."""
 
 
 class Change(NamedTuple):
@@ -191,11 +185,11 @@ class PythonState:
         for name, module in modules:
             place: Path = (*path, name) if name or not path else path
             attributes = vars(module)
-            ignored = _MODULE_TABLES
+            ignored = MODULE_TABLES
             if is_of_torch(type(module).__module__):  # private attributes of torch's modules
                 ignored += tuple(key for key in attributes if key.startswith("_"))
             self._add_attributes(place, attributes, _USER_DEPTH, ignored)
-            for key in _MODULE_TABLES:
+            for key in MODULE_TABLES:
                 table = attributes[key]
                 self._tables.append(
                     _Table((*place, key), table, list, partial(write_keys, dict(table)))
@@ -242,26 +236,19 @@ class PythonState:
             return
         if (access := access_of(value)) is not None:
             self._tables.append(_Table(path, value, *access))
-        if isinstance(value, dict):
-            self._add_contents(path, value, list(value.items()), depth)
-        elif isinstance(value, (list, tuple, deque, set, frozenset)):
-            self._add_contents(path, value, enumerate(value), depth)
-        if not depth or not is_searched(value) or _is_opaque(value):
+        if is_container(value) and len(value) <= MAX_SEARCHED_ITEMS:
+            items = list(value.items()) if isinstance(value, dict) else enumerate(value)
+            self._add_items(path, items, depth)
+        if not depth or is_opaque(value):
             return
         self._add_class(type(value))
-        attributes = _dictionary(value)
-        if isinstance(attributes, dict) and id(attributes) not in self._seen:
+        attributes = attributes_of(value)
+        if attributes is not None and id(attributes) not in self._seen:
             self._add_attributes(path, attributes, depth - 1)
         if slots := _slots(value):
             read, write = partial(read_attributes, slots), write_attributes
             self._tables.append(_Table(path, value, read, write))
             self._add_items(path, read(value).items(), depth - 1)
-
-    def _add_contents(
-        self, path: Path, container: Any, items: Iterable[tuple[Any, Any]], depth: int
-    ) -> None:
-        if len(container) <= MAX_SEARCHED_ITEMS:
-            self._add_items(path, items, depth)
 
     def _add_iterator(self, path: Path, iterator: Any) -> None:
         state, copy = iterator_state(iterator), copy_of_iterator(iterator)
@@ -301,9 +288,8 @@ class PythonState:
             if function.__kwdefaults__:
                 self._add_items(path, [("__kwdefaults__", function.__kwdefaults__)], depth)
             self._add_named(self._code.add_function(function))
-        cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-        for name, cell in cells:
-            if name != "__class__" and id(cell) not in self._seen:
+        for name, cell in cells_of(function).items():
+            if id(cell) not in self._seen:
                 self._seen[id(cell)] = cell
                 self._tables.append(_Table((*path, name), cell, read_cell, write_attributes))
                 self._add_items(path, ((name, v) for v in read_cell(cell).values()), depth)
@@ -363,16 +349,16 @@ class _Table:
 
 def contains_capture(value: Any, depth: int = _OBJECT_DEPTH) -> bool:
     """True if a value is a tensor or symbol of a capture, or contains one."""
-    if isinstance(value, _OPAQUE):
-        return is_of_capture(value)
     if is_of_capture(value):
         return True
+    if isinstance(value, _OPAQUE) or depth < 0:
+        return False
     items: list[Any] = []
-    if isinstance(value, (dict, list, tuple, deque, set, frozenset)):
+    if is_container(value):
         items += value.values() if isinstance(value, dict) else value
-    if depth and isinstance(attributes := _dictionary(value), dict):
-        items += attributes.values()
-    return any(contains_capture(item, depth - 1) for item in items) if depth >= 0 else False
+    if depth:
+        items += (attributes_of(value) or {}).values()
+    return any(contains_capture(item, depth - 1) for item in items)
 
 
 class _IteratorCopy(NamedTuple):
@@ -386,20 +372,6 @@ class _IteratorCopy(NamedTuple):
     def has_advanced(self) -> bool:
         """True if the iterator is no longer where it was."""
         return not _is_same_state(self.before, iterator_state(self.iterator))
-
-
-def path_label(path: Path) -> str:
-    """Return a path as text for messages: `layers.0.cache['k']`."""
-    text = ""
-    for step in path:
-        is_name = isinstance(step, str) and all(part.isidentifier() for part in step.split("."))
-        if step is None or step == "":
-            continue
-        if is_name or not text:
-            text += f".{step}" if text else str(step)
-        else:
-            text += f"[{step!r}]"
-    return text
 
 
 def _is_same(a: Any, b: Any) -> bool:
@@ -422,19 +394,6 @@ def _is_same_state(a: Any, b: Any) -> bool:
 def _with_changes(before: dict[Any, Any], changes: dict[Any, Any]) -> dict[Any, Any]:
     values = {**before, **changes}
     return {key: value for key, value in values.items() if value is not ABSENT}
-
-
-def _dictionary(value: object) -> Any:
-    """Return the `__dict__` of an object; None if it has none, or reading it fails."""
-    try:
-        return getattr(value, "__dict__", None)
-    except Exception:  # a proxy whose target does not exist
-        return None
-
-
-def _is_opaque(value: object) -> bool:
-    """True for an object of a class of `_OPAQUE_PACKAGES`. (`threading.local` is of `_thread`.)"""
-    return type(value).__module__.split(".")[0] in _OPAQUE_PACKAGES
 
 
 def _slots(value: object) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""`ReachedCode`: the functions, classes and global variables that a model's code can reach.
+"""The functions, classes and variables that a model's code can reach.
 
 Code is reached by name: a function reaches the global variables that it names, the functions and
 classes among them, and, in modules of the user's own project that it names or imports, the
@@ -9,12 +9,17 @@ module that the same function names.
 from __future__ import annotations
 
 import functools
+import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from types import CodeType, FunctionType, ModuleType
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
+import torch
+from torch import nn
+
+from remat.frontend.capture.model.values import package_of
 from remat.frontend.common.code_origin import is_framework_code, is_user_code
 
 _FRAMEWORKS = frozenset({"torch", "remat", "numpy", *sys.stdlib_module_names}) - {"__main__"}
@@ -134,7 +139,7 @@ def is_user_module(variables: dict[str, Any]) -> bool:
 def is_framework_module(variables: dict[str, Any]) -> bool:
     """True for the variables of a module of Python, torch, NumPy or remat."""
     name, file = variables.get("__name__"), variables.get("__file__")
-    if str(name or "").split(".")[0] not in _FRAMEWORKS:
+    if package_of(name) not in _FRAMEWORKS:
         return False
     return not isinstance(file, str) or not _is_user_file(file)
 
@@ -144,3 +149,182 @@ def _is_user_file(file: str) -> bool:
     path = Path(file)
     path = path if path.is_absolute() else Path.cwd() / path
     return is_user_code(path) and not is_framework_code(path)
+
+
+def model_functions(model: nn.Module) -> Iterator[FunctionType]:
+    """Yield the methods of the modules' classes, and the forwards that modules have as attributes.
+    For an enabled model, this is its original forward."""
+    for cls in dict.fromkeys(b for module in model.modules() for b in type(module).__mro__):
+        yield from (f for f in vars(cls).values() if isinstance(f, FunctionType))
+    for module in model.modules():
+        forward = vars(module).get("forward")
+        if not isinstance(forward, (FunctionType, MethodType)):
+            forward = getattr(forward, "__wrapped__", None)
+        function = forward.__func__ if isinstance(forward, MethodType) else forward
+        if isinstance(function, FunctionType):
+            yield function
+
+
+class _NamedCode:
+    """The functions and classes that a model's code names, directly or through other code.
+
+    In the user's project they are followed through global variables, closures, default arguments
+    and attributes of Python modules.
+    """
+
+    def __init__(self, functions: Iterable[FunctionType]) -> None:
+        self.code = ReachedCode()
+        self.classes: dict[type, None] = {}
+        """Classes of the user's project that are no modules."""
+        self.functions: dict[FunctionType, None] = {}
+        """Functions of the user's project that are not among `functions`."""
+        pending: list[Any] = list(functions)
+        self._first = {id(function) for function in pending}
+        self._seen: set[int] = set()
+        while pending:
+            item = pending.pop()
+            if id(item) not in self._seen:
+                self._seen.add(id(item))
+                pending += self._named_by(item)
+
+    @property
+    def attributes(self) -> frozenset[str]:
+        """All names in the code of the user's project, of variables and attributes."""
+        return frozenset(n for s in self.code.namespaces() if s.is_of_user for n in s.names)
+
+    def _named_by(self, item: Any) -> Iterator[Any]:
+        """Yield the values that a function or class names; the class of any other object."""
+        if isinstance(item, FunctionType):
+            yield from self._named_by_function(item)
+        elif isinstance(item, MethodType):
+            yield item.__func__
+        elif isinstance(item, type):
+            if is_user_class(item) and not issubclass(item, nn.Module):
+                self.classes[item] = None
+                yield from functions_of(item)
+                yield from item.__bases__
+        elif not isinstance(item, (nn.Module, torch.Tensor)):
+            yield type(item)
+
+    def _named_by_function(self, function: FunctionType) -> Iterator[Any]:
+        yield getattr(function, "__wrapped__", None)
+        for _, _, value in self.code.add_function(function):
+            yield value
+        if is_user_module(function.__globals__):
+            yield from _defaults(function).values()
+            yield from _Cells(cells_of(function)).values()
+            if id(function) not in self._first:
+                self.functions[function] = None
+
+
+def user_classes(model: nn.Module) -> list[type]:
+    """Return the classes of the model's modules and their bases, without torch's own classes."""
+    classes = {base: None for module in model.modules() for base in type(module).__mro__}
+    return [cls for cls in classes if not is_of_torch(cls.__module__) and cls is not object]
+
+
+class _Cells(Mapping[str, Any]):
+    """The closure variables of a function by name, without those that have no value yet."""
+
+    def __init__(self, cells: dict[str, Any]) -> None:
+        self._cells = cells
+
+    def __getitem__(self, name: str) -> Any:
+        try:
+            return self._cells[name].cell_contents
+        except ValueError:  # an empty cell
+            raise KeyError(name) from None
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._cells)
+
+    def __len__(self) -> int:
+        return len(self._cells)
+
+
+class NamedTable(NamedTuple):
+    """Variables whose reads by the model's code are not intercepted.
+
+    `variables` maps names to values in the module, class or function `owner`; `names` are those
+    that the code uses. `attributes` are all names in the user's code, so the attributes of objects
+    that it may read; None for installed packages, whose objects are not compared.
+    """
+
+    owner: str
+    variables: Mapping[str, Any]
+    names: frozenset[str]
+    attributes: frozenset[str] | None = None
+
+
+def variables_of(model: nn.Module) -> Iterator[NamedTable]:
+    """Yield the variables whose reads by the model's code are not intercepted: global variables,
+    attributes of the user's Python modules and classes, methods of the modules' classes, closure
+    variables, default arguments, attributes of parameters and buffers, and the environment."""
+    named = _NamedCode(model_functions(model))
+    attributes = named.attributes
+    for namespace in named.code.namespaces():
+        present = frozenset(name for name in namespace.names if name in namespace.variables)
+        content = attributes if namespace.is_of_user else None
+        yield NamedTable(namespace.label, namespace.variables, present, content)
+    for cls in dict.fromkeys((*user_classes(model), *named.classes)):
+        names = frozenset((*class_data(cls), *_methods(cls)))
+        content = attributes if is_user_class(cls) else None
+        yield NamedTable(cls.__qualname__, vars(cls), names, content)
+    for function in dict.fromkeys((*model_functions(model), *named.functions)):
+        if is_of_torch(function.__module__):
+            continue
+        content = attributes if is_user_module(function.__globals__) else None
+        if cells := cells_of(function):
+            yield NamedTable(_function_label(function), _Cells(cells), frozenset(cells), content)
+        if content is not None and (defaults := _defaults(function)):
+            label = f"the defaults of {_function_label(function)}"
+            yield NamedTable(label, defaults, frozenset(defaults), content)
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if values := vars(tensor):
+            yield NamedTable(name, values, frozenset(values), attributes)
+    if attributes & {"environ", "getenv"}:
+        # The dictionary behind `os.environ`, whose items can be compared.
+        yield NamedTable("os", {"environ": vars(os.environ)["_data"]}, frozenset({"environ"}))
+
+
+def cells_of(function: FunctionType) -> dict[str, Any]:
+    """Return the cells of a function's closure by the variable's name."""
+    pairs = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    return {name: cell for name, cell in pairs if name != "__class__"}
+
+
+def _defaults(function: FunctionType) -> dict[str, Any]:
+    """Return the default arguments of a function by name."""
+    positional = function.__defaults__ or ()
+    names = function.__code__.co_varnames[: function.__code__.co_argcount]
+    pairs = zip(names[len(names) - len(positional) :], positional, strict=True)
+    return {**dict(pairs), **(function.__kwdefaults__ or {})}
+
+
+def _methods(cls: type) -> Iterator[str]:
+    """Yield the names of a class's methods and properties, which a program may replace."""
+    kinds = (FunctionType, staticmethod, classmethod, property)
+    yield from (name for name, value in vars(cls).items() if isinstance(value, kinds))
+
+
+def _function_label(function: FunctionType) -> str:
+    """Return the qualified name of a function. Add file and line if `functools.wraps` gave the
+    function the name of the wrapped one."""
+    if not hasattr(function, "__wrapped__"):
+        return function.__qualname__
+    code = function.__code__
+    return f"{function.__qualname__} ({Path(code.co_filename).name}:{code.co_firstlineno})"
+
+
+def class_data(cls: type) -> dict[str, Any]:
+    """Return the attributes of a class that are neither methods nor other descriptors, by name."""
+    return {
+        name: value
+        for name, value in vars(cls).items()
+        if not (name.startswith("__") or name == "_abc_impl" or hasattr(value, "__get__"))
+    }
+
+
+def is_of_torch(module_name: object) -> bool:
+    """True for the name of a Python module of torch."""
+    return package_of(module_name) == "torch"

@@ -19,14 +19,13 @@ from torch import nn
 from remat.documents.structure import Structure
 from remat.errors import TraceError
 from remat.frontend.capture.model.forward_checks import rng_error
-from remat.frontend.capture.model.preserved_state import is_of_capture, is_same_scalar
+from remat.frontend.capture.model.preserved_state import is_of_capture
 from remat.frontend.capture.model.python_state import (
-    ABSENT,
     GENERATORS,
     Change,
     contains_capture,
-    path_label,
 )
+from remat.frontend.capture.model.values import ABSENT, is_same_scalar, path_label, value_at
 from remat.frontend.common.pytree import flatten
 
 _REMEDY = (
@@ -128,8 +127,7 @@ def _place_of(model: nn.Module, change: Change) -> tuple[str | int, ...] | None:
     owner_steps = steps if change.key is None else steps[:-1]
     owner: Any = model.get_submodule(str(steps[0]))
     try:
-        for step in owner_steps[1:]:
-            owner = value_at(owner, step)
+        owner = value_at(owner, owner_steps[1:])
     except (LookupError, AttributeError, TypeError):
         return None
     container = change.container
@@ -137,13 +135,6 @@ def _place_of(model: nn.Module, change: Change) -> tuple[str | int, ...] | None:
     if not is_there or (change.key is None and not isinstance(container, (list, deque))):
         return None
     return tuple(step for step in steps if step is not None)
-
-
-def value_at(owner: Any, step: str | int | None) -> Any:
-    """Return an item of a container, or an attribute of another object."""
-    has_items = isinstance(owner, (list, tuple, deque)) or hasattr(type(owner), "keys")
-    items: Any = owner
-    return items[step] if has_items else getattr(owner, str(step))
 
 
 def _is_equivalent(a: Any, b: Any, depth: int = _OBJECT_DEPTH) -> bool:
@@ -185,7 +176,7 @@ def stored_arguments(
     places: list[tuple[str | int, ...]] = []
     _add_changed_places(now, before.structure, (leaves, inputs), (), places)
     before.check_attributes(arguments, now)
-    return [StoredValue("argument", p, _at(arguments, p), True) for p in places]
+    return [StoredValue("argument", p, value_at(arguments, p), True) for p in places]
 
 
 class Arguments:
@@ -203,7 +194,7 @@ class Arguments:
             values = self._attributes.get(place, now)
             for name in dict.fromkeys((*values, *now)):
                 if not _is_equivalent(values.get(name, ABSENT), now.get(name, ABSENT)):
-                    owner = type(_at(arguments, place)).__qualname__
+                    owner = type(value_at(arguments, place)).__qualname__
                     raise TraceError(
                         f"the forward changes the attribute {name!r} of an argument of the class "
                         f"{owner}, which a planned step would not do. {_REMEDY}"
@@ -222,7 +213,7 @@ def _undescribed_attributes(
         keys = part.keys or tuple(range(len(part.children)))
         pending += [((*place, k), child) for k, child in zip(keys, part.children, strict=True)]
         if part.type:
-            owner = _at(arguments, place)
+            owner = value_at(arguments, place)
             described = (*keys, "data") if isinstance(owner, UserDict) else keys
             values = getattr(owner, "__dict__", {})
             attributes[place] = {n: v for n, v in values.items() if n not in described}
@@ -261,13 +252,6 @@ def _add_changed_places(
         places.append(place)
         return False
     return is_changed
-
-
-def _at(arguments: Any, place: Iterable[str | int]) -> Any:
-    value = arguments
-    for step in place:
-        value = value_at(value, step)
-    return value
 
 
 # -- further outputs ------------------------------------------------------------------------

@@ -20,18 +20,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from remat.frontend.capture.model.named_state import class_data
-
-
-class Absent:
-    """The class of `ABSENT`."""
-
-    def __repr__(self) -> str:
-        return "absent"
-
-
-ABSENT = Absent()
-"""The value of an attribute or item that does not exist."""
+from remat.frontend.capture.model.reached_code import class_data
+from remat.frontend.capture.model.values import ABSENT
 
 MAX_SEARCHED_ITEMS = 10_000
 """Containers with more items are compared and restored; their items are not searched."""
