@@ -10,10 +10,10 @@ from torch import nn
 import remat
 from benchmarks.coverage.eager_comparison import FAILED, HUNG, NOT_EAGER, REFUSED, Row, failure_row
 from benchmarks.coverage.small_models import batch_of, build_small_model
-from remat.frontend.planning.optimize_options import OptimizeOptions
 from remat.frontend.planning.trace_cache import TraceCache
 from remat.frontend.runtime.guards import ModelCall, ModelTracker, call_signature
 from remat.passes.trace_equality import is_same_except_names
+from remat.plan_options import OPTIMIZE, read_options
 
 ONE, PER_SIZE, DIFFERENT = "one capture", "one capture per size", "different step"
 OUTCOMES = {
@@ -37,7 +37,7 @@ def check_sizes(kind: str, name: str) -> Row:
         model(**batch)
     except Exception as error:
         return failure_row(NOT_EAGER, error)
-    trace_cache = TraceCache(OptimizeOptions(budget=None))
+    trace_cache = TraceCache(read_options(OPTIMIZE, "auto", {}))
     try:
         equal = [_equals_new_capture(trace_cache, kind, model, size) for size in batches]
     except remat.RematError as error:

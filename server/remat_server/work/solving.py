@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import gzip
+import re
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from pydantic import ValidationError
 
 from remat.choice.offloaded_forms import OffloadLimits
-from remat.choice.plan_request import PlanRequest
 from remat.choice.step import plan_step
 from remat.choice.trace_plan import TracePlan
 from remat.costs.roofline import Roofline
@@ -18,13 +18,12 @@ from remat.costs.trace_costs import with_roofline_costs
 from remat.documents.base import validate_json
 from remat.documents.plan import PlanDocument
 from remat.documents.trace import Trace
-from remat.errors import InfeasibleBudget, RematError
+from remat.errors import DocumentError, InfeasibleBudget, RematError
 from remat.fitting.data_sheet import fit_trace
 from remat.fitting.question import DEFAULT_STRATEGY
-from remat.limits.budget import Budget
-from remat.limits.limits import Limits
-from remat.limits.options import is_offload_allowed, pieces_to_try
 from remat.plan import Plan
+from remat.plan_data import with_reserve
+from remat.plan_options import POST_SOLVE, POST_SWEEPS, OffloadOptions
 from remat.progress import Progress, ProgressCallback
 from remat.rewrite import rewrite
 from remat.service import wire
@@ -46,11 +45,19 @@ _REQUESTS: dict[wire.JobKind, type[Request]] = {
 }
 _PROGRESS_INTERVAL_S = 0.5
 _REMEDY = "/docs describes requests, and remat.Client sends them"
+_UNKNOWN_FIELD = re.compile(r"request: (\w+): Extra inputs are not permitted")
 
 
 def read_request(kind: wire.JobKind, body: bytes) -> Request:
     """Parse and validate a request. Raises `DocumentError`."""
-    return validate_json(_REQUESTS[kind], body, "request", _REMEDY)
+    try:
+        return validate_json(_REQUESTS[kind], body, "request", _REMEDY)
+    except DocumentError as error:
+        field = _UNKNOWN_FIELD.match(str(error))
+        if field is None or kind == "fit":
+            raise
+        door = POST_SOLVE if kind == "solve" else POST_SWEEPS
+        raise DocumentError(door.reason_without(field[1])) from None
 
 
 def solve_request(
@@ -89,13 +96,17 @@ def solve_request(
             if isinstance(graph, Trace):
                 graph, plan = _planned_step(graph, request, strategy, progress, device)
             else:
-                plan = solve(
-                    graph,
-                    request.budget,
-                    strategy,
-                    progress=progress,
-                    infeasible=request.infeasible,
-                )
+                checked = request.checked_options
+                limits = checked.fixed_limits
+                with limits.infeasible_with_reserve():
+                    plan = solve(
+                        graph,
+                        limits.budget_after_reserve,
+                        strategy,
+                        progress=progress,
+                        infeasible=checked.infeasible,
+                    )
+                plan = with_reserve(plan, limits.reserve_bytes)
             plans = [plan]
             program = rewrite(graph, plan.schedule) if isinstance(graph, Trace) else None
             answer = wire.SolveResult(
@@ -126,16 +137,10 @@ def _planned_step(
 ) -> TracePlan:
     """Return the plan of a trace whose operations may be split and tensors offloaded, with the
     trace that it is for."""
-    question = PlanRequest(
-        Limits(Budget.parse(request.budget)),
-        strategy,
-        pieces_to_try(request.split),
-        _offload_limits(request, device),
-        request.infeasible,
-    )
+    checked = replace(request.checked_options, strategy=strategy)
     return plan_step(
         trace,
-        question,
+        checked.request(checked.fixed_limits, _offload_limits(request, checked.offload, device)),
         measure=lambda split: _with_costs(split, request, device, are_pieces=True),
         progress=progress,
     )
@@ -196,22 +201,23 @@ def _with_costs(
     return trace
 
 
-def _offload_limits(request: wire.SolveRequest, device: str) -> OffloadLimits | None:
+def _offload_limits(
+    request: wire.SolveRequest, offload: OffloadOptions | None, device: str
+) -> OffloadLimits | None:
     """Return the limits of offloading; None if nothing may be offloaded."""
-    if not is_offload_allowed(request.offload):
+    if offload is None:
         return None
-    if request.link is not None:
-        link = request.link.to_link()
-    elif request.needs_measurement:
+    link = offload.link
+    if link is None and request.needs_measurement:
         import torch
 
         from remat.frontend.planning.host_limits import measured_link
 
         link = measured_link(torch.device(device))
-    else:
+    elif link is None:
         assert request.options.costs is not None
         link = Roofline(request.options.costs.partition(":")[2]).link
-    return OffloadLimits(link, request.host_budget)
+    return OffloadLimits(link, offload.host_bytes)
 
 
 def _throttled(on_progress: ProgressSink) -> ProgressCallback:

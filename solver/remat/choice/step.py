@@ -23,6 +23,7 @@ from remat.limits.units import format_bytes
 from remat.passes.split.obstacle import split_obstacle
 from remat.passes.split.splits import split_largest_operations
 from remat.plan import Plan
+from remat.plan_data import with_reserve
 from remat.progress import Cancel, ProgressCallback
 from remat.simulate import baseline_of
 from remat.solve import solve
@@ -180,13 +181,14 @@ def plan_step(
 
     try:
         with limits.infeasible_with_reserve():
-            return plan_or_smallest(
+            chosen = plan_or_smallest(
                 plan_within,
                 limits.budget_after_reserve,
                 request.infeasible,
                 peak_bytes=lambda chosen: chosen.plan.peak_bytes + limits.reserve_bytes,
                 requested=limits.budget,
             )
+        return chosen._replace(plan=with_reserve(chosen.plan, limits.reserve_bytes))
     except InfeasibleBudget as error:
         if request.pieces or split_largest_operations(trace, min(PIECES), MAX_PIECE_NODES) is trace:
             raise

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 from pydantic import ValidationError
 
-from remat.costs.devices import Link
 from remat.costs.optimizer_memory import check_optimizer
-from remat.costs.roofline import Roofline
 from remat.documents.base import R
 from remat.documents.plan import GraphRecord
 from remat.documents.program import Program
@@ -21,9 +19,18 @@ from remat.fitting.data_sheet import gpu_name
 from remat.fitting.question import check_batch, parse_memory
 from remat.graph import Graph
 from remat.limits.budget import Budget
-from remat.limits.infeasible import INFEASIBLE_ERROR, is_smallest_accepted, warn_of_smallest
-from remat.limits.options import OFFLOAD_OFF, OUTPUTS_HELD, SPLIT_AUTO, SPLIT_OFF, parse_host_budget
+from remat.limits.infeasible import INFEASIBLE_ERROR, warn_of_smallest
+from remat.limits.options import OFFLOAD_AUTO, OFFLOAD_OFF, SPLIT_OFF
 from remat.plan import Plan
+from remat.plan_options import (
+    CLIENT_OPTIMIZE,
+    CLIENT_PLAN,
+    MEASURED_BY_SERVICE,
+    KeywordOptions,
+    PlanOptions,
+    read_options,
+    shows_options,
+)
 from remat.progress import Cancel, ProgressCallback
 from remat.report.fit import Fit
 from remat.service import wire
@@ -35,8 +42,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from remat.frontend.api.model_with_loss import Criterion
-    from remat.frontend.costs.cost_cache import CostCache
-    from remat.frontend.memory.device_memory import Reserve
     from remat.frontend.runtime.module import RematModule
 
 _SERVICE_COSTS = ("measure", "roofline:")
@@ -69,6 +74,7 @@ class Client:
 
     # -- functions of the library ---------------------------------------------------------------
 
+    @shows_options(CLIENT_OPTIMIZE)
     def optimize(
         self,
         model: nn.Module,
@@ -76,34 +82,26 @@ class Client:
         example_inputs: Any = None,
         example_kwargs: Mapping[str, Any] | None = None,
         *,
-        strategy: Strategy | None = None,
-        costs: str | Roofline | None = None,
-        cache: str | CostCache | None = None,
-        differentiate: str | Sequence[str] = "auto",
-        max_plans: int = 8,
-        progress: ProgressCallback | bool | None = None,
-        reserve: Reserve | None = None,
-        cuda_graphs: bool = False,
-        outputs: str = OUTPUTS_HELD,
-        split: str | int = SPLIT_AUTO,
-        offload: str = OFFLOAD_OFF,
-        host_budget: int | str | None = None,
-        link: Link | None = None,
         loss: Criterion | None = None,
-        infeasible: str = INFEASIBLE_ERROR,
+        **options: Unpack[PlanOptions],
     ) -> RematModule:
         """Like `remat.optimize`, but the service computes the plan.
 
         With `costs="measure"` the service measures the costs on its device; "roofline:h200" needs
         no device. By default, operations are timed locally, on the model's device.
         """
-        from remat.frontend.api.optimize import check_planning_options, optimize
-        from remat.frontend.planning.optimize_options import MEASURED_BY_SERVICE
+        from remat.frontend.api.optimize import optimize
 
+        checked = read_options(CLIENT_OPTIMIZE, budget, options)
+        costs, strategy = checked.costs, checked.strategy
         service_costs: str | None = None
         if isinstance(costs, str) and costs.startswith(_SERVICE_COSTS):
-            service_costs = costs
-        check_planning_options(strategy, None if service_costs else costs, progress)
+            service_costs, options["costs"] = costs, MEASURED_BY_SERVICE
+            if checked.offload is not None:
+                raise ValueError(
+                    'offload="auto" needs the bandwidth between the device and the host of this '
+                    "machine: leave out `costs`, so that they are measured here"
+                )
         _options(strategy, service_costs)  # raises for a device without a data sheet
 
         def plan(trace: Trace, budget: int | str) -> tuple[Plan, Program]:
@@ -114,30 +112,12 @@ class Client:
                 budget,
                 strategy,
                 costs=service_costs,
-                progress=progress if callable(progress) else None,
-                split=SPLIT_OFF if is_split_locally else split,
+                progress=checked.progress_callback,
+                split=SPLIT_OFF if is_split_locally else checked.split,
             )
 
         return optimize(
-            model,
-            budget,
-            example_inputs,
-            example_kwargs,
-            costs=costs if service_costs is None else MEASURED_BY_SERVICE,
-            cache=cache,
-            differentiate=differentiate,
-            max_plans=max_plans,
-            progress=progress,
-            service=plan,
-            reserve=reserve,
-            cuda_graphs=cuda_graphs,
-            outputs=outputs,
-            split=split,
-            offload=offload,
-            host_budget=host_budget,
-            link=link,
-            loss=loss,
-            infeasible=infeasible,
+            model, budget, example_inputs, example_kwargs, loss=loss, service=plan, **options
         )
 
     def solve(
@@ -153,36 +133,26 @@ class Client:
     ) -> Plan:
         """Like `remat.solve`, on the service. If `cancel` is set, the job is cancelled and
         `RematError` is raised."""
-        options = {"infeasible": infeasible}
-        return self._solve(graph, budget, strategy, costs, progress, cancel, options)[0]
+        options: PlanOptions = {
+            "strategy": strategy, "costs": costs, "progress": progress, "infeasible": infeasible
+        }  # fmt: skip
+        return self._solve(graph, budget, cancel, options)[0]
 
+    @shows_options(CLIENT_PLAN)
     def plan(
         self,
         trace: Trace,
         budget: int | float | str,
         strategy: Strategy | None = None,
         *,
-        costs: str | None = None,
-        progress: ProgressCallback | None = None,
         cancel: Cancel | None = None,
-        split: str | int = SPLIT_OFF,
-        offload: str = OFFLOAD_OFF,
-        host_budget: int | str | None = None,
-        link: Link | None = None,
-        infeasible: str = INFEASIBLE_ERROR,
+        **options: Unpack[KeywordOptions],
     ) -> tuple[Plan, Program]:
         """Return the plan for a trace, and the program for `remat.lower`. With `split`, the service
         may split the trace's largest operations. Pass `costs`, too ("measure", "roofline:h200"): a
         measured trace has no costs for the pieces. With `offload="auto"`, tensors may wait on the
         host: pass `costs`, too, or the `link` between device and host."""
-        options: dict[str, Any] = {
-            "infeasible": infeasible,
-            "split": split,
-            "offload": offload,
-            "host_budget": parse_host_budget(host_budget),
-            "link": None if link is None else wire.LinkRecord(**asdict(link)),
-        }
-        plan, program = self._solve(trace, budget, strategy, costs, progress, cancel, options)
+        plan, program = self._solve(trace, budget, cancel, {"strategy": strategy, **options})
         if program is None:
             raise ServiceError("the service sent a plan without its program")
         return plan, program
@@ -286,21 +256,34 @@ class Client:
         self,
         graph: Graph | Trace,
         budget: int | float | str,
-        strategy: Strategy | None,
-        costs: str | None,
-        progress: ProgressCallback | None,
         cancel: Cancel | None,
-        options: Mapping[str, Any],
+        options: PlanOptions,
     ) -> tuple[Plan, Program | None]:
-        is_smallest_accepted(options["infeasible"])  # raises for an unknown value
-        fields = _problem(graph) | {"budget": Budget.parse(budget)} | dict(options)
-        job = self.submit(_checked(wire.SolveRequest, options=_options(strategy, costs), **fields))
-        result = self._service.read(self._finish(job, progress, cancel), wire.SolveResult)
+        """Return the plan of the service, and its program for a trace. Reports to `progress`."""
+        checked = read_options(CLIENT_PLAN, budget, options)
+        offload = checked.offload
+        fields = _problem(graph) | {
+            "budget": checked.budget,
+            "options": _options(checked.strategy, checked.costs),
+            "reserve": checked.fixed_limits.reserve_bytes or None,
+            "split": checked.split,
+            "offload": OFFLOAD_OFF if offload is None else OFFLOAD_AUTO,
+            "infeasible": checked.infeasible,
+        }
+        if offload is not None:
+            link = None if offload.link is None else wire.LinkRecord(**asdict(offload.link))
+            fields |= {"host_budget": offload.host_bytes, "link": link}
+        job = self.submit(_checked(wire.SolveRequest, **fields))
+        answer = self._finish(job, checked.progress_callback, cancel)
+        result = self._service.read(answer, wire.SolveResult)
         plan = _with_warning(result.plan.to_plan(Plan))
-        requested: Budget = fields["budget"]
-        budget_bytes = requested.in_bytes(plan.baseline_peak_bytes, plan.graph.library_bytes)
+        budget_bytes = checked.fixed_limits.available_bytes(
+            plan.baseline_peak_bytes, plan.graph.library_bytes
+        )
         if budget_bytes is not None and plan.budget_bytes > budget_bytes:
-            warn_of_smallest(requested, plan.peak_bytes)  # infeasible="smallest"
+            assert checked.budget is not None
+            reserve_bytes = checked.fixed_limits.reserve_bytes
+            warn_of_smallest(checked.budget, plan.peak_bytes + reserve_bytes)
         return plan, result.program
 
     def _finish(
@@ -335,7 +318,7 @@ def _problem(graph: Graph | Trace) -> dict[str, Any]:
     return {"graph": GraphRecord.of(graph)}
 
 
-def _options(strategy: Strategy | None, costs: str | None) -> wire.Options:
+def _options(strategy: Strategy | None, costs: object) -> wire.Options:
     """Return the options of a request."""
     return _checked(wire.Options, strategy=strategy or Auto(), costs=costs)
 

@@ -6,6 +6,7 @@ has a plan and a `Program`. Errors are RFC 9457 problem documents, whose `type` 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, Any, Literal, Self, cast
 
 from pydantic import (
@@ -15,6 +16,7 @@ from pydantic import (
     PlainSerializer,
     PlainValidator,
     WithJsonSchema,
+    create_model,
     model_validator,
 )
 
@@ -29,15 +31,14 @@ from remat.documents.trace import Trace
 from remat.fitting.data_sheet import GPUS, gpu_name
 from remat.graph import Graph
 from remat.limits.budget import Budget
-from remat.limits.infeasible import INFEASIBLE, INFEASIBLE_ERROR, is_smallest_accepted
-from remat.limits.options import (
-    MAX_PIECES,
-    OFFLOAD_AUTO,
-    OFFLOAD_OFF,
-    SPLIT_AUTO,
-    SPLIT_OFF,
-    is_offload_allowed,
-    pieces_to_try,
+from remat.limits.options import OFFLOAD_AUTO, OFFLOAD_OFF, SPLIT_OFF, pieces_to_try
+from remat.plan_options import (
+    OPTIONS,
+    POST_SOLVE,
+    CheckedOptions,
+    Door,
+    check_option,
+    read_options,
 )
 from remat.report.fit import Fit
 from remat.strategies.auto import Auto
@@ -69,32 +70,14 @@ def _check_trace(trace: Trace) -> Trace:
     return trace
 
 
-def _check_costs(costs: str) -> str:
+def _check_costs(costs: object) -> object:
     """Return `costs` if it is a valid option. Raises ValueError."""
-    method, _, device = costs.partition(":")
+    method, _, device = str(costs).partition(":")
     if method == "roofline":
         Roofline(device)  # raises ValueError for an unknown device
     elif costs != "measure":
-        raise ValueError(f'costs are "measure" or "roofline:DEVICE", not {costs[:80]!r}')
+        raise ValueError(f'costs are "measure" or "roofline:DEVICE", not {str(costs)[:80]!r}')
     return costs
-
-
-def _check_split(split: str | int) -> str | int:
-    """Return `split` if it is a valid option. Raises ValueError."""
-    pieces_to_try(split)
-    return split
-
-
-def _check_infeasible(infeasible: str) -> str:
-    """Return `infeasible` if it is a valid option. Raises ValueError."""
-    is_smallest_accepted(infeasible)
-    return infeasible
-
-
-def _check_offload(offload: str) -> str:
-    """Return `offload` if it is a valid option. Raises ValueError."""
-    is_offload_allowed(offload)
-    return offload
 
 
 def _read_strategy(data: object) -> Strategy:
@@ -136,29 +119,6 @@ StrategyData = Annotated[
     _StrategySchema(),
 ]
 
-SplitData = Annotated[
-    str | int,
-    PlainValidator(_check_split),
-    WithJsonSchema(
-        {
-            "anyOf": [
-                {"enum": [SPLIT_AUTO, SPLIT_OFF]},
-                {"type": "integer", "minimum": 1, "maximum": MAX_PIECES},
-            ]
-        }
-    ),
-]
-
-
-OffloadData = Annotated[
-    str, AfterValidator(_check_offload), WithJsonSchema({"enum": [OFFLOAD_AUTO, OFFLOAD_OFF]})
-]
-InfeasibleData = Annotated[
-    str, AfterValidator(_check_infeasible), WithJsonSchema({"enum": list(INFEASIBLE)})
-]
-HostBudgetData = Annotated[int, Field(ge=0, lt=2**62)]
-
-
 _DESCRIBED = ConfigDict(use_attribute_docstrings=True)
 """The docstrings of fields are their descriptions in the OpenAPI document."""
 
@@ -188,8 +148,7 @@ class Options(Record):
     costs: (
         Annotated[
             str,
-            Field(max_length=100),
-            AfterValidator(_check_costs),
+            PlainValidator(_check_costs),
             WithJsonSchema(_COSTS_SCHEMA),
         ]
         | None
@@ -248,44 +207,92 @@ class _Request(Record):
         return costs == "measure" or (costs is None and not self.trace.measured)
 
 
-class SolveRequest(_Request):
-    """The body of `POST /solve`: `{"trace" or "graph", "budget", "options"}`. A field that is null
-    is treated as missing."""
+def _checked_as(name: str) -> Callable[[Any], Any]:
+    """Return a function that returns its argument if it is a valid value of an option of a plan,
+    and else raises the error of that option."""
+
+    def check(value: Any) -> Any:
+        check_option(name, value)
+        return value
+
+    return check
+
+
+def _option_field(door: Door, name: str) -> tuple[Any, Any]:
+    """Return the pydantic type and field of an option of a plan."""
+    option, default = OPTIONS[name], door.default(name)
+    schema = dict(option.schema or {})
+    if schema.get("type") == "integer":
+        limits = Field(ge=schema["minimum"], lt=schema["exclusiveMaximum"])
+        json_type: Any = Annotated[int, limits]
+    else:
+        json_type = Annotated[Any, PlainValidator(_checked_as(name)), WithJsonSchema(schema)]
+    return json_type if default is not None else json_type | None, Field(
+        default=default, description=option.help
+    )
+
+
+def _with_options(door: Door) -> type[_Request]:
+    """Return the class of a request with a field for each option of a plan that has a JSON form."""
+    names = [name for name in door.options if OPTIONS[name].schema is not None]
+    fields: Any = {name: _option_field(door, name) for name in names}
+    return create_model("_RequestWithOptions", __base__=_Request, __module__=__name__, **fields)
+
+
+_SolveOptions = _with_options(POST_SOLVE)
+
+_OF_TRACES: dict[str, Any] = {
+    "if": {"required": ["graph"], "properties": {"graph": {"type": "object"}}},
+    "then": {
+        "properties": {
+            "split": {"enum": [SPLIT_OFF, 1, None]},
+            "offload": {"enum": [OFFLOAD_OFF, None]},
+        }
+    },
+}
+_OF_OFFLOADING: dict[str, Any] = {
+    "anyOf": [
+        {"required": ["offload"], "properties": {"offload": {"const": OFFLOAD_AUTO}}},
+        {"properties": {"host_budget": _NULL_SCHEMA, "link": _NULL_SCHEMA}},
+    ]
+}
+_SOLVE_SCHEMA: Any = _TRACE_OR_GRAPH_SCHEMA | {"allOf": [_OF_TRACES, _OF_OFFLOADING]}
+
+
+class SolveRequest(_SolveOptions):
+    """The body of `POST /solve`: `{"trace" or "graph", "budget", "options"}`, and options of a
+    plan. A field that is null is treated as missing."""
+
+    model_config = ConfigDict(json_schema_extra=_SOLVE_SCHEMA)
 
     budget: BudgetData
     """The largest peak: bytes, "8GiB", "60%" of the peak without recomputation, or "min"."""
-    split: SplitData = SPLIT_OFF
-    """The number of pieces of the trace's largest operations, "auto", or "off"."""
-    offload: OffloadData = OFFLOAD_OFF
-    """"auto" if tensors may be offloaded to the host between forward and backward, or "off"."""
-    host_budget: HostBudgetData | None = None
-    """The most bytes on the host at once; null for any number."""
-    link: LinkRecord | None = None
-    """The bandwidth between device and host; by default that of the data sheet or the device that
-    the costs come from."""
-    infeasible: InfeasibleData = INFEASIBLE_ERROR
-    """If no plan fits the budget: "error" to fail, "smallest" for the smallest feasible peak."""
+    link: LinkRecord | None = Field(None, description=OPTIONS["link"].help)
+
+    @property
+    def checked_options(self) -> CheckedOptions:
+        """The options of the plan. Raises ValueError for those that contradict each other."""
+        fields = {name: getattr(self, name, None) for name in POST_SOLVE.options}
+        fields |= {"strategy": self.options.strategy, "link": self.link and self.link.to_link()}
+        given = {name: value for name, value in fields.items() if value is not None}
+        return read_options(POST_SOLVE, self.budget, given)
 
     @model_validator(mode="after")
-    def _check_copies_have_costs(self) -> Self:
-        if not is_offload_allowed(self.offload):
-            return self
-        if self.trace is None:
+    def _check_options(self) -> Self:
+        checked = self.checked_options
+        is_split = bool(pieces_to_try(checked.split))
+        if self.trace is None and is_split:
+            raise ValueError("only a trace can be split: post it instead of its graph")
+        if self.trace is None and checked.offload is not None:
             raise ValueError("only tensors of a trace can be offloaded: post it, not its graph")
-        if self.link is None and self.options.costs is None and self.trace.measured:
+        if self.trace is None or self.options.costs is not None or not self.trace.measured:
+            return self
+        if checked.offload is not None and checked.offload.link is None:
             raise ValueError(
                 "copies between device and host need costs, too: add a link, or options.costs, "
                 '"roofline:DEVICE" or "measure"'
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_pieces_have_costs(self) -> Self:
-        if not pieces_to_try(self.split):
-            return self
-        if self.trace is None:
-            raise ValueError("only a trace can be split: post it instead of its graph")
-        if self.options.costs is None and self.trace.measured:
+        if is_split:
             raise ValueError(
                 "the pieces of an operation need costs, too: add options.costs, "
                 '"roofline:DEVICE" or "measure"'

@@ -24,6 +24,7 @@ from remat.limits.options import (
     parse_reserve,
     pieces_to_try,
 )
+from remat.plan_options import OffloadOptions
 from remat.strategies.base import Strategy
 from remat.strategies.registry import (
     COMPARED_AS,
@@ -55,8 +56,8 @@ def offload_limits(
         return None
     from remat.frontend.planning.host_limits import host_limits
 
-    costs = roofline_of(trace)
-    return host_limits(offload, host_budget, None, trace, costs, None, is_here=is_here)
+    options = OffloadOptions(parse_host_budget(host_budget))
+    return host_limits(options, trace, roofline_of(trace), None, is_here=is_here)
 
 
 def with_costs_of_pieces(trace: Trace) -> Trace:

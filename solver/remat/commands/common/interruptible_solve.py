@@ -19,7 +19,6 @@ from remat.commands.common.progress_line import ProgressLine, show_progress
 from remat.documents.trace import Trace
 from remat.errors import BudgetWarning, SolverWarning
 from remat.plan import Plan
-from remat.plan_data import with_reserve
 from remat.progress import Cancel
 
 _T = TypeVar("_T")
@@ -38,8 +37,7 @@ def plan_interruptibly(
             trace, request, measure=measure, progress=line.on_solve_progress, cancel=cancel
         )
 
-    (traced, plan), signum = run_with_progress("solving", None, work)
-    return TracePlan(traced, with_reserve(plan, request.limits.reserve_bytes)), signum
+    return run_with_progress("solving", None, work)
 
 
 def run_with_progress(

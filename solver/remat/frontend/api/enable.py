@@ -10,42 +10,32 @@ import copy
 import inspect
 import logging
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import MethodType
-from typing import Any, TypedDict, TypeVar, Unpack
+from typing import Any, TypeVar, Unpack
 
 import torch
 from torch import nn
 
 from remat.blockwise.blocks_plan import BlocksPlan
-from remat.costs.devices import Link
-from remat.costs.roofline import Roofline
-from remat.errors import InfeasibleBudget, TraceError, similar_names_hint
+from remat.errors import InfeasibleBudget, TraceError
 from remat.frontend.api.nested_plans import FORWARD_ATTRIBUTE, check_no_planned_submodule
-from remat.frontend.api.optimize import (
-    check_in_flight,
-    check_planning_options,
-    optimize_options,
-)
+from remat.frontend.api.optimize import checked_options
 from remat.frontend.blocks.fsdp2 import check_unsharded, is_sharded, local_tensor
-from remat.frontend.blocks.planner import AUTO, BLOCKS, MODEL, SCOPES, ScopedPlanner
+from remat.frontend.blocks.planner import ScopedPlanner
 from remat.frontend.capture.trace import check_differentiable, normalise_inputs
-from remat.frontend.costs.cost_cache import CostCache
-from remat.frontend.memory.device_memory import Reserve
 from remat.frontend.planning.plan_cache import PlanEntry, PlannerState
 from remat.frontend.planning.planner import Planner
 from remat.frontend.runtime.autograd_function import exclude_from_compile
 from remat.frontend.runtime.dispatch import StepDispatcher, has_lazy_parameters
 from remat.frontend.runtime.guards import CallSignature, ModelCall, ModelTracker
 from remat.frontend.runtime.module import RematModule
-from remat.limits.budget import Budget, is_auto, missing_percent_sign_hint
-from remat.limits.infeasible import INFEASIBLE_ERROR, is_smallest_accepted
-from remat.limits.options import OFFLOAD_OFF, SPLIT_AUTO, is_offload_allowed, pieces_to_try
+from remat.limits.budget import Budget, missing_percent_sign_hint
+from remat.limits.infeasible import is_smallest_accepted
 from remat.limits.units import format_bytes
 from remat.plan import Plan
-from remat.progress import ProgressCallback
-from remat.strategies import Strategy
+from remat.plan_options import ENABLE, MODEL, CheckedOptions, EnableOptions, shows_options
 
 logger = logging.getLogger("remat")
 
@@ -57,28 +47,7 @@ _SCRIPTABLE_ATTRIBUTE = "__prepare_scriptable__"
 """The method that torch.jit.script calls for the module to compile."""
 
 
-class EnableOptions(TypedDict, total=False):
-    """The options of `enable`: the options of `remat.optimize`, and `scope`."""
-
-    strategy: Strategy | None
-    costs: str | Roofline | None
-    cache: str | CostCache | None
-    differentiate: str | Sequence[str]
-    max_plans: int
-    progress: ProgressCallback | bool | None
-    namespaces: Collection[str]
-    reserve: Reserve | None
-    cuda_graphs: bool
-    outputs: str
-    split: str | int
-    offload: str
-    host_budget: int | str | None
-    link: Link | None
-    scope: str
-    in_flight: int
-    infeasible: str
-
-
+@shows_options(ENABLE)
 def enable(
     model: Model,
     budget: int | str,
@@ -105,12 +74,11 @@ def enable(
     Raises `TraceError` if the model is enabled, optimised or compiled already, `InfeasibleBudget`
     if its parameters alone do not fit, and the errors of `remat.optimize`.
     """
-    options.setdefault("scope", AUTO)
-    check_options(budget, options)
-    check_not_planned(model, options.get("scope", AUTO))
-    if not is_smallest_accepted(options.get("infeasible", INFEASIBLE_ERROR)):
-        _check_parameters_fit(model, budget)
-    planner = _InPlacePlanner(optimize_options(budget, **options))
+    checked = check_options(budget, options)
+    check_not_planned(model, checked.scope)
+    if not is_smallest_accepted(checked.infeasible):
+        _check_parameters_fit(model, checked.budget)
+    planner = _InPlacePlanner(checked)
     forward = PlannedForward(model, model.__dict__.get("forward"), planner)
     if example_inputs is not None or example_kwargs is not None:
         args, kwargs = normalise_inputs(
@@ -322,45 +290,16 @@ def check_not_planned(model: object, scope: str = MODEL) -> None:
         check_unsharded(model)
 
 
-def check_options(budget: int | str, options: EnableOptions) -> None:
-    """Raise the errors of `enable` for an invalid budget or option, whatever the model: for
-    integrations that enable a model later."""
-    if unknown := sorted(options.keys() - EnableOptions.__annotations__.keys()):
-        near = similar_names_hint(unknown[0], EnableOptions.__annotations__)
-        names = ", ".join(EnableOptions.__annotations__)
-        raise TypeError(f"there is no option {unknown[0]!r}{near}; there are {names}")
-    scope = options.get("scope", AUTO)
-    _check_scope(scope)
-    check_planning_options(options.get("strategy"), options.get("costs"), options.get("progress"))
-    check_in_flight(options.get("in_flight", 1))
-    _check_split(options.get("split", SPLIT_AUTO), scope)
-    is_offload_allowed(options.get("offload", OFFLOAD_OFF))
-    is_smallest_accepted(options.get("infeasible", INFEASIBLE_ERROR))
-    if not is_auto(budget):
-        Budget.parse(budget)
+def check_options(budget: int | str, options: EnableOptions) -> CheckedOptions:
+    """Return the options of `enable` as data. Raises its errors for an invalid budget or option,
+    whatever the model: for integrations that enable a model later."""
+    return checked_options(ENABLE, budget, options)
 
 
-def _check_scope(scope: object) -> None:
-    if scope not in SCOPES:
-        near = similar_names_hint(scope, SCOPES) if isinstance(scope, str) else ""
-        raise ValueError(
-            f"scope is {scope!r}{near}; pass {MODEL!r} to plan the whole model, {BLOCKS!r} to plan "
-            f"its repeated blocks, or {AUTO!r}: the whole if that can be captured, else blocks"
-        )
-
-
-def _check_split(split: object, scope: str) -> None:
-    if pieces_to_try(split) and split != SPLIT_AUTO and scope == BLOCKS:
-        raise ValueError(
-            f"split={split!r} needs a plan of the whole model, scope={MODEL!r}: operations of "
-            "blocks stay whole"
-        )
-
-
-def _check_parameters_fit(model: nn.Module, budget: int | str) -> None:
+def _check_parameters_fit(model: nn.Module, budget: Budget | None) -> None:
     """Raise `InfeasibleBudget` if a budget in bytes is less than parameters, gradients and buffers
     use."""
-    budget_bytes = None if is_auto(budget) else Budget.parse(budget).size_bytes
+    budget_bytes = None if budget is None else budget.size_bytes
     if budget_bytes is None or has_lazy_parameters(model):
         return
     model_bytes = sum(local_tensor(t).nbytes for t in (*model.parameters(), *model.buffers()))

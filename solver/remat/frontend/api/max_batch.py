@@ -10,13 +10,14 @@ from remat.batch import BatchAttempt, MaxBatch
 from remat.costs.roofline import Roofline
 from remat.errors import BudgetError, InfeasibleBudget
 from remat.frontend.api.batch_search import BatchSearch, ModelFnResult
-from remat.frontend.api.optimize import check_planning_options
 from remat.frontend.common.target_gpu import find_target_gpu
 from remat.frontend.costs.cost_cache import CostCache
+from remat.frontend.costs.measure import check_cost_source
 from remat.frontend.memory.device_memory import Reserve, reserve_size
 from remat.limits.budget import Budget, is_auto
 from remat.limits.units import format_bytes
 from remat.plan_data import with_reserve
+from remat.plan_options import check_option
 from remat.strategies import Auto, Strategy
 
 
@@ -60,7 +61,9 @@ def max_batch(
         raise ValueError(f"1 <= start <= most is needed; start is {start}, most is {most}")
     if max_overhead is not None and not max_overhead >= 0:
         raise ValueError(f"max_overhead is {max_overhead}; it is zero or more (0.1 is 10%)")
-    check_planning_options(strategy, costs, progress)
+    check_option("strategy", strategy)
+    check_option("progress", progress)
+    check_cost_source(costs)
     parsed_budget = None if is_auto(budget) else _check_in_bytes(Budget.parse(budget))
     if (target := find_target_gpu(device)) is not None:
         if parsed_budget is None:

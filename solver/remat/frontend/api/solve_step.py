@@ -2,35 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Unpack
 
+from remat.choice.step import plan_step
 from remat.choice.trace_plan import TracePlan
-from remat.costs.devices import Link
 from remat.costs.trace_costs import roofline_of
 from remat.documents.trace import Trace
 from remat.errors import wrong_type
-from remat.frontend.api.optimize import optimize_options
-from remat.frontend.costs.cost_cache import CostCache
-from remat.frontend.planning.solving import solve_trace
-from remat.limits.budget import Budget
-from remat.limits.infeasible import INFEASIBLE_ERROR, plan_or_smallest
-from remat.limits.options import OFFLOAD_OFF, SPLIT_OFF
-from remat.progress import Progress
+from remat.frontend.api.optimize import checked_options
+from remat.frontend.costs.measure import measure_pieces
+from remat.frontend.planning.host_limits import host_limits
+from remat.frontend.planning.solving import measuring_limit_bytes
+from remat.limits.options import pieces_to_try
+from remat.plan_options import SOLVE_STEP, KeywordOptions, shows_options
 from remat.strategies import Strategy
 
 
+@shows_options(SOLVE_STEP)
 def solve_step(
     trace: Trace,
     budget: int | str,
     strategy: Strategy | None = None,
-    *,
-    split: str | int = SPLIT_OFF,
-    offload: str = OFFLOAD_OFF,
-    host_budget: int | str | None = None,
-    link: Link | None = None,
-    cache: str | CostCache | None = None,
-    progress: Callable[[Progress], None] | None = None,
-    infeasible: str = INFEASIBLE_ERROR,
+    **options: Unpack[KeywordOptions],
 ) -> TracePlan:
     """Return the fastest plan of a measured trace within `budget`, and the trace that it is for.
 
@@ -49,21 +42,16 @@ def solve_step(
         remedy = "pass remat.measure(remat.trace(model, inputs)); remat.solve takes a Graph"
         raise wrong_type("solve_step", "a Trace", trace, remedy)
     trace.graph()  # raises for a trace without costs
-    options = optimize_options(
-        budget,
-        strategy=strategy,
-        costs=None if (split, offload) == (SPLIT_OFF, OFFLOAD_OFF) else roofline_of(trace),
-        cache=cache,
-        progress=progress,
-        split=split,
-        offload=offload,
-        host_budget=host_budget,
-        link=link,
+    checked = checked_options(SOLVE_STEP, budget, {"strategy": strategy, **options})
+    is_changed = checked.offload is not None or bool(pieces_to_try(checked.split))
+    costs = roofline_of(trace) if is_changed else None
+    limits = checked.fixed_limits
+    limit_bytes = measuring_limit_bytes(trace, limits.budget_after_reserve)
+    return plan_step(
+        trace,
+        checked.request(limits, host_limits(checked.offload, trace, costs, checked.cache)),
+        measure=lambda split: measure_pieces(
+            split, costs, cache=checked.cache, limit_bytes=limit_bytes
+        ),
+        progress=checked.progress_callback,
     )
-    result = plan_or_smallest(
-        lambda budget: solve_trace(options, trace, budget),
-        Budget.parse(budget),
-        infeasible,
-        peak_bytes=lambda result: result.plan.peak_bytes,
-    )
-    return TracePlan(result.trace, result.plan)

@@ -25,7 +25,6 @@ from remat.frontend.common.operators import check_operations_allowed
 from remat.frontend.common.pytree import unflatten
 from remat.frontend.common.torch_modes import autocast_set_to
 from remat.frontend.costs.measure import block_limit_bytes, measure
-from remat.frontend.planning.optimize_options import OptimizeOptions
 from remat.frontend.planning.schedule_reuse import BlockScheduleCache
 from remat.frontend.runtime.guards import CallSignature
 from remat.frontend.runtime.lower import LoweredProgram, lower_program
@@ -33,6 +32,7 @@ from remat.limits.options import OUTPUTS_DROPPED
 from remat.passes.gradient_accumulation import with_gradient_accumulation
 from remat.passes.offload.candidates import fills_storage
 from remat.plan import Plan
+from remat.plan_options import CheckedOptions
 from remat.rewrite import rewrite, tensor_of_variable
 
 _TIME_LIMIT_S = 30.0
@@ -113,7 +113,7 @@ class BlockSolver:
     long as every plan came from `schedule_cache` and none had to be solved.
     """
 
-    optimize_options: OptimizeOptions
+    optimize_options: CheckedOptions
     log_progress: Callable[[str], None]
     schedule_cache: BlockScheduleCache = field(default_factory=BlockScheduleCache)
     cost_source: str = "run once"

@@ -44,12 +44,12 @@ from remat.frontend.blocks.step_recorder import DryRunCall, DryRunTooLarge
 from remat.frontend.capture.model.attribute_guards import AttributeGuards
 from remat.frontend.capture.model.wrapped_code import checkpointing_disabled
 from remat.frontend.planning.host_limits import host_limits, reserve_host
-from remat.frontend.planning.optimize_options import OptimizeOptions
 from remat.frontend.planning.schedule_reuse import BlockScheduleCache
 from remat.frontend.runtime.guards import ModelCall
 from remat.limits.budget import Budget
 from remat.limits.infeasible import plan_or_smallest
 from remat.passes.offload.copies_in_graph import HANDLE_BYTES
+from remat.plan_options import CheckedOptions
 
 logger = logging.getLogger("remat")
 
@@ -74,7 +74,7 @@ class PlannedBlocks:
 def plan_blocks(
     model: nn.Module,
     call: ModelCall,
-    options: OptimizeOptions,
+    options: CheckedOptions,
     not_whole_reason: str = "",
     schedule_cache: BlockScheduleCache | None = None,
     budget_floor_bytes: int = 0,
@@ -202,7 +202,7 @@ class _Alternative:
 def _alternative(
     model: nn.Module,
     call: ModelCall,
-    options: OptimizeOptions,
+    options: CheckedOptions,
     solver: BlockSolver,
     *,
     keep_uncapturable: bool,
@@ -247,15 +247,13 @@ def _alternative(
 
 
 def _host_limits(
-    options: OptimizeOptions, candidates: Sequence[CallCandidates]
+    options: CheckedOptions, candidates: Sequence[CallCandidates]
 ) -> OffloadLimits | None:
     """Return the limits of offloading; None if nothing can be offloaded."""
     trace = next((c.planned[0].trace for c in candidates if c.planned), None)
     if trace is None:
         return None
-    limits = host_limits(
-        options.offload, options.host_budget, options.link, trace, options.costs, options.cache
-    )
+    limits = host_limits(options.offload, trace, options.costs, options.cache)
     has_room = limits is not None and (limits.host_bytes is None or limits.host_bytes >= MIN_BYTES)
     return limits if has_room else None
 

@@ -25,8 +25,8 @@ from remat.frontend.blocks.fsdp2 import local_tensor
 from remat.frontend.blocks.step_recorder import DryRunCall
 from remat.frontend.memory.device_memory import auto_limits_of_device, reserve_size
 from remat.frontend.memory.meter import unique_bytes
-from remat.frontend.planning.optimize_options import OptimizeOptions
 from remat.limits.limits import Limits
+from remat.plan_options import CheckedOptions
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def _last_reads(candidate: CallCandidates, index: int) -> dict[StorageWeakRef, i
     return last_reads
 
 
-def step_limits(options: OptimizeOptions, model: nn.Module) -> Limits:
+def step_limits(options: CheckedOptions, model: nn.Module) -> Limits:
     """Return the limits that budget and reserve set for a step of the model."""
     reserve = reserve_size(options.reserve)
     if options.budget is None:

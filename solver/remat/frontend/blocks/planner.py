@@ -37,12 +37,9 @@ from remat.frontend.runtime.guards import (
 )
 from remat.limits.infeasible import INFEASIBLE_ERROR
 from remat.limits.options import OUTPUTS_LOSS, differentiated_with
+from remat.plan_options import AUTO, BLOCKS
 
 logger = logging.getLogger("remat")
-
-MODEL, BLOCKS, AUTO = SCOPES = ("model", "blocks", "auto")
-"""Values of the option `scope`: plan the model as a whole, its repeated blocks separately, or the
-model as a whole if it can be captured and else its blocks."""
 
 
 @dataclass

@@ -18,9 +18,9 @@ from remat.frontend.blocks.discovery import (
 )
 from remat.frontend.blocks.dry_run import DryRun, run_dry
 from remat.frontend.blocks.profile import measure_eager_options
-from remat.frontend.planning.optimize_options import OptimizeOptions
 from remat.frontend.runtime.guards import ModelCall
 from remat.limits.options import are_dropped
+from remat.plan_options import CheckedOptions
 from remat.report.tables import fold_layer_numbers
 
 _DATA_DEPENDENT = "its calls depend on the data"
@@ -40,7 +40,7 @@ class Selection:
 def select_blocks(
     model: nn.Module,
     call: ModelCall,
-    options: OptimizeOptions,
+    options: CheckedOptions,
     solver: BlockSolver,
     *,
     keep_uncapturable: bool = False,

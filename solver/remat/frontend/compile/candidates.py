@@ -27,7 +27,6 @@ from remat.choice.split import CHOICE_LIMIT_S
 from remat.errors import InfeasibleBudget, RematError, SolverTimeout
 from remat.frontend.common.planning_line import planning_line
 from remat.frontend.common.torch_modes import isolated_modes
-from remat.frontend.compile.compile_options import OffloadOptions
 from remat.frontend.compile.joint_graph import CompiledJointGraph
 from remat.frontend.compile.kernels.problem import (
     CompileProblem,
@@ -42,6 +41,7 @@ from remat.limits.budget import Budget, missing_percent_sign_hint
 from remat.limits.limits import Limits
 from remat.limits.units import format_bytes
 from remat.plan import Plan
+from remat.plan_options import OffloadOptions
 from remat.progress import ProgressCallback
 from remat.report.describe import describe_peak
 from remat.simulate import baseline_of
@@ -128,7 +128,7 @@ def solve_cached(
 
 
 def offload_limits(
-    options: OffloadOptions, joint: CompiledJointGraph, other_host_bytes: int
+    options: OffloadOptions | None, joint: CompiledJointGraph, other_host_bytes: int
 ) -> OffloadLimits | None:
     """Return the limits of offloading for a graph; None if nothing may be offloaded.
 
@@ -136,7 +136,7 @@ def offload_limits(
     budget above what is free.
     """
     is_supported = joint.device.type in ("cpu", "cuda") and not config.triton.cudagraphs
-    if not options.is_allowed or options.host_bytes == 0 or not is_supported:
+    if options is None or options.host_bytes == 0 or not is_supported:
         return None
     with isolated_modes(joint.device):
         limits = limits_here(options.host_bytes, options.link, joint.device)

@@ -3,29 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, cast
+from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
-from remat.costs.devices import Link
-from remat.errors import BudgetError, similar_names_hint, wrong_type
-from remat.limits.budget import Budget
-from remat.limits.infeasible import INFEASIBLE_ERROR, is_smallest_accepted
+from remat import plan_options
+from remat.errors import BudgetError, similar_names_hint
 from remat.limits.limits import Limits
-from remat.limits.options import (
-    OFFLOAD_OFF,
-    OUTPUTS_HELD,
-    SPLIT_AUTO,
-    are_dropped,
-    is_offload_allowed,
-    parse_host_budget,
-    parse_reserve,
-    pieces_to_try,
-)
-from remat.progress import ProgressCallback
+from remat.plan_options import COMPILE, CheckedOptions
 from remat.strategies import Auto, Strategy
-from remat.strategies.base import checked_strategy
 
 TIME_LIMIT_S = 8.0
 """Default time of planning one graph: the user waits for the first step."""
@@ -47,20 +34,8 @@ RESERVED_INDUCTOR_OPTIONS = frozenset(
 """Options of Inductor that remat sets, or that would invalidate the verified peak."""
 
 _STRATEGY_OPTIONS = ("gap", "time_limit", "threads", "solver", "seed")
-_OFFLOAD_OPTIONS = ("offload", "host_budget", "link")
 _SWITCHES = ("inductor", "fallback")
-_OPTIONS = (
-    "budget",
-    "reserve",
-    "strategy",
-    "outputs",
-    "split",
-    "progress",
-    "infeasible",
-    *_OFFLOAD_OPTIONS,
-    *_STRATEGY_OPTIONS,
-    *_SWITCHES,
-)
+_OPTIONS = ("budget", *COMPILE.options, *_STRATEGY_OPTIONS, *_SWITCHES)
 
 
 @dataclass(frozen=True)
@@ -84,30 +59,16 @@ class ModelBytes:
 UNKNOWN_MODEL = ModelBytes()
 
 
-@dataclass(frozen=True)
-class OffloadOptions:
-    """Options of offloading: whether tensors may be on the host, the most bytes there, by default a
-    share of what is free, and the bandwidth, by default measured."""
+@dataclass(frozen=True, kw_only=True)
+class CompileOptions(CheckedOptions):
+    """remat's options for the graphs of one compiled model: the options of a plan, and others.
 
-    is_allowed: bool = False
-    host_bytes: int | None = None
-    link: Link | None = None
-
-
-@dataclass(frozen=True)
-class CompileOptions:
-    """remat's options for the graphs of one compiled model.
-
-    `limits` are the budget and the reserve. Without `inductor`, AOTAutograd's graphs run as they
-    are, one operation after the other. With `fallback`, torch's own partitioner splits a graph that
-    cannot be planned. `model` has the bytes of the whole model, of which a graph may be a part, if
-    they are known. `planning_s` is the time for planning one graph, in which the solver gets what
-    is left after the capture; None if the strategy has a time limit of its own. `outputs` of the
-    forward are "held" by the caller during the backward, "dropped" before it, or only the "loss" is
-    returned. `split` is "auto", "off", or the number of pieces of the largest operations. `offload`
-    are the options of tensors on the host. `infeasible` is "error", or "smallest" to plan
-    for the smallest peak if no plan fits the budget. `progress` is a function that receives the
-    progress of a solve, or True or False for the line on a terminal.
+    `limits` are the budget and the reserve; later plans of a graph get smaller ones. Without
+    `inductor`, AOTAutograd's graphs run as they are, one operation after the other. With
+    `fallback`, torch's own partitioner splits a graph that cannot be planned. `model` has the bytes
+    of the whole model, of which a graph may be a part, if they are known. `planning_s` is the time
+    for planning one graph, in which the solver gets what is left after the capture; None if the
+    strategy has a time limit of its own.
     """
 
     limits: Limits
@@ -116,12 +77,6 @@ class CompileOptions:
     fallback: bool = False
     model: ModelBytes = UNKNOWN_MODEL
     planning_s: float | None = None
-    outputs: str = OUTPUTS_HELD
-    split: str | int = SPLIT_AUTO
-    offload: OffloadOptions = OffloadOptions()
-    infeasible: str = INFEASIBLE_ERROR
-    # It does not decide the plan, so it is not part of the key of torch's caches.
-    progress: ProgressCallback | bool | None = field(default=None, repr=False, compare=False)
 
 
 def read_options(
@@ -140,8 +95,7 @@ def read_options(
             'the remat backend needs a budget: options={"budget": "60%"}, or "8GiB", or "min"'
             + hint
         )
-    budget = Budget.parse(remaining.pop("budget"))
-    strategy = remaining.pop("strategy", None)
+    strategy = remaining.get("strategy")
     strategy_options = {key: remaining.pop(key) for key in _STRATEGY_OPTIONS if key in remaining}
     if strategy is not None and strategy_options:
         raise ValueError(
@@ -150,59 +104,32 @@ def read_options(
         )
     is_default_time = strategy is None and "time_limit" not in strategy_options
     if strategy is None:
-        strategy = Auto(**{"time_limit": TIME_LIMIT_S, **strategy_options})
-    strategy = checked_strategy(strategy)
-    limits = Limits(budget, parse_reserve(remaining.pop("reserve", 0)))
-    if limits.reserve_bytes:
-        limits.check_reserve()
+        remaining["strategy"] = Auto(**{"time_limit": TIME_LIMIT_S, **strategy_options})
     switches = {name: remaining.pop(name) for name in _SWITCHES if name in remaining}
     for name, value in switches.items():
         if not isinstance(value, bool):
             raise ValueError(f"{name} is {value!r}; it is True or False")
-    outputs = remaining.pop("outputs", OUTPUTS_HELD)
-    are_dropped(outputs)
-    split = remaining.pop("split", SPLIT_AUTO)
-    pieces_to_try(split)
-    offload = _offload_options(remaining)
-    infeasible = remaining.pop("infeasible", INFEASIBLE_ERROR)
-    is_smallest_accepted(infeasible)
-    progress: Any = remaining.pop("progress", None)
-    if progress is not None and not isinstance(progress, bool) and not callable(progress):
-        raise ValueError(
-            f"progress is {progress!r}; pass a function that takes a remat.Progress, True for a "
-            "line on the terminal at once, or False for no line"
-        )
+    budget = remaining.pop("budget")
+    options_of_plan = {name: remaining.pop(name) for name in COMPILE.options if name in remaining}
+    checked = plan_options.read_options(COMPILE, budget, options_of_plan)
     compile_options = CompileOptions(
-        limits,
-        strategy,
-        model=model,
-        planning_s=TIME_LIMIT_S if is_default_time else None,
-        outputs=outputs,
-        split=split,
-        offload=offload,
-        infeasible=infeasible,
-        progress=cast(Any, progress),
-        **switches,
+        **vars(checked)
+        | {
+            "limits": checked.fixed_limits,
+            "model": model,
+            "planning_s": TIME_LIMIT_S if is_default_time else None,
+        }
+        | switches
     )
     _check_inductor_options(remaining)
     return compile_options, remaining
-
-
-def _offload_options(options: dict[str, Any]) -> OffloadOptions:
-    """Return the options of offloading, checked, and remove them from `options`."""
-    is_allowed = is_offload_allowed(options.pop("offload", OFFLOAD_OFF))
-    host_bytes = parse_host_budget(options.pop("host_budget", None))
-    link = options.pop("link", None)
-    if link is not None and not isinstance(link, Link):
-        raise wrong_type("offload", "a remat.Link", link, "pass link=remat.Link(55e9, 55e9)")
-    return OffloadOptions(is_allowed, host_bytes, link)
 
 
 def check_no_cuda_graphs(options: CompileOptions, inductor_options: Mapping[str, Any]) -> None:
     """Raise ValueError if tensors may be offloaded and Inductor is to use CUDA graphs."""
     from torch._inductor import config
 
-    if options.offload.is_allowed and inductor_options.get(
+    if options.offload is not None and inductor_options.get(
         "triton.cudagraphs", config.triton.cudagraphs
     ):
         raise ValueError(
@@ -221,6 +148,8 @@ def _check_inductor_options(options: Mapping[str, Any]) -> None:
         raise ValueError(f"{min(reserved)} is set by remat; leave it out, or compile without remat")
     inductor_options = config.get_config_copy()
     for key in options:
+        if key in COMPILE.missing:
+            raise ValueError(COMPILE.reason_without(key))
         if key.replace("-", "_") not in inductor_options:
             near = similar_names_hint(key, [*_OPTIONS, *inductor_options])
             raise ValueError(

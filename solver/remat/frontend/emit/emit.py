@@ -22,7 +22,7 @@ from remat.blockwise.policies import OPERATORS, RULES, BlockPolicy, Policies
 from remat.costs.roofline import Roofline
 from remat.errors import InfeasibleBudget, RematError, TraceError, similar_names_hint
 from remat.frontend.api.enable import check_not_planned
-from remat.frontend.api.optimize import optimize_options
+from remat.frontend.api.optimize import checked_options
 from remat.frontend.blocks.block_planning import plan_blocks
 from remat.frontend.blocks.candidates import CallCandidates, step_limits, with_saved_inputs
 from remat.frontend.blocks.discovery import Submodule, repeated_blocks
@@ -37,11 +37,11 @@ from remat.frontend.emit.transformers_layers import (
 )
 from remat.frontend.emit.trials import PolicyTrials
 from remat.frontend.memory.device_memory import Reserve
-from remat.frontend.planning.optimize_options import OptimizeOptions
 from remat.frontend.runtime.guards import ModelCall
 from remat.limits.budget import Budget
 from remat.limits.infeasible import INFEASIBLE_ERROR, plan_or_smallest
 from remat.limits.options import OUTPUTS_HELD, OUTPUTS_LOSS, are_dropped
+from remat.plan_options import OPTIMIZE, CheckedOptions
 from remat.strategies import Strategy
 
 logger = logging.getLogger("remat")
@@ -92,15 +92,18 @@ def emit(
             f"{', '.join(RULES)}"
         )
     EXECUTORS[rules].check_model(model)
-    options = optimize_options(
+    options = checked_options(
+        OPTIMIZE,
         budget,
-        strategy=strategy,
-        costs=costs,
-        cache=cache,
-        differentiate=differentiate,
-        reserve=reserve,
-        outputs=outputs,
-        infeasible=infeasible,
+        {
+            "strategy": strategy,
+            "costs": costs,
+            "cache": cache,
+            "differentiate": differentiate,
+            "reserve": reserve,
+            "outputs": outputs,
+            "infeasible": infeasible,
+        },
     )
     inputs = () if example_inputs is None else example_inputs
     args, kwargs = normalise_inputs(model, inputs, example_kwargs)
@@ -123,7 +126,7 @@ def _select_policies(
     model: nn.Module,
     call: ModelCall,
     blocks: Sequence[Submodule],
-    options: OptimizeOptions,
+    options: CheckedOptions,
     rules: str,
 ) -> Policies:
     """Try the policies of each block, and select those with which the step is the fastest within
@@ -227,7 +230,7 @@ def _policies_for_all_calls(
 
 
 def _optimum_overhead(
-    model: nn.Module, call: ModelCall, options: OptimizeOptions, peak_bytes: int
+    model: nn.Module, call: ModelCall, options: CheckedOptions, peak_bytes: int
 ) -> float | None:
     """Return the overhead of remat's own plan for the same blocks and peak; None if they cannot be
     planned."""

@@ -22,14 +22,14 @@ from remat.costs.devices import Link
 from remat.costs.roofline import Roofline
 from remat.documents.targets import ARRIVE_TARGET, OFFLOAD_TARGET
 from remat.documents.trace import Trace
-from remat.errors import BudgetError, wrong_type
+from remat.errors import BudgetError
 from remat.frontend.costs.cost_cache import CostCache, MeasuredCost
 from remat.frontend.costs.cost_key import MEASUREMENT_VERSION, device_name
 from remat.frontend.memory.device_memory import free_bytes
 from remat.frontend.runtime.host_file import is_io_direct, new_host_file, offload_directory
 from remat.frontend.runtime.pinned_memory import pinned_memory
-from remat.limits.options import is_offload_allowed, parse_host_budget
 from remat.limits.units import format_bytes
+from remat.plan_options import OffloadOptions
 
 _COPY_BYTES = 64 << 20
 _COPIES = 11
@@ -38,9 +38,7 @@ _FREE_SHARE = 0.5
 
 
 def host_limits(
-    offload: str,
-    host_budget: int | str | None,
-    link: Link | None,
+    offload: OffloadOptions | None,
     trace: Trace,
     costs: str | Roofline | None,
     cache: CostCache | str | os.PathLike[str] | None,
@@ -49,16 +47,15 @@ def host_limits(
 ) -> OffloadLimits | None:
     """Return the limits of offloading for a trace; None if nothing may be offloaded.
 
-    Without `link`, it is that of a data sheet if the costs are, or the GPU is absent; else it is
-    measured on this machine, once. `is_here` says that the step will run on this machine: its free
-    memory limits the host budget. Raises `BudgetError` for a host budget above what is free, and
+    Without a link in the options, it is that of a data sheet if the costs are, or the GPU is
+    absent; else it is measured on this machine, once. `is_here` says that the step will run on this
+    machine: its free memory limits the host budget. Raises `BudgetError` for a host budget above
+    what is free, and
     `RematError` for a directory in which no file can be created.
     """
-    if not is_offload_allowed(offload):
+    if offload is None:
         return None
-    if link is not None and not isinstance(link, Link):
-        raise wrong_type("offload", "a remat.Link", link, "pass link=remat.Link(55e9, 55e9)")
-    host_bytes = parse_host_budget(host_budget)
+    host_bytes, link = offload.host_bytes, offload.link
     if trace.gpu and not torch.cuda.is_available():
         is_here = False
         if not isinstance(costs, Roofline):

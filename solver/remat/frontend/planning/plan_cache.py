@@ -10,13 +10,13 @@ from torch import nn
 from remat.blockwise.blocks_plan import BlocksPlan
 from remat.documents.trace import Trace
 from remat.frontend.capture.model.attribute_guards import AttributeGuards, BoundGuards
-from remat.frontend.planning.optimize_options import OptimizeOptions
 from remat.frontend.runtime.dispatch import PlannedStep
 from remat.frontend.runtime.guards import CallSignature
 from remat.frontend.runtime.lower import LoweredProgram
 from remat.frontend.runtime.module import BoundProgram
 from remat.passes.trace_equality import topology_key
 from remat.plan import Plan
+from remat.plan_options import CheckedOptions
 
 
 class EntryKey(NamedTuple):
@@ -101,7 +101,7 @@ class PlannerState:
     """A planner's options and plan cache without the model, for copies and pickles of the model.
     The last entry is the one that ran last, if `has_run`."""
 
-    options: OptimizeOptions
+    options: CheckedOptions
     timings_s: dict[str, float]
     entries: tuple[tuple[EntryKey, UnboundEntry], ...]
     has_run: bool

@@ -31,7 +31,6 @@ from remat.frontend.common.torch_modes import checkpoints_suspended
 from remat.frontend.memory.device_memory import auto_limits, reserve_size
 from remat.frontend.memory.meter import unique_bytes
 from remat.frontend.planning.host_limits import prepare_host
-from remat.frontend.planning.optimize_options import MEASURED_BY_SERVICE, OptimizeOptions
 from remat.frontend.planning.plan_cache import EntryKey, PlanEntry, PlannerState
 from remat.frontend.planning.replan_report import ReplanReport
 from remat.frontend.planning.schedule_reuse import (
@@ -57,6 +56,7 @@ from remat.passes.gradient_accumulation import with_gradient_accumulation
 from remat.passes.split.splits import with_recorded_splits
 from remat.plan import Plan
 from remat.plan_data import with_reserve
+from remat.plan_options import MEASURED_BY_SERVICE, CheckedOptions
 from remat.rewrite import rewrite
 
 logger = logging.getLogger("remat")
@@ -108,7 +108,7 @@ class Planner:
     """Provides the planned steps of a model, one for each kind of call. `timings_s` has the seconds
     of each phase of the latest planning."""
 
-    options: OptimizeOptions
+    options: CheckedOptions
     timings_s: dict[str, float] = field(default_factory=dict)
     _entries: OrderedDict[EntryKey, PlanEntry] = field(default_factory=OrderedDict)
     _current: PlanEntry | None = None

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 
 from remat.allocator.budget_fitting import solve_within_allocator_budget
-from remat.choice.plan_request import PlanRequest, StepClock
+from remat.choice.plan_request import StepClock
 from remat.choice.step import plan_step
 from remat.costs.roofline import Roofline
 from remat.costs.trace_costs import OperationCost, with_costs
@@ -16,15 +17,14 @@ from remat.documents.program import Program
 from remat.documents.trace import Trace
 from remat.frontend.costs.measure import measure, measure_pieces, step_limit_bytes
 from remat.frontend.planning.host_limits import host_limits
-from remat.frontend.planning.optimize_options import MEASURED_BY_SERVICE, OptimizeOptions
 from remat.limits.budget import Budget
+from remat.limits.infeasible import INFEASIBLE_ERROR
 from remat.limits.limits import Limits
-from remat.limits.options import pieces_to_try
 from remat.passes.split.splits import with_recorded_splits
 from remat.plan import Plan
+from remat.plan_options import MEASURED_BY_SERVICE, CheckedOptions
 from remat.schedule import Schedule
 from remat.simulate import baseline_of
-from remat.strategies.auto import Auto
 
 
 class PlanningResult(NamedTuple):
@@ -37,25 +37,25 @@ class PlanningResult(NamedTuple):
     is_reused: bool = False
 
 
-def with_measured_costs(options: OptimizeOptions, trace: Trace, budget: Budget) -> Trace:
+def with_measured_costs(options: CheckedOptions, trace: Trace, budget: Budget) -> Trace:
     """Return the trace with costs from the source in the options. Measuring is limited to the
     memory of the step (`step_limit_bytes`)."""
     return measure(
         trace,
         device=_cost_source(options, trace),
         cache=options.cache,
-        limit_bytes=_limit_bytes(trace, budget),
+        limit_bytes=measuring_limit_bytes(trace, budget),
     )
 
 
-def _limit_bytes(trace: Trace, budget: Budget) -> int:
+def measuring_limit_bytes(trace: Trace, budget: Budget) -> int:
     """Return the bytes that measuring a step may take."""
     baseline_bytes = baseline_of(trace.graph_of_sizes).peak_bytes
     return step_limit_bytes(trace, budget.in_bytes(baseline_bytes, trace.library_bytes))
 
 
 def solve_trace(
-    options: OptimizeOptions, trace: Trace, budget: Budget, segments_bytes: int | None = None
+    options: CheckedOptions, trace: Trace, budget: Budget, segments_bytes: int | None = None
 ) -> PlanningResult:
     """Return the plan of a measured trace within `budget`, and the trace with its operations split
     as the options allow. `segments_bytes` limits what torch's allocator reserves.
@@ -74,14 +74,11 @@ def solve_trace(
 
         return _within_allocator_budget(step, budget, solve_once, segments_bytes)
 
-    limit_bytes = _limit_bytes(trace, budget)
-    request = PlanRequest(
-        Limits(budget),
-        options.strategy or Auto(),
-        pieces_to_try(options.split),
-        host_limits(
-            options.offload, options.host_budget, options.link, trace, options.costs, options.cache
-        ),
+    limit_bytes = measuring_limit_bytes(trace, budget)
+    offload = host_limits(options.offload, trace, options.costs, options.cache)
+    request = replace(
+        options.request(Limits(budget), offload),
+        infeasible=INFEASIBLE_ERROR,
         segments_bytes=segments_bytes,
     )
     trace, plan = plan_step(
@@ -98,17 +95,17 @@ def _node_names(trace: Trace) -> tuple[str, ...]:
     return tuple(node.name for node in trace.nodes)
 
 
-def _cost_source(options: OptimizeOptions, trace: Trace) -> str | torch.device | Roofline:
+def _cost_source(options: CheckedOptions, trace: Trace) -> str | torch.device | Roofline:
     return options.costs or trace.device.split(":")[0]
 
 
-def _with_costs_of_pieces(options: OptimizeOptions, trace: Trace, limit_bytes: int) -> Trace:
+def _with_costs_of_pieces(options: CheckedOptions, trace: Trace, limit_bytes: int) -> Trace:
     source = _cost_source(options, trace)
     return measure_pieces(trace, device=source, cache=options.cache, limit_bytes=limit_bytes)
 
 
 def _split_and_solved_by_service(
-    options: OptimizeOptions, trace: Trace, budget: Budget, segments_bytes: int | None
+    options: CheckedOptions, trace: Trace, budget: Budget, segments_bytes: int | None
 ) -> PlanningResult:
     """Return the plan of a trace that the service measures and splits."""
     first_plan, first_program = _solved_by_service(options, trace, budget)
@@ -127,7 +124,7 @@ def _split_and_solved_by_service(
 
 
 def _solved_by_service(
-    options: OptimizeOptions, trace: Trace, budget: Budget
+    options: CheckedOptions, trace: Trace, budget: Budget
 ) -> tuple[Plan, Program]:
     assert options.service is not None
     assert not isinstance(budget.requested, float)

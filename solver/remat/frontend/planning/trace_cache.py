@@ -26,11 +26,11 @@ from remat.frontend.capture.symbolic_capture import (
     capture_symbolically,
 )
 from remat.frontend.capture.trace import CapturedStep, capture
-from remat.frontend.planning.optimize_options import OptimizeOptions
 from remat.frontend.runtime.guards import CallSignature, ModelCall
 from remat.limits.options import differentiated_with
 from remat.passes.outputs import with_outputs
 from remat.passes.trace_equality import is_same_except_names
+from remat.plan_options import CheckedOptions
 
 logger = logging.getLogger("remat")
 
@@ -70,7 +70,7 @@ class _CachedTraces:
 class TraceCache:
     """The captured steps of one planner's calls. `capture_count` is the number of captures."""
 
-    def __init__(self, options: OptimizeOptions) -> None:
+    def __init__(self, options: CheckedOptions) -> None:
         self.capture_count = 0
         self._options = options
         self._cached: list[_CachedTraces] = []
