@@ -478,8 +478,8 @@ def read_options(
             "offload": offload,
         }
     )
-    is_known = checked.budget is not None and isinstance(checked.reserve, int | str)
-    if is_known and checked.fixed_limits.reserve_bytes:
+    is_absolute = checked.budget is not None and isinstance(checked.reserve, int | str)
+    if is_absolute and checked.fixed_limits.reserve_bytes:
         checked.fixed_limits.check_reserve()  # now, not at the first call
     return checked
 

@@ -274,8 +274,8 @@ class SolveRequest(_SolveOptions):
         """The options of the plan. Raises ValueError for those that contradict each other."""
         fields = {name: getattr(self, name, None) for name in POST_SOLVE.options}
         fields |= {"strategy": self.options.strategy, "link": self.link and self.link.to_link()}
-        given = {name: value for name, value in fields.items() if value is not None}
-        return read_options(POST_SOLVE, self.budget, given)
+        values = {name: value for name, value in fields.items() if value is not None}
+        return read_options(POST_SOLVE, self.budget, values)
 
     @model_validator(mode="after")
     def _check_options(self) -> Self:

@@ -145,7 +145,7 @@ OTHER_WORDS = {
     (posted, "reserve"): "reserve",
     (planned_by_client, "costs"): 'costs are "measure" or "roofline:DEVICE"',
 }
-"""What a door says where its values are of another kind."""
+"""The words of a door whose values are of another kind."""
 
 
 def wrong_cells() -> list[Any]:
