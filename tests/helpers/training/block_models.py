@@ -6,13 +6,14 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from tests.helpers.training import steps
+from tests.helpers.training.steps import Step, loss_of
+from tests.helpers.training.steps import assert_same as assert_same
 from torch import nn
 
 import remat
 from remat.blockwise.blocks_plan import BlocksPlan
 from remat.frontend.memory.meter import measure_step
-
-Gradients = dict[str, torch.Tensor]
 
 
 class Output(NamedTuple):
@@ -89,27 +90,11 @@ def net(**settings: Any) -> tuple[Net, torch.Tensor]:
     return Net([Block(32) for _ in range(4)], **settings), torch.randint(0, 50, (256,))
 
 
-def loss_of(result: Any) -> torch.Tensor:
-    """Return the loss of a model's output."""
-    return result if isinstance(result, torch.Tensor) else result[0]
-
-
-def step(model: nn.Module, batch: torch.Tensor, seed: int) -> tuple[torch.Tensor, Gradients]:
-    """Run one step; return the loss and the gradients by name."""
-    torch.manual_seed(seed)
-    loss = loss_of(model(batch))
-    loss.backward()
-    gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+def step(model: nn.Module, batch: torch.Tensor, seed: int) -> Step:
+    """Run one step; no gradients stay in memory."""
+    result = steps.step(model, batch, seed=seed)
     model.zero_grad(set_to_none=True)
-    return loss.detach(), gradients
-
-
-def assert_same(actual: Any, expected: Any) -> None:
-    """Check that two results of `step` are equal bit for bit."""
-    assert torch.equal(actual[0], expected[0])
-    assert actual[1].keys() == expected[1].keys()
-    for name, gradient in expected[1].items():
-        assert torch.equal(actual[1][name], gradient), name
+    return result
 
 
 def peak_of(model: nn.Module, batch: torch.Tensor) -> int:

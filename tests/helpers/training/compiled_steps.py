@@ -8,7 +8,10 @@ from typing import Any
 import torch
 import torch._dynamo
 import torch.nn.functional as F
+from tests.helpers.training import steps
 from tests.helpers.training.models import Case
+from tests.helpers.training.steps import Step
+from tests.helpers.training.steps import step_of as step
 from torch import nn
 
 import remat
@@ -18,25 +21,6 @@ from remat.frontend.memory.meter import allocated_peak
 EAGER = "aot_eager_decomp_partition"
 """The backend on whose graph `inductor=False` plans: torch's partitioner and Inductor's
 decompositions, run as they are."""
-
-
-Step = tuple[torch.Tensor, dict[str, torch.Tensor], dict[str, torch.Tensor]]
-
-
-def step(case: Case, run: Any, seed: int = 1) -> Step:
-    """Return the loss, the gradients (also of inputs) and the buffers of one step."""
-    case.model.zero_grad(set_to_none=True)
-    inputs = [a for a in (*case.args, *case.kwargs.values()) if isinstance(a, torch.Tensor)]
-    for tensor in inputs:
-        tensor.grad = None
-    torch.manual_seed(seed)
-    with torch.autocast("cpu", dtype=case.autocast, enabled=case.autocast is not None):
-        output = run(*case.args, **case.kwargs)
-    loss = case.loss(output)
-    loss.backward()
-    named = {**dict(case.model.named_parameters()), **{f"in{i}": t for i, t in enumerate(inputs)}}
-    gradients = {n: t.grad.clone() for n, t in named.items() if t.grad is not None}
-    return loss.detach(), gradients, {n: b.clone() for n, b in case.model.named_buffers()}
 
 
 def two_steps(case: Case, state: dict[str, Any], **options: Any) -> list[Step]:
@@ -54,18 +38,8 @@ def with_state(case: Case) -> tuple[Case, dict[str, Any]]:
 
 def assert_same(actual_steps: list[Step], wanted: list[Step], tolerance: float) -> None:
     """Check that losses, gradients and buffers agree within a relative tolerance."""
-    for (loss, gradients, buffers), (own_loss, own_gradients, own_buffers) in zip(
-        wanted, actual_steps, strict=True
-    ):
-        assert torch.allclose(loss, own_loss, rtol=max(tolerance, 0), atol=0)
-        for actual, expected in ((own_gradients, gradients), (own_buffers, buffers)):
-            assert actual.keys() == expected.keys()
-            sizes = {n: t.double().abs().max().item() for n, t in expected.items() if t.numel()}
-            # A tensor that is zero up to rounding has no relative error.
-            least = 1e-2 * max(sizes.values(), default=0.0)
-            for name, size in sizes.items():
-                difference = (expected[name].double() - actual[name].double()).abs().max().item()
-                assert difference <= tolerance * max(size, least), name
+    for actual, expected in zip(actual_steps, wanted, strict=True):
+        steps.assert_same(actual, expected, tolerance)
 
 
 def plans_of(options: Any, case: Case) -> list[CompiledPlan]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from tests.helpers.training.steps import step
 from torch import nn
 
 
@@ -45,11 +46,7 @@ def batch(length: int = 128) -> torch.Tensor:
 
 def gradients(model: nn.Module, *args: Any, seed: int = 3, **kwargs: Any) -> list[torch.Tensor]:
     """Run one step; return the gradients."""
-    model.zero_grad(set_to_none=True)
-    torch.manual_seed(seed)
-    model(*(args or (batch(),)), **kwargs).backward()
-    result = [p.grad for p in model.parameters()]
-    return [g.clone() for g in result if g is not None]
+    return [*step(model, *(args or (batch(),)), seed=seed, **kwargs).gradients.values()]
 
 
 def assert_equal(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> None:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 from tests.helpers.training.models import Case
-from tests.torch.offload.test_offload_tensors import (
+from tests.helpers.training.offloaded_steps import (
     FAST,
     SMALL_BYTES,
+    assert_eager_numbers,
     measured,
     net_case,
-    run,
 )
 from torch import nn
 
@@ -222,11 +220,7 @@ def test_the_gradient_of_a_skip_connection_is_offloaded_for_the_smallest_peak() 
     with pytest.raises(remat.InfeasibleBudget):
         solve_in_full(trace, Budget.parse(between))
     assert choose(trace, between, FAST).plan.peak_bytes <= between
-    reference = copy.deepcopy(case.model)
-    module = remat.lower(remat.rewrite(chosen.trace, chosen.plan.schedule), case.model)
-    assert torch.equal(run(reference, case), run(module, case))
-    for p, q in zip(reference.parameters(), case.model.parameters(), strict=True):
-        assert torch.equal(p.grad, q.grad)
+    assert_eager_numbers(chosen.trace, case, chosen.plan.schedule)
 
 
 @pytest.mark.slow
@@ -262,10 +256,6 @@ def test_nothing_is_tried_where_one_operation_does_not_fit(trace: Trace) -> None
 @pytest.mark.slow
 def test_the_chosen_plan_runs_with_eager_modes_numbers() -> None:
     case = net_case()
-    reference = copy.deepcopy(case.model)
     chosen = choose(measured(case), "60%", FAST)
     assert offloaded_tensors(chosen.trace)
-    module = remat.lower(remat.rewrite(chosen.trace, chosen.plan.schedule), case.model)
-    assert torch.equal(run(reference, case), run(module, case))
-    for p, q in zip(reference.parameters(), case.model.parameters(), strict=True):
-        assert torch.equal(p.grad, q.grad)
+    assert_eager_numbers(chosen.trace, case, chosen.plan.schedule)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from tests.helpers.training.block_models import Block, plan_of, step
 from tests.helpers.training.block_models import Net as BlocksNet
-from tests.torch.offload.test_offload_tensors import Net, offloaded
+from tests.helpers.training.offloaded_steps import Net, offloaded
 from torch import nn
 
 import remat

@@ -13,8 +13,9 @@ import pytest
 import torch
 from tests.helpers.command_line import quick
 from tests.helpers.training.models import Case
+from tests.helpers.training.offloaded_steps import FAST, lowered, measured, net_case
+from tests.helpers.training.steps import step_of
 from tests.torch.offload.test_offload_choice import choose, offloaded_tensors
-from tests.torch.offload.test_offload_tensors import FAST, Net, measured, net_case, run
 
 import remat
 from remat.documents.program import Program, Statement
@@ -28,15 +29,12 @@ from remat.service import wire
 COSTS = remat.Roofline("cpu")
 
 
-@pytest.fixture(autouse=True)
-def _own_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("REMAT_OFFLOAD_DIR", str(tmp_path))
+pytestmark = pytest.mark.usefixtures("offload_file_in_tmp_path")
 
 
 def large_case() -> Case:
     """Return a case whose tensors have a mebibyte and more."""
-    torch.manual_seed(0)
-    return Case(Net(2), (torch.randn(16384, 32),), loss=lambda loss: loss)
+    return net_case(layers=2, rows=16384)
 
 
 def test_an_enabled_model_trains_accumulates_and_evaluates() -> None:
@@ -124,9 +122,8 @@ def test_a_step_is_solved_with_the_trace_that_its_plan_is_for(offload: str) -> N
     assert bool(step.plan.graph.renewal) == (offload == "auto")
     assert bool(step.trace.splits) == (offload == "off")
     assert step.plan.graph == step.trace.graph()
-    reference = copy.deepcopy(case.model)
-    module = remat.lower(remat.rewrite(step.trace, step.plan.schedule), case.model)
-    assert torch.allclose(run(reference, case), run(module, case))
+    module = lowered(step.trace, case.model, step.plan.schedule)
+    torch.testing.assert_close(step_of(case, module).loss, step_of(case).loss)
     with pytest.raises(ValueError, match='pass offload="auto"'):
         remat.solve_step(trace, "70%", host_budget="1GiB")
     with pytest.raises(TypeError, match=r"a Graph: pass .*remat.solve takes a Graph"):
@@ -180,7 +177,7 @@ def test_a_strategy_that_does_not_know_copies_plans_without_them() -> None:
         case.model, "90%", case.args, costs=COSTS, link=FAST, offload="auto", split="off",
         strategy=remat.Selective(),
     )  # fmt: skip
-    run(module, case)
+    step_of(case, module)
 
 
 @pytest.mark.slow

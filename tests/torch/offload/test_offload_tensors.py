@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import itertools
-import os
 import time
-from dataclasses import replace
-from pathlib import Path
+from dataclasses import asdict, replace
+from typing import Any
 
 import pytest
 import torch
-from tests.helpers.training.models import FAMILIES, Case
-from torch import nn
+from tests.helpers.training.models import FAMILIES
+from tests.helpers.training.offloaded_steps import (
+    FAST,
+    SLOW,
+    SMALL_BYTES,
+    assert_eager_numbers,
+    host_stays,
+    lowered,
+    measured,
+    net_case,
+    offloaded,
+)
+from tests.helpers.training.steps import assert_same, step_of
 
 import remat
+from remat.choice.offloadable_step import TraceStep
+from remat.choice.stays import PlannedStays
 from remat.costs.devices import Link
 from remat.documents.targets import (
     ARRIVE_TARGET,
@@ -27,67 +38,22 @@ from remat.documents.trace import Trace
 from remat.errors import RematError
 from remat.frontend.memory.meter import measure_step
 from remat.frontend.runtime import host_file as files
-from remat.frontend.runtime.host_file import DIRECTORY_VARIABLE, HostFile, host_file
+from remat.frontend.runtime.host_file import HostFile, host_file
+from remat.graph import Graph
 from remat.passes.offload.candidates import idle_spans, offloadable_values
 from remat.passes.offload.copies import (
     CopyTimes,
     copy_times,
     count_without_copies,
+    offloaded_values,
     without_copies,
 )
-from remat.passes.offload.copies_in_graph import HostStay
+from remat.passes.offload.copies_in_graph import CopyOperation, HostStay, offload_values
 from remat.passes.offload.copies_in_trace import offload_tensors
 
 pytestmark = pytest.mark.usefixtures("offload_file_in_tmp_path")
 
-FAST, SLOW = Link(1e12, 1e12), Link(2e9, 1e9)
 QUICK = {"unet"}
-SMALL_BYTES = 256
-
-
-class Net(nn.Module):
-    def __init__(self, layers: int = 4) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(
-            *(
-                nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 96), nn.GELU(), nn.Dropout(0.1),
-                              nn.Linear(96, 32))
-                for _ in range(layers)
-            )
-        )  # fmt: skip
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layers(x).square().mean()
-
-
-def net_case() -> Case:
-    torch.manual_seed(0)
-    return Case(Net(), (torch.randn(64, 32),), loss=lambda loss: loss)
-
-
-def measured(case: Case) -> Trace:
-    trace = remat.trace(case.model, case.args, case.kwargs)
-    return remat.measure(trace, remat.Roofline("cpu"))
-
-
-def offloaded(trace: Trace, link: Link, *, of_backward: bool = False) -> Trace:
-    graph, names = trace.graph(), offloadable_values(trace)
-    stays = [
-        HostStay(names[v])
-        for v, span in idle_spans(graph, names).items()
-        if graph.values[v].size_bytes >= SMALL_BYTES
-        and span.next_reader is not None
-        and (of_backward or not graph.operations[graph.producer[v]].backward)
-    ]
-    return offload_tensors(trace, stays, link)
-
-
-def run(module: nn.Module, case: Case) -> torch.Tensor:
-    module.zero_grad(set_to_none=True)
-    torch.manual_seed(3)
-    loss = case.loss(module(*case.args, **case.kwargs))
-    loss.backward()
-    return loss.detach()
 
 
 @pytest.mark.slow
@@ -99,18 +65,15 @@ def test_offloaded_steps_have_the_numbers_of_those_that_are_not(name: str, link:
     torch.manual_seed(0)
     case = FAMILIES[name]()
     plain = measured(case)
-    schedule = remat.Schedule.keep_all(plain.graph())
-    reference = remat.lower(remat.rewrite(plain, schedule), copy.deepcopy(case.model))
     trace = offloaded(plain, link, of_backward=True)
     sides = {node.backward for node in trace.nodes if node.target == OFFLOAD_TARGET}
     assert sides == {False, True}
-    schedule = remat.Schedule.keep_all(trace.graph())
-    module = remat.lower(remat.rewrite(trace, schedule), case.model)
+    reference, module = lowered(plain, case.model), lowered(trace, case.model)
     for _ in range(2):
-        assert torch.equal(run(reference, case), run(module, case))
-        for p, q in zip(reference.parameters(), case.model.parameters(), strict=True):
-            if p.grad is not None:
-                assert torch.equal(p.grad, q.grad)
+        state = {n: t.clone() for n, t in case.model.state_dict().items()}
+        expected = step_of(case, reference)
+        case.model.load_state_dict(state)
+        assert_same(step_of(case, module), expected)
 
 
 @pytest.mark.parametrize("budget", ["100%", "min"])
@@ -120,7 +83,7 @@ def test_the_measured_peak_is_the_predicted_one(budget: str) -> None:
     plan = remat.solve(trace, budget, remat.Auto(time_limit=3))
     program = remat.rewrite(trace, plan.schedule)
     module = remat.lower(program, case.model)
-    run(module, case)
+    step_of(case, module)
     case.model.zero_grad(set_to_none=True)
     constants = [*case.model.parameters(), *case.args]
     usage = measure_step(lambda: module(*case.args).backward(), constants)
@@ -143,8 +106,7 @@ def test_a_second_backward_reads_the_same_copies(link: Link) -> None:
     trace = offloaded(measured(case), link)
     late = [node for node in trace.nodes if node.target == RELEASE_TARGET and node.backward]
     assert bool(late) == (link is not FAST)
-    schedule = remat.Schedule.keep_all(trace.graph())
-    module = remat.lower(remat.rewrite(trace, schedule), case.model)
+    module = lowered(trace, case.model)
     loss = module(*case.args)
     loss.backward(retain_graph=True)
     first = [p.grad.clone() for p in case.model.parameters()]
@@ -162,8 +124,7 @@ def test_a_second_backward_reads_the_same_copies(link: Link) -> None:
 def test_slots_are_free_when_the_step_has_ended(ends: str) -> None:
     case = net_case()
     trace = offloaded(measured(case), FAST)
-    schedule = remat.Schedule.keep_all(trace.graph())
-    module = remat.lower(remat.rewrite(trace, schedule), case.model)
+    module = lowered(trace, case.model)
     for _ in range(3):
         loss = module(*case.args)
         assert host_file().used_bytes > 0
@@ -218,7 +179,7 @@ def test_the_runtime_starts_copies_in_the_simulated_order(monkeypatch: pytest.Mo
     case = net_case()
     trace = offloaded(measured(case), SLOW)
     schedule = remat.Schedule.keep_all(trace.graph())
-    module = remat.lower(remat.rewrite(trace, schedule), case.model)
+    module = lowered(trace, case.model, schedule)
     started: list[tuple[str, int]] = []
     write, read = HostFile.write, HostFile.read
     monkeypatch.setattr(
@@ -227,7 +188,7 @@ def test_the_runtime_starts_copies_in_the_simulated_order(monkeypatch: pytest.Mo
     monkeypatch.setattr(
         HostFile, "read", lambda f, slot: (started.append(("to_device", slot)), read(f, slot))[1]
     )
-    run(module, case)
+    step_of(case, module)
     simulated = copy_times(trace.graph(), schedule.runs, SLOW).copies
     sent = [c.tensor for c in simulated if c.direction == "to_host"]
     expected: list[tuple[str, int]] = []
@@ -294,11 +255,7 @@ def test_what_only_recomputations_read_is_offloaded_for_them() -> None:
     assert remat.simulate(graph, schedule).after_bytes[graph.boundary or 0] < max(
         baseline.after_bytes
     )
-    reference = copy.deepcopy(case.model)
-    module = remat.lower(remat.rewrite(trace, schedule), case.model)
-    assert torch.equal(run(reference, case), run(module, case))
-    for p, q in zip(reference.parameters(), case.model.parameters(), strict=True):
-        assert torch.equal(p.grad, q.grad)
+    assert_eager_numbers(trace, case, schedule)
 
 
 def test_a_tensor_is_offloaded_once() -> None:
@@ -315,69 +272,15 @@ def test_what_the_backward_needs_too_soon_stays_on_the_device() -> None:
     assert not any(node.target in (OFFLOAD_TARGET, RELOAD_TARGET) for node in trace.nodes)
 
 
-def test_the_file_has_no_name_while_it_is_open(tmp_path: Path) -> None:
-    file = HostFile(str(tmp_path))
-    tensor = torch.randn(50, 100).t()
-    slot = file.write(tensor)
-    file.wait(slot)
-    assert list(tmp_path.iterdir()) == []
-    result, copied = file.read(slot)
-    copied.wait()
-    assert torch.equal(tensor, result)
-    assert tensor.stride() == result.stride()
-
-
-def test_a_slot_is_not_reused_while_it_is_read(tmp_path: Path) -> None:
-    file = HostFile(str(tmp_path))
-    large, first = torch.randn(20_000_000), torch.full((1000,), 1.0)
-    slots = [file.write(large), file.write(first)]
-    for slot in slots:
-        file.wait(slot)
-    file.read(slots[0])  # the next read waits for this one
-    result, copied = file.read(slots[1])
-    file.drop_reference(slots[1])
-    file.wait(file.write(torch.full((1000,), 2.0)))
-    copied.wait()
-    assert torch.equal(result, first)
-
-
-def test_slots_of_similar_sizes_are_reused(tmp_path: Path) -> None:
-    file = HostFile(str(tmp_path))
-    for pages in range(1, 100):
-        slot = file.write(torch.zeros(1024 * pages))
-        file.wait(slot)
-        file.drop_reference(slot)
-    assert file._end_bytes < 20 * 100 * 4096
-
-
-def test_a_forked_process_has_a_file_of_its_own() -> None:
-    tensor = torch.randn(1000)
-    host_file().wait(host_file().write(tensor))
-    process = os.fork()
-    if not process:
-        number = host_file().write(tensor)
-        host_file().wait(number)
-        result, copied = host_file().read(number)
-        copied.wait()
-        os._exit(0 if torch.equal(result, tensor) else 1)
-    assert os.waitpid(process, 0)[1] == 0
-
-
 def test_a_copied_handle_is_an_error_that_says_so() -> None:
     case = net_case()
     trace = offloaded(measured(case), FAST)
-    schedule = remat.Schedule.keep_all(trace.graph())
-    module = remat.lower(remat.rewrite(trace, schedule), case.model)
+    module = lowered(trace, case.model)
     with torch.autograd.graph.saved_tensors_hooks(torch.Tensor.clone, lambda tensor: tensor):
         loss = module(*case.args)
     gc.collect()
     with pytest.raises(RematError, match="no longer in the file: its handle was copied"):
         loss.backward()
-
-
-def test_a_directory_that_does_not_exist_is_named(tmp_path: Path) -> None:
-    with pytest.raises(RematError, match=rf"nowhere: No such file .*Set {DIRECTORY_VARIABLE}"):
-        HostFile(str(tmp_path / "nowhere"))
 
 
 def test_a_full_disk_is_an_error_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -386,8 +289,7 @@ def test_a_full_disk_is_an_error_of_the_step(monkeypatch: pytest.MonkeyPatch) ->
 
     case = net_case()
     trace = offloaded(measured(case), FAST)
-    schedule = remat.Schedule.keep_all(trace.graph())
-    module = remat.lower(remat.rewrite(trace, schedule), case.model)
+    module = lowered(trace, case.model)
     with monkeypatch.context() as patch:
         patch.setattr(files.os, "pwrite", full)
         with pytest.raises(RematError, match=r"cannot move .* bytes .*: No space left on device"):
@@ -397,9 +299,57 @@ def test_a_full_disk_is_an_error_of_the_step(monkeypatch: pytest.MonkeyPatch) ->
         gc.collect()
         time.sleep(0.01)  # the thread that writes may still end, with the error's traceback
     assert host_file().used_bytes == 0
-    run(module, case)  # the next step works
+    step_of(case, module)  # the next step works
 
 
 def test_links_need_bandwidth() -> None:
     with pytest.raises(ValueError, match="above zero"):
         Link(1.0, 0.0)
+
+
+# -- copies in graphs ------------------------------------------------------------------------------
+
+LATE = Link(2e8, 2e8)
+
+
+def described(graph: Graph) -> list[dict[str, Any]]:
+    """Return the operations of a graph, with values by their names instead of their indices."""
+    fields = ("inputs", "outputs", "overwrites", "renews")
+    return [
+        asdict(o) | {f: sorted(graph.values[v].name for v in getattr(o, f)) for f in fields}
+        for o in graph.operations
+    ]
+
+
+@pytest.mark.parametrize("link", [FAST, Link(5e9, 1e9), LATE], ids=["fast", "slow", "late"])
+def test_the_graph_that_judges_a_step_is_that_of_its_trace(link: Link) -> None:
+    step = TraceStep(measured(net_case()))
+    planned = PlannedStays(tuple(host_stays(step.trace, of_backward=True)), {})
+    judged, expected = step.graph_with_stays(planned, link), step.with_stays(planned, link).graph()
+    assert described(judged) == described(expected)
+    assert judged.unsplit == expected.unsplit
+    runs = range(len(expected))
+    assert copy_times(judged, runs, link) == copy_times(expected, runs, link)
+    arriving = {judged.values[v].name for v in judged.renewal}
+    is_written_over = any(arriving & {*o["overwrites"]} for o in described(judged))
+    assert is_written_over == (link is not LATE), "what has arrived may be written over"
+
+
+def test_sources_name_the_operations_of_the_graph_without_copies() -> None:
+    graph = measured(net_case()).graph()
+    value = max(
+        (v for v in range(len(graph.values)) if not graph.operations[graph.producer[v]].backward),
+        key=lambda v: (graph.values[v].size_bytes, v),
+    )
+    stay = HostStay(graph.values[value].name, needed_by=graph.operations[-1].name)
+    offloaded = offload_values(graph, [value], [stay], FAST)
+    names = [
+        graph.operations[source].name
+        for source in offloaded.sources
+        if not isinstance(source, CopyOperation)
+    ]
+    assert names == [operation.name for operation in graph.operations]
+    (copies,) = offloaded_values(offloaded.graph)
+    kinds = [offloaded.sources[op] for op in copies.operations]
+    assert kinds == [CopyOperation(k, value) for k in ("offload", "release", "reload", "arrive")]
+    assert replace(without_copies(offloaded.graph), unsplit=None) == graph

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
-import torch
-from tests.torch.offload.test_offload_tensors import FAST, SMALL_BYTES, measured, net_case, run
+from tests.helpers.training.offloaded_steps import (
+    FAST,
+    assert_eager_numbers,
+    host_stays,
+    measured,
+    net_case,
+)
 
 import remat
 from remat.allocator.prediction import with_prediction
@@ -14,9 +17,7 @@ from remat.choice.offloadable_step import TraceStep
 from remat.choice.stays import PlannedStays
 from remat.costs.devices import Link
 from remat.documents.trace import Trace
-from remat.passes.offload.candidates import idle_spans
 from remat.passes.offload.copies import copy_times, offloaded_values
-from remat.passes.offload.copies_in_graph import HostStay
 from remat.passes.offload.shorter_waits import with_shorter_waits
 from remat.schedule import Schedule
 from remat.simulate import simulate
@@ -31,11 +32,8 @@ def trace() -> Trace:
 
 def with_late_copies(trace: Trace) -> TraceStep:
     """Return a step in which copies back start as late as for a fast link."""
-    step = TraceStep(trace)
-    names = step.offloadable_values(SMALL_BYTES)
-    spans = idle_spans(step.graph(), names)
-    stays = [HostStay(names[v]) for v, span in spans.items() if span.next_reader is not None]
-    return step.with_stays(PlannedStays(tuple(stays), {}), FAST)
+    stays = host_stays(trace, of_backward=True)
+    return TraceStep(trace).with_stays(PlannedStays(tuple(stays), {}), FAST)
 
 
 def waiting_s(trace: Trace, schedule: Schedule) -> float:
@@ -92,9 +90,7 @@ def test_nothing_moves_where_nothing_waits_or_fits(trace: Trace) -> None:
 
 def test_on_a_gpu_the_allocator_has_to_stay_within_the_budget() -> None:
     """The simulator counts bytes of tensors, the allocator blocks and segments."""
-    case = net_case()
-    traced = remat.trace(case.model, case.args, case.kwargs, device="h100")
-    step = with_late_copies(remat.measure(traced, remat.Roofline("h100")))
+    step = with_late_copies(measured(net_case(), "h100"))
     graph = step.graph()
     late = Schedule.keep_all(graph)
     plan = with_prediction(remat.solve(graph, simulate(graph, late).peak_bytes), step.trace)
@@ -111,8 +107,4 @@ def test_a_moved_copy_changes_no_number(trace: Trace, link: Link) -> None:
     case = net_case()
     earlier = with_shorter_waits(trace.graph(), Schedule.keep_all(trace.graph()), 1 << 40, link)
     assert not earlier.keeps_order()
-    reference = copy.deepcopy(case.model)
-    module = remat.lower(remat.rewrite(trace, earlier), case.model)
-    assert torch.equal(run(reference, case), run(module, case))
-    for p, q in zip(reference.parameters(), case.model.parameters(), strict=True):
-        assert torch.equal(p.grad, q.grad)
+    assert_eager_numbers(trace, case, earlier)

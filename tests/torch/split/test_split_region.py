@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import settings
 from tests.helpers.training.models import WithParts
+from tests.helpers.training.steps import Step, assert_same, step
 from torch import Tensor, nn
 
 import remat
@@ -23,6 +24,7 @@ from remat.passes.split.stages import stages
 from remat.passes.split.states import PartialSum, Rows, candidate_rows
 
 BATCH, TOKENS, WIDTH, CLASSES = 3, 4, 6, 40
+Batch = tuple[Tensor, ...]
 
 
 class Model(nn.Module):
@@ -112,24 +114,22 @@ def built(layers: list[str], loss: str) -> tuple[Model, tuple[Tensor, Tensor]]:
     return model, (torch.randn(BATCH, TOKENS, WIDTH, dtype=torch.float64), labels)
 
 
-def step(run: Any, model: nn.Module, batch: tuple[Tensor, ...]) -> list[Tensor]:
-    model.zero_grad(set_to_none=True)
-    loss = run(*batch)
-    loss.backward()
-    gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    return [loss.detach(), *(gradient.clone() for gradient in gradients)]
-
-
-def split_step(
-    trace: Trace, model: nn.Module, batch: tuple[Tensor, ...], budget: str = ""
-) -> list[Tensor]:
+def split_step(trace: Trace, model: nn.Module, batch: Batch, budget: str = "") -> Step:
     """Run a split trace: everything retained, or within a budget."""
     measured = remat.measure(trace, remat.Roofline("cpu"))
     schedule = remat.Schedule.keep_all(measured.graph())
     if budget:
         schedule = remat.solve(measured, budget, remat.Auto(gap=0.2, time_limit=2)).schedule
-    run = remat.lower(remat.rewrite(measured, schedule), model)
-    return step(run, model, batch)
+    return step(model, *batch, run=remat.lower(remat.rewrite(measured, schedule), model))
+
+
+def assert_same_in_pieces(
+    split: Trace, model: nn.Module, batch: Batch, budgets: Sequence[str] = ("",)
+) -> None:
+    """Check that a split trace computes what the model computes."""
+    expected = step(model, *batch)
+    for budget in budgets:
+        assert_same(split_step(split, model, batch, budget), expected, tolerance=1e-10)
 
 
 def regions(trace: Trace) -> list[Region]:
@@ -160,10 +160,7 @@ def test_pieces_compute_what_the_whole_computed(
     candidates = regions(trace)
     region = data.draw(st.sampled_from(candidates), label="region")
     pieces = data.draw(st.integers(2, region.rows), label="pieces")
-    expected = step(model, model, batch)
-    actual = split_step(split_regions([region], [pieces]), model, batch)
-    for one, other in zip(actual, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+    assert_same_in_pieces(split_regions([region], [pieces]), model, batch)
 
 
 class Called(nn.Module):
@@ -222,16 +219,12 @@ def test_every_region_of_unusual_models_computes_the_same(name: str) -> None:
         torch.randn(BATCH, TOKENS, WIDTH, dtype=torch.float64),
         torch.randint(0, 8, (BATCH, TOKENS)),
     )
-    expected = step(model, model, batch)
     trace = remat.trace(model, batch)
     different = {tuple(region.split_calls): region for region in regions(trace)}
     assert different
     for region in different.values():
         for pieces in {2, region.rows}:
-            split = split_regions([region], [pieces])
-            actual = split_step(split, model, batch)
-            for one, other in zip(actual, expected, strict=True):
-                torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+            assert_same_in_pieces(split_regions([region], [pieces]), model, batch)
 
 
 @pytest.mark.parametrize("loss", ["mean", "squares"])
@@ -308,18 +301,15 @@ def test_a_split_step_runs_where_one_operation_made_the_smallest_peak(pieces: in
         for t in (trace, split)
     )
     assert split_peak < whole_peak - logits_bytes * (1 - 1 / pieces)
-    expected = step(model, model, batch)
-    actual = split_step(split, model, batch, "min")
-    for one, other in zip(actual, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+    assert_same_in_pieces(split, model, batch, ["min"])
 
 
 def test_a_loss_with_all_labels_ignored_is_nan_as_in_eager_mode() -> None:
     model, (x, labels) = built(["norm"], "mean")
     batch = (x, torch.full_like(labels, -100))
     split = split_regions([head_region(remat.trace(model, batch))], [3])
-    assert torch.isnan(step(model, model, batch)[0])
-    assert torch.isnan(split_step(split, model, batch)[0])
+    assert torch.isnan(step(model, *batch).loss)
+    assert torch.isnan(split_step(split, model, batch).loss)
 
 
 def test_random_operations_are_outside() -> None:

@@ -5,8 +5,15 @@ from __future__ import annotations
 from itertools import product
 
 import pytest
-import torch
-from tests.torch.split.test_split_region import WIDTH, Head, Model, built, regions, split_step, step
+from tests.torch.split.test_split_region import (
+    WIDTH,
+    Batch,
+    Head,
+    Model,
+    assert_same_in_pieces,
+    built,
+    regions,
+)
 from torch import nn
 
 import remat
@@ -15,7 +22,6 @@ from remat.passes.split.rewriting import split_regions
 from remat.passes.split.splits import split_largest_operations, with_recorded_splits
 
 LAYERS = 3
-Batch = tuple[torch.Tensor, ...]
 
 
 def wide_layers() -> tuple[Model, Batch]:
@@ -34,10 +40,7 @@ def test_identical_layers_are_split_at_once() -> None:
     trace = remat.trace(model, batch)
     split = split_largest_operations(trace, 3)
     assert [record.with_previous for record in split.splits] == [False] + [True] * (LAYERS - 1)
-    expected = step(model, model, batch)
-    for budget in ("", "75%"):
-        for one, other in zip(split_step(split, model, batch, budget), expected, strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+    assert_same_in_pieces(split, model, batch, ["", "75%"])
 
 
 def test_layers_split_at_once_are_those_split_one_after_the_other() -> None:

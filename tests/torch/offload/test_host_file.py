@@ -1,4 +1,4 @@
-"""Offloaded tensors that bypass the page cache (`REMAT_OFFLOAD_DIRECT=1`)."""
+"""The file of offloaded tensors, also where it bypasses the page cache."""
 
 from __future__ import annotations
 
@@ -19,19 +19,78 @@ from remat.frontend.runtime.host_file import (
     _BUFFER_BYTES,
     BLOCK_BYTES,
     DIRECT_VARIABLE,
+    DIRECTORY_VARIABLE,
     HostFile,
     host_file,
     new_host_file,
 )
 
+pytestmark = pytest.mark.usefixtures("offload_file_in_tmp_path")
 
-@pytest.fixture(autouse=True)
-def _direct(offload_file_in_tmp_path: None, monkeypatch: pytest.MonkeyPatch) -> None:
+
+def test_the_file_has_no_name_while_it_is_open(tmp_path: Path) -> None:
+    file = HostFile(str(tmp_path))
+    tensor = torch.randn(50, 100).t()
+    slot = file.write(tensor)
+    file.wait(slot)
+    assert list(tmp_path.iterdir()) == []
+    result, copied = file.read(slot)
+    copied.wait()
+    assert torch.equal(tensor, result)
+    assert tensor.stride() == result.stride()
+
+
+def test_a_slot_is_not_reused_while_it_is_read(tmp_path: Path) -> None:
+    file = HostFile(str(tmp_path))
+    large, first = torch.randn(20_000_000), torch.full((1000,), 1.0)
+    slots = [file.write(large), file.write(first)]
+    for slot in slots:
+        file.wait(slot)
+    file.read(slots[0])  # the next read waits for this one
+    result, copied = file.read(slots[1])
+    file.drop_reference(slots[1])
+    file.wait(file.write(torch.full((1000,), 2.0)))
+    copied.wait()
+    assert torch.equal(result, first)
+
+
+def test_slots_of_similar_sizes_are_reused(tmp_path: Path) -> None:
+    file = HostFile(str(tmp_path))
+    for pages in range(1, 100):
+        slot = file.write(torch.zeros(1024 * pages))
+        file.wait(slot)
+        file.drop_reference(slot)
+    assert file._end_bytes < 20 * 100 * 4096
+
+
+def test_a_forked_process_has_a_file_of_its_own() -> None:
+    tensor = torch.randn(1000)
+    host_file().wait(host_file().write(tensor))
+    process = os.fork()
+    if not process:
+        number = host_file().write(tensor)
+        host_file().wait(number)
+        result, copied = host_file().read(number)
+        copied.wait()
+        os._exit(0 if torch.equal(result, tensor) else 1)
+    assert os.waitpid(process, 0)[1] == 0
+
+
+def test_a_directory_that_does_not_exist_is_named(tmp_path: Path) -> None:
+    with pytest.raises(RematError, match=rf"nowhere: No such file .*Set {DIRECTORY_VARIABLE}"):
+        HostFile(str(tmp_path / "nowhere"))
+
+
+# -- direct I/O -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def direct_io(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(DIRECT_VARIABLE, "1")
 
 
 @pytest.fixture
-def direct_file(tmp_path: Path) -> Iterator[HostFile]:
+def direct_file(direct_io: None, tmp_path: Path) -> Iterator[HostFile]:
     """A file with direct I/O; the test is skipped if the system refuses that for a plain file."""
     try:
         os.close(os.open(tmp_path / "plain", os.O_CREAT | os.O_RDWR | os.O_DIRECT))
@@ -93,7 +152,9 @@ def test_the_bandwidth_of_direct_io_is_measured_separately(
     assert measured_link(torch.device("cpu"), cache) != direct
 
 
-def test_a_system_without_direct_io_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_system_without_direct_io_is_an_error(
+    direct_io: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delattr(os, "O_DIRECT")  # as on macOS
     with pytest.raises(
         RematError, match=rf"there is no direct I/O here .* Unset {DIRECT_VARIABLE}"
