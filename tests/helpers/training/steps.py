@@ -39,7 +39,7 @@ def step(
         tensor.grad = None
     torch.manual_seed(seed)
     with torch.autocast("cpu", dtype=autocast, enabled=autocast is not None):
-        output = (run or model)(*args, **kwargs)
+        output = (model if run is None else run)(*args, **kwargs)
     value = loss(output)
     value.backward()
     named = {**dict(model.named_parameters()), **{f"in{i}": t for i, t in enumerate(inputs)}}
