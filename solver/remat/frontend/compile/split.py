@@ -14,16 +14,14 @@ from typing import Any
 import torch
 from torch import fx
 from torch._guards import detect_fake_mode
-from torch._ops import OpOverload
 
 from remat.documents.arguments import Argument, Ref, referenced_names
-from remat.documents.records import Environment, Gradient, Node, Output
-from remat.documents.structure import Structure
+from remat.documents.records import Node
 from remat.documents.targets import ADD_PRODUCT_TARGET, ADD_TARGET, WRITE_ROWS_TARGET
 from remat.documents.trace import Trace
 from remat.errors import RematError
 from remat.frontend.capture.reading.trace_builder import TraceBuilder, identifier
-from remat.frontend.common.aliases import is_getitem
+from remat.frontend.common.aliases import is_getitem, mutated_args
 from remat.frontend.common.operators import (
     argument_to_torch,
     resolve,
@@ -51,7 +49,7 @@ def split_joint_graph(
     Raises `CannotSplit` if they have no rule, or the graph has symbolic sizes.
     """
     try:
-        trace = _Reader(module, num_fwd_outputs).trace()
+        trace = _read_joint_graph(module, num_fwd_outputs)
         split = split_largest_operations(trace, pieces)
     except (RematError, ValueError) as error:  # a ValueError: it cannot be described by a trace
         raise CannotSplit(str(error)) from error
@@ -66,61 +64,32 @@ class CannotSplit(RematError):
     """The largest operations of a graph cannot be split."""
 
 
-class _Reader:
-    """Describes a joint graph by a trace: its tensors, storages and operations."""
-
-    def __init__(self, module: fx.GraphModule, num_fwd_outputs: int) -> None:
-        self.module = module
-        self.builder = TraceBuilder()
-        (returned,) = module.graph.output_node().args
-        assert isinstance(returned, (tuple, list))
-        self.forward_outputs = _nodes(returned[:num_fwd_outputs])
-        self.gradients = _nodes(returned[num_fwd_outputs:])
-        self.backward = _depending_on_tangents(module.graph)
-
-    def trace(self) -> Trace:
-        """Return the trace. Raises `RematError` for symbolic sizes."""
-        for node in self.module.graph.nodes:
-            if node.op in ("placeholder", "get_attr"):
-                self._read_input(node)
-            elif node.op == "call_function" and not is_getitem(node):
-                self._read_call(node)
-        builder = self.builder
-        primal = next(p.name for p in builder.placeholders if p.kind == "input")
-        outputs = dict.fromkeys(map(builder.tensor_name, self.forward_outputs))
-        leaves = tuple(Structure(kind="leaf", leaf=n) for n in range(len(outputs)))
-        gradients = dict.fromkeys(map(builder.tensor_name, self.gradients))
-        return Trace(
-            device=builder.main_device(),
-            placeholders=tuple(builder.placeholders),
-            nodes=tuple(builder.nodes),
-            outputs=tuple(Output(name=name, differentiable=False) for name in outputs),
-            gradients=tuple(Gradient(placeholder=primal, name=name) for name in gradients),
-            storage_bytes=tuple(builder.storage_bytes),
-            inputs=Structure(kind="tuple"),
-            result=Structure(kind="tuple", children=leaves),
-            environment=Environment(torch=torch.__version__, training=True),
-        )
-
-    def _read_input(self, node: fx.Node) -> None:
-        value = node.meta.get("val")
-        if node.op == "get_attr" and value is None:
-            value = getattr(self.module, str(node.target))
-        if not isinstance(value, torch.Tensor):
-            raise RematError(f"{node.name} is no tensor: graphs with symbolic sizes are not split")
-        kind = "tangent" if is_tangent(node) else "input"
-        self.builder.read_input(node, value, kind=kind, target=str(len(self.builder.placeholders)))
-
-    def _read_call(self, node: fx.Node) -> None:
-        target = node.target
-        is_mutating = isinstance(target, OpOverload) and target._schema.is_mutable
-        record = self.builder.read_call(
-            node,
-            returns=not is_mutating,
-            backward=node in self.backward,
-            module=module_path(node),
-        )
-        self.builder.nodes.append(record)
+def _read_joint_graph(module: fx.GraphModule, num_fwd_outputs: int) -> Trace:
+    """Return a joint graph as a trace. Raises `RematError` for symbolic sizes."""
+    builder = TraceBuilder(allows_opaque=True)
+    backward = _depending_on_tangents(module.graph)
+    for node in module.graph.nodes:
+        if node.op in ("placeholder", "get_attr"):
+            value = node.meta.get("val")
+            if node.op == "get_attr" and value is None:
+                value = getattr(module, str(node.target))
+            if not isinstance(value, torch.Tensor):
+                raise RematError(
+                    f"{node.name} is no tensor: graphs with symbolic sizes are not split"
+                )
+            kind = "tangent" if is_tangent(node) else "input"
+            builder.read_input(node, value, kind=kind, target=str(len(builder.placeholders)))
+        elif node.op == "call_function" and not is_getitem(node):
+            record = builder.read_call(
+                node,
+                returns=not mutated_args(node),
+                backward=node in backward,
+                module=module_path(node),
+            )
+            builder.nodes.append(record)
+    (returned,) = module.graph.output_node().args
+    assert isinstance(returned, (tuple, list))
+    return builder.step(_tensors(returned[:num_fwd_outputs]), _tensors(returned[num_fwd_outputs:]))
 
 
 class _GraphOfPieces:
@@ -236,7 +205,7 @@ class _GraphOfPieces:
         return item
 
 
-def _nodes(values: Any) -> list[fx.Node]:
+def _tensors(values: Any) -> list[fx.Node]:
     """Return the nodes among values that are tensors."""
     return [
         value

@@ -9,31 +9,33 @@ recomputed.
 from __future__ import annotations
 
 import logging
-from collections import Counter
-from collections.abc import Sequence
-from contextlib import suppress
+from dataclasses import replace
 
 import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from remat.costs.roofline import Roofline, operation_seconds
-from remat.costs.trace_costs import MIN_COST_S
-from remat.documents.records import Node
+from remat.costs.trace_costs import MIN_COST_S, OperationCost, with_costs
+from remat.documents.trace import Trace
 from remat.errors import TraceError
-from remat.frontend.capture.reading.trace_builder import TraceBuilder
-from remat.frontend.common.aliases import is_getitem, mutated_args, producer, storage_base
+from remat.frontend.capture.reading.trace_builder import OPAQUE_TARGET, TraceBuilder, identifier
+from remat.frontend.common.aliases import (
+    is_getitem,
+    is_view,
+    mutated_args,
+    producer,
+    storage_base,
+)
 from remat.frontend.compile.fx_utils import (
     is_operation,
     is_recomputable,
     max_size,
-    output_tensors,
     storage_by_schema,
-    storage_bytes,
 )
 from remat.frontend.costs.cost_cache import CostCache
-from remat.frontend.costs.operation_costs import measure_operations
-from remat.graph import Graph, Operation, Value
+from remat.frontend.costs.operation_costs import measure_operations, progress_reporter
+from remat.graph import Graph
 from remat.limits.infeasible import INFEASIBLE_ERROR, is_smallest_accepted
 from remat.plan import Plan
 from remat.solve import solve
@@ -69,13 +71,18 @@ def tag(
 
     Raises `TraceError` if no node is marked as backward, `InfeasibleBudget` if no tags fit.
     """
-    operations, num_forward = _find_operations(gm)
-    step = _TaggedStep(gm, operations, num_forward)
-    graph = step.solver_graph(_operation_costs_s(operations, num_forward, costs, cache))
+    trace, first_backward = _read_step(gm)
+    graph = _without_boundary(_with_costs(trace, costs, cache).graph())
     plan = solve(graph, budget, strategy or Selective(), infeasible=infeasible)
-    run_counts = Counter(plan.schedule.runs)
-    recomputed = {operations[op] for op, count in run_counts.items() if count > 1}
-    _set_tags(gm, recomputed, operations[num_forward])
+    recomputed = {graph.operations[op].name for op in plan.schedule.recomputed(graph)}
+    for node in gm.graph.nodes:
+        if node is first_backward:
+            break
+        if node.op == "call_function":  # an operation with its views and results
+            is_recomputed = identifier(producer(node).name) in recomputed
+            node.meta[_TAG] = (
+                CheckpointPolicy.MUST_RECOMPUTE if is_recomputed else CheckpointPolicy.MUST_SAVE
+            )
     return plan
 
 
@@ -108,8 +115,9 @@ class MemoryPolicy:
         return gm
 
 
-def _find_operations(gm: fx.GraphModule) -> tuple[list[fx.Node], int]:
-    """Return the operations of the graph in execution order, and how many are of the forward."""
+def _read_step(gm: fx.GraphModule) -> tuple[Trace, fx.Node]:
+    """Return a training step as a trace, and the first operation of its backward. An operation is
+    recomputable if no operation writes to its inputs or results in place."""
     nodes = list(gm.graph.nodes)
     has_phases = any(_is_backward_phase(node) for node in nodes)
     is_backward = [
@@ -120,12 +128,41 @@ def _find_operations(gm: fx.GraphModule) -> tuple[list[fx.Node], int]:
             "no node of this graph is marked as backward, by meta['autograd_backward'] or "
             "meta['custom']['phase']: trace forward, loss and backward into one graph"
         )
-    first_backward = is_backward.index(True)
-    operations = [node for node in nodes if is_operation(node)]
-    num_forward = sum(is_operation(node) for node in nodes[:first_backward])
-    if num_forward == 0 or num_forward == len(operations):
+    start = is_backward.index(True)
+    operations = list(filter(is_operation, nodes))
+    first_backward = next(filter(is_operation, nodes[start:]), None)
+    if first_backward is None or first_backward is operations[0]:
         raise TraceError("this graph has no operation before its backward, or none in it")
-    return operations, num_forward
+    mutated = {storage_base(argument) for node in operations for argument in mutated_args(node)}
+    builder = TraceBuilder(value_of=max_size, storage_of=storage_by_schema, allows_opaque=True)
+    for index, node in enumerate(nodes):
+        value = node.meta.get("val")
+        if node.op in ("placeholder", "get_attr") and isinstance(value, torch.Tensor):
+            builder.read_input(node, value, kind="input", target=str(len(builder.placeholders)))
+        elif is_operation(node) or (is_view(node) and not is_getitem(node)):
+            results = (node, *filter(is_getitem, node.users))
+            touched = {storage_base(n) for n in (*results, *node.all_input_nodes)}
+            record = builder.read_call(
+                node,
+                returns=not mutated_args(node),
+                backward=index >= start,
+                recomputable=is_recomputable(node) and mutated.isdisjoint(touched),
+            )
+            builder.nodes.append(record)
+    returned = [
+        n
+        for n in gm.graph.output_node().all_input_nodes
+        if isinstance(n.meta.get("val"), torch.Tensor)
+    ]
+    forward = set(nodes[:start])
+    outputs = [node for node in returned if node in forward]
+    return builder.step(outputs, [n for n in returned if n not in forward]), first_backward
+
+
+def _without_boundary(graph: Graph) -> Graph:
+    """Return the graph without its boundary: the forward and the backward are one fx graph."""
+    runs = (op for index, op in enumerate(graph.operations) if index != graph.boundary)
+    return replace(graph, operations=tuple(runs), boundary=None)
 
 
 def _is_backward_phase(node: fx.Node) -> bool:
@@ -133,112 +170,29 @@ def _is_backward_phase(node: fx.Node) -> bool:
     return node.meta.get("custom", {}).get(_PHASE) == "backward"
 
 
-class _TaggedStep:
-    """A training step as storages and the operations on them. Each tensor that an operation outputs
-    has a storage; storages are numbered in this order, as the solver's values."""
-
-    def __init__(self, gm: fx.GraphModule, operations: Sequence[fx.Node], num_forward: int) -> None:
-        self._operations, self._num_forward = operations, num_forward
-        self._output = next(node for node in gm.graph.nodes if node.op == "output")
-        self._sizes_bytes: list[int] = []
-        self._output_storages: dict[fx.Node, tuple[int, ...]] = {}
-        inputs = [n for n in gm.graph.nodes if n.op in ("placeholder", "get_attr")]
-        self._constant_bytes = sum(storage_bytes(t) for n in inputs for t in output_tensors(n))
-        for node in operations:
-            sizes_bytes = [storage_bytes(tensor) for tensor in output_tensors(node)]
-            start = len(self._sizes_bytes)
-            self._output_storages[node] = tuple(range(start, start + len(sizes_bytes)))
-            self._sizes_bytes += sizes_bytes
-        mutated = [argument for node in operations for argument in mutated_args(node)]
-        self._mutated_storages = {v for n in mutated for v in self._storages_of(n)}
-        self._mutated_bases = {storage_base(n) for n in mutated}
-
-    def _storages_of(self, node: fx.Node) -> tuple[int, ...]:
-        """Return the storages of a node, which may be a view; none for inputs of the graph."""
-        node = storage_base(node)
-        storages = self._output_storages.get(producer(node), ())
-        if is_getitem(node):
-            position = node.args[1]
-            return storages[position : position + 1] if isinstance(position, int) else storages
-        return storages
-
-    def solver_graph(self, costs_s: Sequence[float]) -> Graph:
-        """Return the step as a graph for the solver, with the cost of each operation."""
-        operations = [
-            Operation(
-                name=node.name,
-                inputs=tuple(
-                    sorted({v for n in node.all_input_nodes for v in self._storages_of(n)})
-                ),
-                outputs=self._output_storages[node],
-                cost_s=cost_s,
-                backward=index >= self._num_forward,
-                recomputable=index < self._num_forward and self._may_be_recomputed(node),
-            )
-            for index, (node, cost_s) in enumerate(zip(self._operations, costs_s, strict=True))
-        ]
-        names = [
-            f"{node.name}.{position}"
-            for node in self._operations
-            for position in range(len(self._output_storages[node]))
-        ]
-        values = tuple(map(Value, names, self._sizes_bytes))
-        results = {v for node in self._output.all_input_nodes for v in self._storages_of(node)}
-        return Graph(tuple(operations), values, frozenset(results), self._constant_bytes)
-
-    def _may_be_recomputed(self, node: fx.Node) -> bool:
-        """True if a recomputation gives the same result: no operation writes to the inputs or
-        outputs in place."""
-        storages = self._output_storages[node]
-        if not is_recomputable(node) or not self._mutated_storages.isdisjoint(storages):
-            return False
-        return self._mutated_bases.isdisjoint(map(storage_base, node.all_input_nodes))
-
-
-def _operation_costs_s(
-    operations: Sequence[fx.Node],
-    num_forward: int,
-    costs: Roofline | None,
-    cache: CostCache | None,
-) -> list[float]:
-    """Return the seconds of each operation, measured or estimated by a roofline. An operation that
-    cannot be written as data costs nothing."""
-    reader = TraceBuilder(value_of=max_size, storage_of=storage_by_schema)
-    records: dict[fx.Node, Node] = {}
-    for index, node in enumerate(operations):
-        with suppress(TraceError, ValueError):
-            records[node] = reader.read_call(node, backward=index >= num_forward)
-    metas = reader.meta_by_name
+def _with_costs(trace: Trace, costs: Roofline | None, cache: CostCache | None) -> Trace:
+    """Return the trace with the seconds of each operation, measured or estimated by a roofline. An
+    operation that cannot be written as data costs nothing."""
+    operations = [node for node in trace.operations if node is not None]
+    described = [node for node in operations if node.target != OPAQUE_TARGET]
     if costs is not None:
-        seconds = {n: operation_seconds(record, metas, costs) for n, record in records.items()}
+        seconds = {n.name: operation_seconds(n, trace.tensors, costs) for n in described}
     else:
-        device = max(
-            (torch.device(m.device) for m in metas.values()), key=lambda d: d.type != "cpu"
-        )
-        measured = measure_operations(
-            list(records.values()),
-            metas,
-            device,
-            cache or CostCache(),
-            _no_progress,
-            trace_device_type=device.type,
-        )
-        seconds = {n: measured[record.name].cost_s for n, record in records.items()}
-    return [max(MIN_COST_S, seconds.get(node, 0.0)) for node in operations]
-
-
-def _no_progress(measured: int, total: int, name: str) -> None:
-    """Report no progress: the compiler that calls the pass reports its own."""
-
-
-def _set_tags(gm: fx.GraphModule, recomputed: set[fx.Node], first_backward: fx.Node) -> None:
-    """Tag the forward nodes: recomputed operations with their views and results, and saved ones."""
-    for node in gm.graph.nodes:
-        if node is first_backward:
-            return
-        if node.op != "call_function":
-            continue
-        is_recomputed = producer(node) in recomputed
-        node.meta[_TAG] = (
-            CheckpointPolicy.MUST_RECOMPUTE if is_recomputed else CheckpointPolicy.MUST_SAVE
-        )
+        device = torch.device(trace.device)
+        with progress_reporter(None) as report:  # the compiler reports its own progress
+            measured = measure_operations(
+                described,
+                trace.tensors,
+                device,
+                cache or CostCache(),
+                report,
+                trace_device_type=device.type,
+            )
+        seconds = {name: cost.cost_s for name, cost in measured.items()}
+    return with_costs(
+        trace,
+        {
+            node.name: OperationCost(max(MIN_COST_S, seconds.get(node.name, 0.0)), 0, "")
+            for node in operations
+        },
+    )

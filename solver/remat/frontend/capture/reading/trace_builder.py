@@ -7,23 +7,32 @@ call, or the upper bound), and the storage of a tensor (of its fake tensor, or b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
 from torch import fx
-from torch._ops import OpOverload
 
 from remat.documents.arguments import Argument, Ref
-from remat.documents.records import Gradient, Node, Output, Placeholder, Result, TensorMeta
+from remat.documents.records import (
+    Environment,
+    Gradient,
+    Node,
+    Output,
+    Placeholder,
+    Result,
+    TensorMeta,
+)
+from remat.documents.structure import Structure
+from remat.documents.trace import Trace
 from remat.errors import TraceError
 from remat.frontend.capture.symbol_values import SYMBOLIC_TYPES, SymbolicNumber, SymbolValues
-from remat.frontend.common.aliases import is_getitem
+from remat.frontend.common.aliases import is_getitem, mutated_args
 from remat.frontend.common.operators import argument_from_torch, is_random
 
 OPAQUE_TARGET = "remat.opaque.default"
-"""The target of calls without a schema. There is no rule for it."""
+"""The target of calls that cannot be described. There is no rule for it."""
 
 StorageOf: TypeAlias = Callable[[fx.Node, int, torch.Tensor], tuple[Hashable, Any]]
 """A function that returns the key of the storage of a tensor, and the storage's bytes. It is called
@@ -74,6 +83,10 @@ class TraceBuilder:
     value_of: Callable[[Any], Any] = SymbolValues().concrete
     """Returns the value of a symbolic number."""
     storage_of: StorageOf = fake_storage
+    allows_opaque: bool = False
+    """True if a call without a schema (a higher-order operator, a Triton kernel), or with arguments
+    that are no data, becomes an operation with the target `OPAQUE_TARGET`, whose arguments are the
+    tensors that it reads."""
     arguments: dict[fx.Node, Argument] = field(default_factory=dict)
     """The nodes that were read, as arguments of the nodes that follow."""
     _index_by_storage: dict[Hashable, int] = field(default_factory=dict)
@@ -100,29 +113,38 @@ class TraceBuilder:
     def read_call(
         self, node: fx.Node, target: str = "", *, returns: bool = True, **fields: Any
     ) -> Node:
-        """Return the record of a call, and register its results unless it `returns` nothing new.
+        """Return the record of a call, and register its results unless it `returns` nothing new:
+        an operator that writes into an argument returns this argument.
 
-        A call without a schema, such as a higher-order operator or a Triton kernel, is opaque: its
-        arguments are the tensors that it reads. Raises `TraceError` for an argument or a result
-        that cannot be written as data.
+        Raises `TraceError` for an argument or a result that cannot be written as data. Where
+        `allows_opaque`, the call is opaque instead.
         """
         results = self.read_results(node) if returns else ()
-        if target or isinstance(node.target, OpOverload):
-            args = tuple(argument_from_torch(item, self._encode) for item in node.args)
+        if not returns:
+            self.arguments.update((node, self._encode(n)) for n in mutated_args(node)[:1])
+        is_view = self.add_storages(str(node.target), results)
+
+        def record(name: str, args: Iterable[Argument], kwargs: dict[str, Argument]) -> Node:
+            return Node(
+                name=identifier(node.name),
+                target=name,
+                args=tuple(args),
+                kwargs=kwargs,
+                results=results,
+                view=is_view,
+                random=is_random(node),
+                **fields,
+            )
+
+        try:
+            args = [argument_from_torch(item, self._encode) for item in node.args]
             kwargs = {k: argument_from_torch(v, self._encode) for k, v in node.kwargs.items()}
-        else:
-            target, kwargs = OPAQUE_TARGET, {}
-            args = tuple(self.arguments[n] for n in node.all_input_nodes if n in self.arguments)
-        return Node(
-            name=identifier(node.name),
-            target=target or str(node.target),
-            args=args,
-            kwargs=kwargs,
-            results=results,
-            view=self.add_storages(str(node.target), results),
-            random=is_random(node),
-            **fields,
-        )
+            return record(target or str(node.target), args, kwargs)
+        except (TraceError, ValueError):
+            if not self.allows_opaque:
+                raise
+        read = (self.arguments[n] for n in node.all_input_nodes if n in self.arguments)
+        return record(OPAQUE_TARGET, read, {})
 
     def read_results(self, node: fx.Node) -> tuple[Result, ...]:
         """Register the tensors that a node returns. The items of a tuple have the names of the
@@ -254,3 +276,24 @@ class TraceBuilder:
         for meta in self.meta_by_name.values():
             counts[meta.device] = counts.get(meta.device, 0) + 1
         return max(counts, key=lambda name: (name != "cpu", counts[name]))
+
+    def step(self, outputs: Sequence[fx.Node], gradients: Sequence[fx.Node]) -> Trace:
+        """Return the trace of a step without a model, which returns these outputs of its forward
+        and these tensors of its backward."""
+        primal = next(p.name for p in self.placeholders if p.kind == "input")
+        names = dict.fromkeys(map(self.tensor_name, outputs))
+        leaves = tuple(Structure(kind="leaf", leaf=n) for n in range(len(names)))
+        return Trace(
+            device=self.main_device(),
+            placeholders=tuple(self.placeholders),
+            nodes=tuple(self.nodes),
+            outputs=tuple(Output(name=name, differentiable=False) for name in names),
+            gradients=tuple(
+                Gradient(placeholder=primal, name=name)
+                for name in dict.fromkeys(map(self.tensor_name, gradients))
+            ),
+            storage_bytes=tuple(self.storage_bytes),
+            inputs=Structure(kind="tuple"),
+            result=Structure(kind="tuple", children=leaves),
+            environment=Environment(torch=torch.__version__, training=True),
+        )
