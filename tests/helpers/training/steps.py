@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -42,10 +42,15 @@ def step(
         output = (model if run is None else run)(*args, **kwargs)
     value = loss(output)
     value.backward()
+    return results(model, value, inputs)
+
+
+def results(model: nn.Module, loss: torch.Tensor, inputs: Sequence[torch.Tensor] = ()) -> Step:
+    """Return the results of a step after its backward."""
     named = {**dict(model.named_parameters()), **{f"in{i}": t for i, t in enumerate(inputs)}}
     gradients = {name: t.grad.clone() for name, t in named.items() if t.grad is not None}
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    return Step(value.detach(), gradients, buffers)
+    return Step(loss.detach(), gradients, buffers)
 
 
 def step_of(case: Case, run: Callable[..., Any] | None = None, seed: int = 1) -> Step:
