@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import os
 import stat
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import pulp
 import pytest
 
 from remat.errors import SolverError
-from remat.milp.solvers import pulp_solvers
+from remat.milp.solvers.program import AT_LEAST, AT_MOST, EQUAL, Program
 from remat.milp.solvers.pulp_solvers import require_solver
 
 
@@ -48,20 +48,15 @@ def solver_scripts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[s
     return install
 
 
-def small() -> pulp.LpProblem:
+def small() -> Program:
     """Return the program: minimise 3 a + 2 b + 5 subject to a + b >= 2.5, b <= 2, a - c = 0, c
     at most 4."""
-    problem = pulp.LpProblem("small", pulp.LpMinimize)
-    c = problem.add_variable("c", None, 4)
-    b = problem.add_variable("b", 0)
-    a = problem.add_variable("a", 0, 9, pulp.LpInteger)
-    problem.setObjective(pulp_solvers.expression({b: 2.0, a: 3.0}, 5.0))
-    pulp_solvers.add_rows(
-        problem,
-        [
-            ("sum", {b: 1.0, a: 1.0}, pulp.LpConstraintGE, 2.5),
-            ("most", {b: 1.0}, pulp.LpConstraintLE, 2),
-            ("same", {a: 1.0, c: -1.0}, pulp.LpConstraintEQ, 0),
-        ],
-    )
-    return problem
+    program = Program()
+    c = program.add_column("c", -math.inf, 4)
+    b = program.add_column("b")
+    a = program.add_column("a", 0, 9, is_integer=True)
+    program.costs, program.offset = {b: 2.0, a: 3.0}, 5.0
+    program.add_row({b: 1.0, a: 1.0}, AT_LEAST, 2.5)
+    program.add_row({b: 1.0}, AT_MOST, 2)
+    program.add_row({a: 1.0, c: -1.0}, EQUAL, 0)
+    return program

@@ -22,15 +22,12 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-import pulp
-
 from remat.blockwise.block_step import BlockStep, CallVariant, StepOutcome, host_stays
 from remat.errors import InfeasibleBudget
 from remat.limits.budget import missing_percent_sign_hint
 from remat.limits.units import format_bytes
-from remat.milp.solvers import pulp_solvers
 from remat.milp.solvers.highs import HighsSolver
-from remat.milp.solvers.pulp_solvers import expression
+from remat.milp.solvers.program import AT_MOST, EQUAL, Column, Program
 
 _GAP = 1e-3
 _TIME_LIMIT_S = 10.0
@@ -159,7 +156,7 @@ def _smallest(step: BlockStep, threads: int, tied: Sequence[int]) -> OptionChoic
     if step.host is not None:
         candidates.append(_smallest(replace(step, host=None), threads, tied).variants)
     for tolerance in _TOLERANCES:
-        variants = _ChoiceProgram(step, None, tolerance, tied).solve(threads)
+        variants = _ChoiceProgram(step, None, tolerance, tied).select(threads)
         if variants is None:
             break
         if _fits_host(step, step.outcome(variants)):
@@ -183,16 +180,16 @@ def _fastest(
     bound_s = 0.0
     for tolerance in _TOLERANCES:
         program = _ChoiceProgram(step, budget_bytes, tolerance, tied)
-        solved = program.solve(threads)
+        selected = program.select(threads)
         if not tolerance:
             bound_s = program.bound_s
-        variants = _least_saved(step, tied) if solved is None else solved
+        variants = _least_saved(step, tied) if selected is None else selected
         outcome = step.outcome(variants)
         if outcome.peak_bytes <= budget_bytes and _fits_host(step, outcome):
             variants = _without_needless_copies(step, variants, budget_bytes)
             outcome = step.outcome(variants)
             return OptionChoice(variants, outcome, min(bound_s, outcome.time_s))
-        if solved is None:
+        if selected is None:
             break
     return None
 
@@ -237,44 +234,37 @@ class _ChoiceProgram:
         block_bytes = max((option.backward_bytes for option in options), default=0)
         self._unit_bytes = (non_block_bytes + block_bytes) or 1
         self.bound_s = 0.0
-        self._problem = pulp.LpProblem("blocks", pulp.LpMinimize)
+        self._program = Program()
         self._variants = [step.variants(call) for call in range(len(step.options_per_call))]
         self._selects = [
-            [self._problem.add_variable(f"x{c}_{n}", 0, 1, pulp.LpInteger) for n in range(len(v))]
+            [self._program.add_binary(f"x{c}_{n}") for n in range(len(v))]
             for c, v in enumerate(self._variants)
         ]
-        self._peak = self._problem.add_variable("peak", 0)
-        self._rows = [
-            (f"one{call}", dict.fromkeys(selects, 1.0), pulp.LpConstraintEQ, 1.0)
-            for call, selects in enumerate(self._selects)
-        ]
+        self._peak = self._program.add_column("peak")
+        for selects in self._selects:
+            self._program.add_row(dict.fromkeys(selects, 1.0), EQUAL, 1.0)
         self._add_ties(tied)
-        costs: dict[pulp.LpVariable, float] = {}
+        costs: dict[Column, float] = {}
         for call in range(len(self._selects)):
             times = self._terms(call, lambda c, v: step.option(c, v).time_s / self._unit_s)
             costs |= times
         self._add_memory_rows(budget_bytes)
         self._add_host_row()
         costs |= dict.fromkeys(self._waiting_variables(), 1.0)
-        pulp_solvers.add_rows(self._problem, self._rows)
-        objective = {self._peak: 1.0} if budget_bytes is None else costs
-        self._problem.setObjective(expression(objective))
+        self._program.costs = {self._peak: 1.0} if budget_bytes is None else costs
 
     def _add_ties(self, tied: Sequence[int]) -> None:
         for call, other in enumerate(tied):
             pairs = zip(self._selects[call], self._selects[other], strict=True)
-            for index, (x, y) in enumerate(pairs if call != other else ()):
-                row = (f"tied{call}_{index}", {x: 1.0, y: -1.0}, pulp.LpConstraintEQ, 0.0)
-                self._rows.append(row)
+            for x, y in pairs if call != other else ():
+                self._program.add_row({x: 1.0, y: -1.0}, EQUAL, 0.0)
 
-    def _terms(
-        self, call: int, size: Callable[[int, CallVariant], float]
-    ) -> dict[pulp.LpVariable, float]:
+    def _terms(self, call: int, size: Callable[[int, CallVariant], float]) -> dict[Column, float]:
         """Return each variant's variable with its value of `size`."""
         pairs = zip(self._selects[call], self._variants[call], strict=True)
         return {x: size(call, variant) for x, variant in pairs}
 
-    def _bytes(self, call: int, batches: int, *, is_on_host: bool) -> dict[pulp.LpVariable, float]:
+    def _bytes(self, call: int, batches: int, *, is_on_host: bool) -> dict[Column, float]:
         """Return the terms of the bytes that a call retains between forward and backward. While its
         tensors are on the host, and in the other `batches`, offloaded bytes do not count."""
 
@@ -292,11 +282,11 @@ class _ChoiceProgram:
         limit = (budget_bytes or 0) / self._unit_bytes - self._margin
         pending: set[int] = set()  # calls between their forward and their backward
         on_host: set[int] = set()
-        for number, event in enumerate(step.events):
+        for event in step.events:
             if event.kind == "backward":
                 pending.discard(event.call)
                 on_host -= {c for c, stay in stays.items() if stay.reloaded_before == event.call}
-            terms: dict[pulp.LpVariable, float] = {}
+            terms: dict[Column, float] = {}
             for call in range(len(step.options_per_call)):
                 if call in pending:
                     terms |= self._bytes(call, batches, is_on_host=call in on_host)
@@ -317,7 +307,7 @@ class _ChoiceProgram:
                 terms[self._peak] = -1.0
             else:
                 capacity += limit
-            self._rows.append((f"at{number}", terms, pulp.LpConstraintLE, capacity))
+            self._program.add_row(terms, AT_MOST, capacity)
             if event.kind == "forward":
                 pending.add(event.call)
                 on_host |= {c for c, stay in stays.items() if stay.released_after == event.call}
@@ -328,19 +318,19 @@ class _ChoiceProgram:
             return
         unit_bytes = host_bytes or 1
         batches = self._step.in_flight
-        terms: dict[pulp.LpVariable, float] = {}
+        terms: dict[Column, float] = {}
         for call in range(len(self._selects)):
             terms |= self._terms(call, lambda _, v: batches * v.size_bytes / unit_bytes)
         limit = host_bytes / unit_bytes - (self._margin if host_bytes else 0.0)
-        self._rows.append(("host", terms, pulp.LpConstraintLE, limit))
+        self._program.add_row(terms, AT_MOST, limit)
 
-    def _waiting_variables(self) -> list[pulp.LpVariable]:
+    def _waiting_variables(self) -> list[Column]:
         """Return a variable for each call and direction: at least the seconds by which its copy
         takes longer than the call that runs meanwhile."""
         if self._step.host is None:
             return []
         link = self._step.host.link
-        waits: list[pulp.LpVariable] = []
+        waits: list[Column] = []
 
         def backward_s(call: int, variant: CallVariant) -> float:
             option = self._step.option(call, variant)
@@ -356,26 +346,25 @@ class _ChoiceProgram:
                 ("leave", link.to_host_bytes_per_s, stay.released_after, forward_s),
                 ("return", link.to_device_bytes_per_s, stay.reloaded_before, backward_s),
             ):
-                wait = self._problem.add_variable(f"{name}{call}", 0)
+                wait = self._program.add_column(f"{name}{call}")
                 copies = self._terms(
                     call, lambda _, v, rate=rate: v.size_bytes / rate / self._unit_s
                 )
                 hides = self._terms(
                     hiding, lambda c, v, hidden_s=hidden_s: -hidden_s(c, v) / self._unit_s
                 )
-                terms = {**copies, **hides, wait: -1.0}
-                self._rows.append((f"{name}{call}", terms, pulp.LpConstraintLE, 0.0))
+                self._program.add_row({**copies, **hides, wait: -1.0}, AT_MOST, 0.0)
                 waits.append(wait)
         return waits
 
-    def solve(self, threads: int) -> tuple[CallVariant, ...] | None:
+    def select(self, threads: int) -> tuple[CallVariant, ...] | None:
         """Return the variants that the solver selects; None if it finds none in time."""
         solver = HighsSolver(gap=_GAP, time_limit=_TIME_LIMIT_S, threads=threads)
-        result = solver.solve(pulp_solvers.read_arrays(self._problem))
+        result = solver.run(self._program.arrays())
         self.bound_s = (result.bound or 0.0) * self._unit_s
         if result.objective is None:
             return None
-        values = [[x.varValue or 0.0 for x in selects] for selects in self._selects]
+        values = [[x.value or 0.0 for x in selects] for selects in self._selects]
         indices = [max(range(len(v)), key=v.__getitem__) for v in values]
         return tuple(v[index] for v, index in zip(self._variants, indices, strict=True))
 
@@ -413,23 +402,16 @@ def save_selections(candidates: Sequence[SaveCandidate]) -> list[frozenset[int]]
 
 def _best_selection(candidates: Sequence[SaveCandidate], limit_bytes: float) -> frozenset[int]:
     """Return the candidates to save within `limit_bytes`, by index: the optimum of the knapsack."""
-    problem = pulp.LpProblem("saving", pulp.LpMinimize)
-    is_saved = [
-        problem.add_variable(f"x{index}", 0, 1, pulp.LpInteger) for index in range(len(candidates))
-    ]
+    program = Program()
+    is_saved = [program.add_binary(f"x{index}") for index in range(len(candidates))]
     unit_bytes, unit_s = max(limit_bytes, 1.0), math.fsum(c.time_s for c in candidates) or 1.0
     sizes = {x: c.size_bytes / unit_bytes for x, c in zip(is_saved, candidates, strict=True)}
-    rows = [("room", sizes, pulp.LpConstraintLE, limit_bytes / unit_bytes)]
-    for index, candidate in enumerate(candidates):
+    program.add_row(sizes, AT_MOST, limit_bytes / unit_bytes)
+    for x, candidate in zip(is_saved, candidates, strict=True):
         for other in candidate.needs:
-            terms = {is_saved[index]: 1.0, is_saved[other]: -1.0}
-            rows.append((f"needs{index}_{other}", terms, pulp.LpConstraintLE, 0.0))
+            program.add_row({x: 1.0, is_saved[other]: -1.0}, AT_MOST, 0.0)
         for other in candidate.excludes:
-            terms = {is_saved[index]: 1.0, is_saved[other]: 1.0}
-            rows.append((f"without{index}_{other}", terms, pulp.LpConstraintLE, 1.0))
-    pulp_solvers.add_rows(problem, rows)
-    pairs = zip(is_saved, candidates, strict=True)
-    problem.setObjective(expression({x: -c.time_s / unit_s for x, c in pairs}))
-    solver = HighsSolver(gap=_GAP, time_limit=_SELECTION_TIME_LIMIT_S, threads=2)
-    solver.solve(pulp_solvers.read_arrays(problem))
-    return frozenset(index for index, x in enumerate(is_saved) if (x.varValue or 0.0) > 0.5)
+            program.add_row({x: 1.0, is_saved[other]: 1.0}, AT_MOST, 1.0)
+        program.costs[x] = -candidate.time_s / unit_s
+    HighsSolver(gap=_GAP, time_limit=_SELECTION_TIME_LIMIT_S, threads=2).run(program.arrays())
+    return frozenset(index for index, x in enumerate(is_saved) if x.is_one)

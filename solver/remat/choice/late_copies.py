@@ -39,8 +39,7 @@ from remat.choice.offloaded_forms import (
 from remat.choice.offloaded_plans import best_plan
 from remat.choice.stays import PlannedStays, stays_of_cut
 from remat.limits.budget import Budget
-from remat.milp.checkpoint_cuts import candidate_operations
-from remat.milp.offload_relaxation import OffloadCut, solve_offload_cut
+from remat.milp.checkpoint_cuts import OffloadCut, candidate_operations, relax_offload_cut
 from remat.passes.offload.copies_in_graph import HostStay
 from remat.plan import Plan
 from remat.progress import Cancel, is_cancelled
@@ -192,7 +191,7 @@ class _Forms(Generic[S]):
     def bound_s(self) -> float:
         """The time that every plan takes, whatever it offloads."""
         host = limits_at_cut(self.graph, self.cuts[0], self.names, self.limits)
-        cut = solve_offload_cut(
+        cut = relax_offload_cut(
             self.graph, self.budget_bytes, self.cuts[0], host, is_cancelled=self._is_cancelled
         )
         return self.graph.total_cost_s if cut is None else cut.bound_s
@@ -203,7 +202,7 @@ class _Forms(Generic[S]):
         host = limits_at_cut(self.graph, self.cuts[0], self.forward, limits)
         for free_share in _FREE_SHARES:
             free_bytes = int(free_share * (self.budget_bytes - self.graph.constant_bytes))
-            cut = solve_offload_cut(
+            cut = relax_offload_cut(
                 self.graph,
                 self.budget_bytes - free_bytes,
                 self.cuts[0],

@@ -1,6 +1,6 @@
 """Search for forms of a step with offloaded tensors, each with a guess of its plan's time.
 
-The relaxation (`remat.milp.offload_relaxation`) is solved at the checkpoint cuts that need the most
+The relaxation (`remat.milp.checkpoint_cuts`) is solved at the checkpoint cuts that need the most
 memory. Its linear program is solved for the whole budget and bandwidth, which gives a bound; the
 integer programs, for tensors of the forward, have a budget that is lower by 3%, 8% and 15% of the
 memory that is not constant (not lower where that has no solution), and 95% of the bandwidth. Each
@@ -33,8 +33,12 @@ from remat.choice.offloaded_forms import (
 )
 from remat.choice.stays import stays_of_cut
 from remat.graph import Graph
-from remat.milp.checkpoint_cuts import candidate_operations
-from remat.milp.offload_relaxation import HostLimits, OffloadCut, solve_offload_cut
+from remat.milp.checkpoint_cuts import (
+    HostLimits,
+    OffloadCut,
+    candidate_operations,
+    relax_offload_cut,
+)
 from remat.passes.offload.candidates import idle_spans
 from remat.passes.offload.copies import copy_times
 from remat.progress import Cancel, is_cancelled
@@ -235,7 +239,7 @@ class _Search(Generic[S]):
         key = operation, recomputes
         if key not in self._bounds_s:
             limits = self.host_limits[operation]
-            cut = solve_offload_cut(
+            cut = relax_offload_cut(
                 self.graph, self.budget_bytes, operation, limits, recomputes=recomputes
             )
             nothing_s = 0.0 if recomputes else math.inf
@@ -246,7 +250,7 @@ class _Search(Generic[S]):
         self, program: _CutAndSlack, *, recomputes: bool, gap: float | None = None
     ) -> OffloadCut | None:
         """Return the solution of an integer program."""
-        return solve_offload_cut(
+        return relax_offload_cut(
             self.graph,
             self.budget_bytes - int(program.slack * self.range_bytes),
             program.cut,

@@ -7,7 +7,7 @@ from collections import deque
 from typing import NamedTuple
 
 from remat.graph import Graph
-from remat.milp.offload_relaxation import OffloadCut
+from remat.milp.checkpoint_cuts import OffloadCut
 from remat.passes.offload.copies_in_graph import HostStay
 
 

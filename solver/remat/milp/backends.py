@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from tempfile import TemporaryDirectory
@@ -25,7 +25,7 @@ from remat.errors import SolverError
 from remat.milp.model import MilpModel
 from remat.milp.solvers import pulp_solvers
 from remat.milp.solvers.highs import TIGHT_TOLERANCES, BoundsCallback, HighsSolver
-from remat.milp.solvers.program_arrays import SolverOutcome, SolverRun
+from remat.milp.solvers.program import EQUAL, Column, SolverOutcome, SolverRun, value_of
 from remat.milp.solvers.solver_processes import interrupt_commands_when
 from remat.schedule import Schedule
 
@@ -35,6 +35,13 @@ _TIMEOUT_SHARE = 0.98
 _ROW_TOLERANCE = 1e-4
 """Relative error of a right-hand side that is accepted from a solver: schedules are simulated
 anyway."""
+
+_TOLERANCE = 1e-6
+_INTEGER_TOLERANCE = 1e-4
+"""Distance from an integer at which a solver may leave an integer variable; solvers' defaults are
+up to 1e-5."""
+
+Values = dict[Column, float]
 
 
 def run(
@@ -72,7 +79,7 @@ def run(
         is_cancelled=is_cancelled,
         options=TIGHT_TOLERANCES if exact else None,
     )
-    answer = highs.solve(model.arrays)
+    answer = highs.run(model.arrays)
     return answer if answer.objective is None else replace(answer, schedule=_schedule(model))
 
 
@@ -89,9 +96,6 @@ def _run_pulp(
     backend = pulp_solvers.open_solver(
         name, gap=gap, time_limit=time_limit, threads=threads, warm_start=start is not None
     )
-    for variable, value in (start or {}).items():
-        variable.varValue = value
-    pulp_solvers.shorten_objective(model.problem)
     try:
         with (
             _temporary_folder(backend),
@@ -100,8 +104,7 @@ def _run_pulp(
         ):
             # PuLP's own deprecations, and its warnings about options that a solver does not have.
             warnings.simplefilter("ignore")
-            result = pulp_solvers.solve(model.problem, backend)
-        bound = pulp_solvers.dual_bound(backend, model.problem)
+            result = pulp_solvers.run_pulp(model.arrays, backend, start)
     except Exception as error:
         # Each package has its own errors, and a command that dies may leave half an answer.
         if is_cancelled is not None and is_cancelled():
@@ -110,13 +113,14 @@ def _run_pulp(
         raise SolverError(
             f"{name} ({backend.name}) stopped without an answer: "
             f"{_describe_error(error, backend)}. Check its installation, and that its licence "
-            f"allows {model.columns:,} variables and {model.rows:,} rows; or {pulp_solvers.DEFAULT}"
+            f"allows {len(model.program.columns):,} variables and {len(model.program.rows):,} "
+            f"rows; or {pulp_solvers.DEFAULT}"
         ) from error
     finally:
         with suppress(Exception):  # for example if the licence that it returns is lost
             getattr(backend, "close", lambda: None)()
     seconds = time.monotonic() - started_at
-    outcome = result.outcome
+    outcome, bound = result.outcome, result.bound
     was_cancelled = is_cancelled is not None and is_cancelled()
     if was_cancelled and outcome is not SolverOutcome.FEASIBLE:
         outcome = SolverOutcome.UNKNOWN
@@ -167,40 +171,27 @@ def _describe_error(error: Exception, backend: pulp.LpSolver) -> str:
 
 
 def _has_solution(model: MilpModel) -> bool:
-    """True if the variables have values that are a solution."""
-    program = model.arrays
-    raw_values = [v.varValue for v in program.variables]
-    if any(raw_values[column] is None for column in set(program.indices.tolist())):
+    """True if the columns have values that are a solution."""
+    columns = model.arrays.columns
+    if any(columns[i].value is None for i in set(model.arrays.indices.tolist())):
         return False
-    pairs = zip(program.variables, raw_values, strict=True)
-    values = {v: float(value) for v, value in pairs if value is not None}
+    values = {column: column.value for column in columns if column.value is not None}
     return is_solution(model, values, _ROW_TOLERANCE)
 
 
 def _objective_value(model: MilpModel) -> float:
-    value = pulp.value(model.problem.objective)
-    if not isinstance(value, float | int):
+    program = model.program
+    if any(column.value is None for column in program.costs):
         raise SolverError("the solver claims a solution but returned no values")
-    return float(value)
+    return program.offset + sum(cost * value_of(x) for x, cost in program.costs.items())
 
 
 def _schedule(model: MilpModel) -> Schedule:
-    return model.slots.schedule(
-        slot for slot, run in model.run_variables.items() if (run.varValue or 0.0) > 0.5
-    )
-
-
-_TOLERANCE = 1e-6
-_INTEGER_TOLERANCE = 1e-4
-"""Distance from an integer at which a solver may leave an integer variable; solvers' defaults are
-up to 1e-5."""
-
-Values = dict[pulp.LpVariable, float]
+    return model.slots.schedule(slot for slot, run in model.run_columns.items() if run.is_one)
 
 
 def start_values(model: MilpModel, schedule: Schedule) -> Values | None:
-    """Return values of all variables but the budget's; None if the slots cannot express the
-    schedule.
+    """Return values of all columns but the budget's; None if the slots cannot express the schedule.
 
     A value is retained for as long as a run that follows reads it, and no longer: from the last row
     to the first, each row that is violated is satisfied by retaining its value earlier.
@@ -209,60 +200,35 @@ def start_values(model: MilpModel, schedule: Schedule) -> Values | None:
     if used is None:
         return None
     used_slots = set(used)
-    program = model.arrays
-    columns = {v: i for i, v in enumerate(program.variables)}
-    values: dict[int, float] = {
-        i: float(program.lower[i]) for i in np.flatnonzero(program.upper == 1).tolist()
-    }
-    runs = {columns[run]: float(slot in used_slots) for slot, run in model.run_variables.items()}
+    values = {x: float(x.lower) for x in model.arrays.columns if x.upper == 1}
+    runs = {run: float(slot in used_slots) for slot, run in model.run_columns.items()}
     values |= runs
-    starts = program.starts.tolist()
-    indices, all_coefficients = program.indices.tolist(), program.coefficients.tolist()
-    senses, rhs = program.senses.tolist(), program.rhs.tolist()
-
-    def row(number: int) -> tuple[Sequence[int], Sequence[float]]:
-        entries = slice(starts[number], starts[number + 1])
-        return indices[entries], all_coefficients[entries]
-
-    for number in reversed(range(len(rhs))):
-        row_columns, coefficients = row(number)
-        if not all(i in values for i in row_columns):
+    rows = model.program.rows
+    for terms, sense, rhs in reversed(rows):
+        if not all(x in values for x in terms):
             continue
-        activity = -rhs[number] + sum(
-            values[i] * coefficient
-            for i, coefficient in zip(row_columns, coefficients, strict=True)
-        )
-        if _violation(activity, senses[number]) > _TOLERANCE:
+        activity = sum(values[x] * coefficient for x, coefficient in terms.items()) - rhs
+        if (abs(activity) if sense == EQUAL else -activity * sense) > _TOLERANCE:
             values |= {
-                i: 1.0
-                for i, coefficient in zip(row_columns, coefficients, strict=True)
-                if coefficient < 0 and i not in runs
+                x: 1.0 for x, coefficient in terms.items() if coefficient < 0 and x not in runs
             }
-    for number, sense in enumerate(senses):
-        if sense == pulp.LpConstraintEQ:
-            # A balance row: the one variable without a value is the sum of the others.
-            row_columns, coefficients = row(number)
-            total_column = next(i for i in row_columns if i not in values)
-            terms = (
-                values[i] * coefficient
-                for i, coefficient in zip(row_columns, coefficients, strict=True)
-                if i != total_column
-            )
-            values[total_column] = -rhs[number] + sum(terms)
-    return {program.variables[i]: value for i, value in values.items()}
+    for terms, sense, rhs in rows:
+        if sense == EQUAL:  # a balance row: the one column without a value is the sum of the others
+            total = next(x for x in terms if x not in values)
+            others = (values[x] * coefficient for x, coefficient in terms.items() if x is not total)
+            values[total] = sum(others) - rhs
+    return values
 
 
 def is_solution(model: MilpModel, values: Values, tolerance: float = _TOLERANCE) -> bool:
     """True if the values satisfy every row, all bounds and integrality, with a `tolerance` relative
-    to right-hand sides. Rows and bounds of variables without a value are skipped."""
+    to right-hand sides. Rows and bounds of columns without a value are skipped."""
     program = model.arrays
-    solution = np.array([values.get(v, np.nan) for v in program.variables])
+    solution = np.array([values.get(x, np.nan) for x in program.columns])
     lowest, highest = program.lower - tolerance, program.upper + tolerance
     rounded = np.where(program.is_integer, np.rint(solution), solution)
     activities = program.row_activities(solution) - program.rhs
-    violations = np.where(
-        program.senses == pulp.LpConstraintEQ, np.abs(activities), -activities * program.senses
-    )
+    violations = np.where(program.senses == EQUAL, np.abs(activities), -activities * program.senses)
     is_violated = (
         (solution < lowest).any()
         or (solution > highest).any()
@@ -270,8 +236,3 @@ def is_solution(model: MilpModel, values: Values, tolerance: float = _TOLERANCE)
         or (violations > tolerance * np.maximum(1.0, np.abs(program.rhs))).any()
     )
     return not is_violated
-
-
-def _violation(activity: float, sense: int) -> float:
-    """Return by how much a row is violated."""
-    return abs(activity) if sense == pulp.LpConstraintEQ else -activity * sense

@@ -25,32 +25,64 @@ solver proves on the way to it, hold for all of them. What is relaxed is the mem
 cuts. With one cut there is a single knapsack row next to a closure problem: the linear relaxation
 costs little, and at the operation where memory without recomputation peaks, mostly the start of the
 backward pass, the bound is often the optimum.
+
+At one cut t, values may also be on the host (o_d): a bound for every schedule of the order,
+whatever it offloads. The first three kinds of rows have o_d on their left, and with w_before and
+w_after >= 0
+
+    minimise  w_before + w_after
+    w_after >= sum_v cost_v r_v
+    sum_d size_d o_d <= host budget
+    sum_d size_d o_d / rate_out <= seconds from p(u) to t + w_before        d produced from p(u) on
+    sum_d size_d o_d / rate_in  <= seconds from t to r + w_after
+                                                          d read by a first run between t and r
+
+One engine makes all copies of a direction, one after the other. A copy to the host starts after the
+operation that produces the value, and has ended by t; a copy back starts at t or later, and has
+ended when the value is read. `w_before` and `w_after` are the seconds that the step takes in
+addition, before and after t, for waiting or recomputing. So every schedule of the order, with every
+choice of copies, gives a solution that costs no more. Rows for copies are written for at most
+`_MAX_COPY_ROWS` places p(u) and r: fewer rows relax the program.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
+from remat.costs.devices import Link
 from remat.errors import SolverError
 from remat.graph import Graph
 from remat.milp.solvers.highs import HighsSolver
-from remat.milp.solvers.program_arrays import ArrayProgram, Column, ProgramArrays, SolverOutcome
+from remat.milp.solvers.program import (
+    AT_LEAST,
+    COST_SCALE,
+    Column,
+    Program,
+    SolverOutcome,
+    SolverRun,
+    cost_unit_s,
+    value_of,
+)
 from remat.schedule import Schedule
 from remat.simulate import simulate
 
-COST_SCALE = 1000.0
-"""The cost of one step without recomputation, in units of the objective."""
-
-BOUND_TOLERANCE = 1e-7
+_BOUND_TOLERANCE = 1e-7
 """Share of the total cost that the solver's tolerances may have added to a bound."""
 
-WITHOUT_PRESOLVE = {"presolve": "off"}
+_MAX_COPY_ROWS = 60
+"""Rows for the copies of one direction, at most: each has a term for every value before it."""
+
+_WITHOUT_PRESOLVE: Mapping[str, str | bool] = {"presolve": "off"}
 """For integer programs: 0.1 s instead of 1.3 (ResNet-50), 0.4 instead of 3.0 (DenseNet-121), 4.8
 instead of 6.9 (Checkmate's ResNet-50), to the same bounds; nothing was slower. For linear ones of
 one cut: half the time, to the same bound but other solutions, which are worse as advice."""
+
+_OFFLOAD_OPTIONS = {**_WITHOUT_PRESOLVE, "mip_heuristic_run_feasibility_jump": False}
+"""Feasibility jump takes as long as the rest of an integer program, whose linear relaxation rounds
+to within the gap."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,52 +99,111 @@ class CheckpointCuts:
     retained: tuple[dict[int, float], ...]
 
 
-def solve_linear(
-    graph: Graph, budget_bytes: int, operations: Sequence[int]
+@dataclass(frozen=True, slots=True)
+class HostLimits:
+    """The limits of copies: the link, the bytes on the host, and the values that can be
+    offloaded."""
+
+    link: Link
+    host_bytes: int | None
+    values: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadCut:
+    """A solved relaxation at the first run of `operation`.
+
+    No schedule of the order within the budget takes less than `bound_s` in total, copies included.
+    In the cheapest solution the values of `offloaded` are on the host at the cut, those of
+    `retained` on the device, and the operations of `recomputed` are recomputed afterwards.
+    """
+
+    operation: int
+    bound_s: float
+    offloaded: frozenset[int]
+    retained: frozenset[int]
+    recomputed: frozenset[int]
+
+
+def relax_cuts(
+    graph: Graph,
+    budget_bytes: int,
+    operations: Sequence[int],
+    *,
+    gap: float | None = None,
+    time_limit: float = 60.0,
+    incumbent: Schedule | None = None,
+    is_cancelled: Callable[[], bool] | None = None,
 ) -> CheckpointCuts | None:
-    """Solve the linear relaxation at these cuts; None if nothing fits (or the solver fails)."""
-    relaxation = _CutProgram(graph, budget_bytes, operations)
-    program = relaxation.program.arrays()
-    return _solve(graph, relaxation, program, gap=0.0, time_limit=60.0)
+    """Solve the linear relaxation at these cuts or, with a `gap`, the integer program: a higher
+    bound, and values that are either retained or not. None if nothing fits (or the solver fails).
+
+    `incumbent` is a schedule within the budget to start from.
+    """
+    relaxation = _CutRelaxation(graph, budget_bytes, operations)
+    answer = relaxation.run(
+        gap,
+        time_limit,
+        options=_WITHOUT_PRESOLVE if gap else None,
+        start=None if incumbent is None else relaxation.values(incumbent),
+        is_cancelled=is_cancelled,
+    )
+    if answer is None or answer.objective is None or answer.bound is None:
+        return None
+    retained = tuple(
+        {v: value_of(h) for v, h in columns.items()} for columns in relaxation.retained
+    )
+    return CheckpointCuts(relaxation.operations, relaxation.bound_s(answer.bound), retained)
 
 
 def linear_bound_s(graph: Graph, budget_bytes: int, operation: int) -> float:
     """Return the bound of the linear relaxation at one cut; infinity if it is proved that nothing
     fits, and the time without recomputation if the solver fails."""
-    relaxation = _CutProgram(graph, budget_bytes, [operation])
-    program = relaxation.program.arrays()
-    solver = HighsSolver(gap=0.0, time_limit=60.0, threads=1, options=WITHOUT_PRESOLVE)
-    try:
-        answer = solver.solve(program)
-    except SolverError:
+    relaxation = _CutRelaxation(graph, budget_bytes, [operation])
+    answer = relaxation.run(None, 60.0, options=_WITHOUT_PRESOLVE)
+    if answer is None:
         return graph.total_cost_s
     if answer.outcome is SolverOutcome.INFEASIBLE:
         return math.inf
-    if answer.bound is None:
-        return graph.total_cost_s
-    bound_s = (answer.bound - BOUND_TOLERANCE * COST_SCALE) * relaxation.cost_unit_s
-    return max(bound_s, graph.total_cost_s)
+    return graph.total_cost_s if answer.bound is None else relaxation.bound_s(answer.bound)
 
 
-def solve_integral(
+def relax_offload_cut(
     graph: Graph,
     budget_bytes: int,
-    operations: Sequence[int],
+    operation: int,
+    limits: HostLimits,
     *,
-    gap: float,
-    time_limit: float,
-    incumbent: Schedule | None = None,
+    gap: float | None = None,
+    time_limit: float = 60.0,
+    copy_cost: float = 0.0,
+    recomputes: bool = True,
     is_cancelled: Callable[[], bool] | None = None,
-) -> CheckpointCuts | None:
-    """Solve the integer program at these cuts to `gap`: a higher bound, and values that are either
-    retained or not.
+) -> OffloadCut | None:
+    """Solve the linear relaxation at an operation or, with a `gap`, the integer program, where
+    values may be on the host. None if nothing fits, or the solver fails or finds nothing in time.
+    The graph is that of a step without copies: no operation renews a value.
 
-    `incumbent` is a schedule within the budget to start from.
+    `copy_cost` are seconds for each second of copies that are added to the time that is minimised,
+    so that of two solutions the one with fewer copies is taken; `bound_s` is proved only for 0, and
+    not without `recomputes`, which leaves recomputation out.
     """
-    relaxation = _CutProgram(graph, budget_bytes, operations)
-    program = relaxation.program.arrays().integral()
-    start = None if incumbent is None else relaxation.values(incumbent)
-    return _solve(graph, relaxation, program, gap, time_limit, start, is_cancelled)
+    relaxation = _CutRelaxation(graph, budget_bytes, [operation], limits, recomputes=recomputes)
+    relaxation.add_copies(limits, copy_cost)
+    answer = relaxation.run(gap, time_limit, options=_OFFLOAD_OPTIONS, is_cancelled=is_cancelled)
+    if answer is None or answer.objective is None or answer.bound is None:
+        return None
+
+    def chosen(columns: Mapping[int, Column]) -> frozenset[int]:
+        return frozenset(key for key, x in columns.items() if x.is_one)
+
+    return OffloadCut(
+        operation,
+        relaxation.bound_s(answer.bound),
+        chosen(relaxation.offloaded),
+        chosen(relaxation.retained[0]),
+        chosen(relaxation.recomputed[0]),
+    )
 
 
 def candidate_operations(
@@ -132,37 +223,6 @@ def candidate_operations(
     return sorted(peaks, key=lambda op: (-during_bytes[op], op))
 
 
-def _solve(
-    graph: Graph,
-    relaxation: _CutProgram,
-    program: ProgramArrays,
-    gap: float,
-    time_limit: float,
-    start: dict[Column, float] | None = None,
-    is_cancelled: Callable[[], bool] | None = None,
-) -> CheckpointCuts | None:
-    highs = HighsSolver(
-        gap=gap,
-        time_limit=time_limit,
-        threads=1,
-        start=start,
-        is_cancelled=is_cancelled,
-        options=WITHOUT_PRESOLVE if gap else None,
-    )
-    try:
-        answer = highs.solve(program)
-    except SolverError:
-        return None
-    if answer.objective is None or answer.bound is None:
-        return None
-    bound_s = (answer.bound - BOUND_TOLERANCE * COST_SCALE) * relaxation.cost_unit_s
-    retained = tuple(
-        {v: float(h.varValue or 0.0) for v, h in variables.items()}
-        for variables in relaxation.retained
-    )
-    return CheckpointCuts(relaxation.cut_operations, max(bound_s, graph.total_cost_s), retained)
-
-
 @dataclass
 class _Span:
     """The stretch between two cuts, by their indices, with the operations that are recomputed for
@@ -174,19 +234,31 @@ class _Span:
     pending: list[int] = field(default_factory=list[int])
 
 
-class _CutProgram:
-    """The program of the module's docstring: `retained` are h, `recomputed` are r, by cut."""
+class _CutRelaxation:
+    """The program of the module's docstring: `retained` are h, `recomputed` are r, by cut, and
+    `offloaded` are o."""
 
-    def __init__(self, graph: Graph, budget_bytes: int, operations: Sequence[int]) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        budget_bytes: int,
+        operations: Sequence[int],
+        limits: HostLimits | None = None,
+        *,
+        recomputes: bool = True,
+    ) -> None:
         self.graph = graph
-        self.cut_operations = tuple(sorted(set(operations)))
-        self.program = ArrayProgram()
-        self.retained: list[dict[int, Column]] = [{} for _ in self.cut_operations]
-        self.recomputed: list[dict[int, Column]] = [{} for _ in self.cut_operations]
-        self.spans: list[_Span] = []
-        self.cost_unit_s = graph.total_cost_s / COST_SCALE or 1.0
-        count = len(self.cut_operations)
-        borders = (*self.cut_operations, len(graph))
+        self.operations = tuple(sorted(set(operations)))
+        self.program = Program()
+        self.retained: list[dict[int, Column]] = [{} for _ in self.operations]
+        self.recomputed: list[dict[int, Column]] = [{} for _ in self.operations]
+        self.offloaded: dict[int, Column] = {}
+        self._spans: list[_Span] = []
+        self._may_offload = frozenset[int]() if limits is None else limits.values
+        self._recomputes = recomputes
+        self._cost_unit_s = cost_unit_s(graph)
+        count = len(self.operations)
+        borders = (*self.operations, len(graph))
         # From the last cut to the first: the spans that end at a cut need the values that are
         # retained across it.
         for start in reversed(range(count)):
@@ -194,11 +266,41 @@ class _CutProgram:
                 self._add_span(start, end, borders[end])
             self._add_memory_row(start, budget_bytes)
         self.program.costs = {
-            run: graph.operations[op].cost_s / self.cost_unit_s
+            run: graph.operations[op].cost_s / self._cost_unit_s
             for runs in self.recomputed
             for op, run in runs.items()
         }
-        self.program.offset = graph.total_cost_s / self.cost_unit_s
+        self.program.offset = graph.total_cost_s / self._cost_unit_s
+
+    def run(
+        self,
+        gap: float | None,
+        time_limit: float,
+        *,
+        options: Mapping[str, str | bool] | None,
+        start: dict[Column, float] | None = None,
+        is_cancelled: Callable[[], bool] | None = None,
+    ) -> SolverRun | None:
+        """Solve the integer program to the gap, or the linear relaxation without one; None if the
+        solver fails."""
+        highs = HighsSolver(
+            gap=gap or 0.0,
+            time_limit=time_limit,
+            threads=1,
+            start=start,
+            is_cancelled=is_cancelled,
+            options=options,
+        )
+        arrays = self.program.arrays()
+        try:
+            return highs.run(arrays.relaxed() if gap is None else arrays)
+        except SolverError:
+            return None
+
+    def bound_s(self, bound: float) -> float:
+        """Return a bound on the objective in seconds."""
+        bound_s = (bound - _BOUND_TOLERANCE * COST_SCALE) * self._cost_unit_s
+        return max(bound_s, self.graph.total_cost_s)
 
     def values(self, schedule: Schedule) -> dict[Column, float]:
         """Return this schedule as values of the program's variables."""
@@ -206,33 +308,69 @@ class _CutProgram:
         first_run: dict[int, int] = {}
         for run, op in enumerate(schedule.runs):
             first_run.setdefault(op, run)
-        cut_runs = [first_run[op] for op in self.cut_operations]
+        cut_runs = [first_run[op] for op in self.operations]
         values: dict[Column, float] = {}
-        for run, variables in zip(cut_runs, self.retained, strict=True):
-            values |= dict.fromkeys(variables.values(), 0.0)
-            values |= {variables[v]: 1.0 for v in timeline.live(run) if v in variables}
+        for run, columns in zip(cut_runs, self.retained, strict=True):
+            values |= dict.fromkeys(columns.values(), 0.0)
+            values |= {columns[v]: 1.0 for v in timeline.live(run) if v in columns}
         borders = [*cut_runs, len(schedule)]
         recomputed = [
             {op for run, op in enumerate(schedule.runs[a:b], start=a) if first_run[op] < run}
             for a, b in pairwise(borders)
         ]
-        for operations, variables in zip(recomputed, self.recomputed, strict=True):
-            values |= {run: float(op in operations) for op, run in variables.items()}
-        for span in self.spans:
+        for operations, columns in zip(recomputed, self.recomputed, strict=True):
+            values |= {run: float(op in operations) for op, run in columns.items()}
+        for span in self._spans:
             operations = set[int]().union(*recomputed[span.start : span.end])
             values |= {y: float(op in operations) for op, y in span.recomputed.items()}
         return values
+
+    def add_copies(self, limits: HostLimits, copy_cost: float) -> None:
+        """Add the rows that offloaded values fit the host's memory and that copies end in time, and
+        minimise the seconds that the step takes in addition."""
+        graph, link, unit_s = self.graph, limits.link, self._cost_unit_s
+        if limits.host_bytes is not None:
+            self._add_bytes_row(self.offloaded, limits.host_bytes)
+        cut = self.operations[0]
+        ends_s = [0.0, *accumulate(operation.cost_s for operation in graph.operations)]
+        first_readers = self._first_readers(cut, len(graph))
+        until_cut_s = {v: ends_s[cut] - ends_s[graph.producer[v] + 1] for v in self.offloaded}
+        until_read_s = {
+            v: ends_s[first_readers.get(v, len(graph))] - ends_s[cut] for v in self.offloaded
+        }
+        before, after = (self.program.add_column(name) for name in ("w_before", "w_after"))
+        self._add_copy_rows(until_cut_s, link.to_host_bytes_per_s, before)
+        self._add_copy_rows(until_read_s, link.to_device_bytes_per_s, after)
+        recomputed = {run: -cost for run, cost in self.program.costs.items()}
+        self.program.add_row({**recomputed, after: 1.0}, AT_LEAST, 0.0)
+        byte_s = copy_cost * (1 / link.to_host_bytes_per_s + 1 / link.to_device_bytes_per_s)
+        self.program.costs = {before: 1.0, after: 1.0} | {
+            x: byte_s * graph.values[v].size_bytes / unit_s for v, x in self.offloaded.items()
+        }
+
+    def _add_copy_rows(self, available_s: Mapping[int, float], rate: float, wait: Column) -> None:
+        """Add the rows of the copies of one direction, for the seconds that each has."""
+        ordered = sorted(available_s, key=lambda v: available_s[v])
+        stride = -(-len(ordered) // _MAX_COPY_ROWS) or 1
+        terms = {wait: 1.0}
+        for number, value in enumerate(ordered, start=1):
+            copy_s = self.graph.values[value].size_bytes / rate
+            terms[self.offloaded[value]] = -copy_s / self._cost_unit_s
+            if number % stride == 0 or number == len(ordered):
+                self.program.add_row(dict(terms), AT_LEAST, -available_s[value] / self._cost_unit_s)
 
     def _add_span(self, start: int, end: int, end_operation: int) -> None:
         """Add the rows of the span from cut `start` to cut `end`, before the first run of
         `end_operation`."""
         span = _Span(start, end)
-        cut = self.cut_operations[start]
+        cut = self.operations[start]
         producer = self.graph.producer
         renewed = {v for v, op in self.graph.renewal.items() if cut <= op < end_operation}
-        for value in sorted(self._read_values(cut, end_operation)):
+        readers = self._first_readers(cut, end_operation)
+        # Of equally good solutions, the order of the rows decides which one is found.
+        for value in readers if self._may_offload else sorted(readers):
             self._add_demand(span, value, None)
-        if end < len(self.cut_operations):
+        if end < len(self.operations):
             for value, retained in self.retained[end].items():
                 if producer[value] < cut and value not in renewed:
                     self._add_demand(span, value, retained)
@@ -242,72 +380,71 @@ class _CutProgram:
                 if value not in renewed:
                     self._add_demand(span, value, span.recomputed[op])
         if end > start + 1:
-            self.spans.append(span)
+            self._spans.append(span)
             for op, y in span.recomputed.items():
-                runs = [self._recomputed_variable(j, op) for j in range(start, end)]
-                self.program.add_row(dict.fromkeys(runs, 1.0) | {y: -1.0}, 0.0)
+                runs = [self._recomputed_column(j, op) for j in range(start, end)]
+                self.program.add_row(dict.fromkeys(runs, 1.0) | {y: -1.0}, AT_LEAST, 0.0)
 
-    def _read_values(self, cut: int, end_operation: int) -> set[int]:
-        """Return the values from before a cut that first runs from there on read, before they are
-        renewed."""
+    def _first_readers(self, cut: int, end_operation: int) -> dict[int, int]:
+        """Return the first operation from a cut on that reads each value from before it that is not
+        renewed by then."""
         graph = self.graph
-        return {
-            v
-            for op in range(cut, end_operation)
-            for v in graph.operations[op].inputs
-            if graph.producer[v] < cut and not cut <= graph.renewal.get(v, -1) <= op
-        }
+        readers: dict[int, int] = {}
+        for op in range(cut, end_operation):
+            for v in graph.operations[op].inputs:
+                if graph.producer[v] < cut and not cut <= graph.renewal.get(v, -1) <= op:
+                    readers.setdefault(v, op)
+        return readers
 
     def _add_demand(self, span: _Span, value: int, condition: Column | None) -> None:
-        """Add the row that `value` is retained at the start of the span or recomputed in it:
-        always, or if `condition` is 1."""
-        graph = self.graph
+        """Add the row that `value` is retained at the start of the span, on the host, or recomputed
+        in the span: always, or if `condition` is 1."""
+        graph, program = self.graph, self.program
         if value in graph.results or graph.values[value].size_bytes == 0:
             return
-        terms = {self._retained_variable(span.start, value): 1.0}
+        terms = {self._column(self.retained[span.start], f"h{span.start}_{value}", value): 1.0}
+        if value in self._may_offload:
+            terms[self._column(self.offloaded, f"o{value}", value)] = 1.0
         op = graph.producer[value]
-        cut = self.cut_operations[span.start]
         is_recomputable = graph.operations[op].recomputable
         if condition is None:  # a first run reads it, at the end of such a span perhaps
-            is_recomputable = graph.may_recompute(op, cut)
-        if is_recomputable:
+            is_recomputable = graph.may_recompute(op, self.operations[span.start])
+        if is_recomputable and self._recomputes:
             if op not in span.recomputed:
                 span.recomputed[op] = (
-                    self._recomputed_variable(span.start, op)
+                    self._recomputed_column(span.start, op)
                     if span.end == span.start + 1
-                    else self.program.add_column(f"y{span.start}_{span.end}_{op}", 0, 1)
+                    else program.add_binary(f"y{span.start}_{span.end}_{op}")
                 )
                 span.pending.append(op)
             terms[span.recomputed[op]] = 1.0
-        if condition is None:
-            self.program.add_row(terms, 1.0)
-        else:
+        if condition is not None:
             terms[condition] = terms.get(condition, 0.0) - 1.0
-            self.program.add_row(terms, 0.0)
+        program.add_row(terms, AT_LEAST, float(condition is None))
 
     def _add_memory_row(self, cut: int, budget_bytes: int) -> None:
         """Add the row that the values retained across a cut fit the budget."""
-        graph, op = self.graph, self.cut_operations[cut]
-        size = [value.size_bytes for value in graph.values]
+        graph, op = self.graph, self.operations[cut]
         retained = self.retained[cut]
         for value in graph.operations[op].inputs:
             if value in retained:
                 retained[value].lower = 1.0
         fixed_bytes = graph.min_produced_bytes[op] + graph.constant_bytes
-        fixed_bytes += sum(size[v] for v in graph.results if graph.producer[v] < op)
-        unit_bytes = max(1.0, budget_bytes / 1000)
-        terms = {h: -size[v] / unit_bytes for v, h in retained.items()}
-        self.program.add_row(terms, (fixed_bytes - budget_bytes) / unit_bytes)
+        fixed_bytes += sum(
+            graph.values[v].size_bytes for v in graph.results if graph.producer[v] < op
+        )
+        self._add_bytes_row(retained, budget_bytes - fixed_bytes)
 
-    def _retained_variable(self, cut: int, value: int) -> Column:
-        retained = self.retained[cut]
-        if value not in retained:
-            retained[value] = self.program.add_column(f"h{cut}_{value}", 0, 1)
-        return retained[value]
+    def _add_bytes_row(self, columns: Mapping[int, Column], limit_bytes: int) -> None:
+        unit_bytes = max(1.0, limit_bytes / 1000)
+        sizes = {x: -self.graph.values[v].size_bytes / unit_bytes for v, x in columns.items()}
+        self.program.add_row(sizes, AT_LEAST, -limit_bytes / unit_bytes)
 
-    def _recomputed_variable(self, cut: int, op: int) -> Column:
+    def _recomputed_column(self, cut: int, op: int) -> Column:
         """Return the variable for recomputing `op` between a cut and the next."""
-        recomputed = self.recomputed[cut]
-        if op not in recomputed:
-            recomputed[op] = self.program.add_column(f"r{cut}_{op}", 0, 1)
-        return recomputed[op]
+        return self._column(self.recomputed[cut], f"x{cut}_{op}", op)
+
+    def _column(self, columns: dict[int, Column], name: str, key: int) -> Column:
+        if key not in columns:
+            columns[key] = self.program.add_binary(name)
+        return columns[key]

@@ -15,8 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from remat.errors import GraphError
 from remat.graph import Graph
 from remat.heuristics.eviction import EvictionAdvice
-from remat.milp import checkpoint_cuts
-from remat.milp.checkpoint_cuts import CheckpointCuts
+from remat.milp.checkpoint_cuts import CheckpointCuts, candidate_operations, relax_cuts
 from remat.progress import Clock
 from remat.schedule import Schedule, missing_operations
 from remat.simulate import simulate
@@ -58,12 +57,10 @@ class RetentionAdvisor:
         during_bytes = simulate(graph, Schedule.keep_all(graph)).during_bytes
         self._range_bytes = max(during_bytes, default=0) - graph.constant_bytes
         self._single_cuts: list[CheckpointCuts] = []
-        for operation in checkpoint_cuts.candidate_operations(
-            during_bytes, budget_bytes, _CANDIDATE_CUTS
-        ):
+        for operation in candidate_operations(during_bytes, budget_bytes, _CANDIDATE_CUTS):
             if self._single_cuts and stop():
                 break
-            cut = checkpoint_cuts.solve_linear(graph, budget_bytes, [operation])
+            cut = relax_cuts(graph, budget_bytes, [operation])
             if cut is not None:
                 self._single_cuts.append(cut)
         self._single_cuts.sort(key=lambda cut: -cut.bound_s)
@@ -78,7 +75,7 @@ class RetentionAdvisor:
             yield _eviction_advice(cut)
             remaining_s = self._clock.remaining_s
             limit_s = min(_INTEGER_TIME_LIMIT_S, _INTEGER_TIME_SHARE * remaining_s)
-            integral = self._solve_integral(cut.operations, limit_s, None, self._stop)
+            integral = self._relax_to_integers(cut.operations, limit_s, None, self._stop)
             if integral is not None:
                 yield _eviction_advice(integral)
         for slack in _SLACK_SHARES:
@@ -86,7 +83,7 @@ class RetentionAdvisor:
                 if self._stop():
                     return
                 smaller_bytes = self._budget_bytes - int(slack * self._range_bytes)
-                tighter = checkpoint_cuts.solve_linear(self._graph, smaller_bytes, cut.operations)
+                tighter = relax_cuts(self._graph, smaller_bytes, cut.operations)
                 if tighter is not None:
                     yield _eviction_advice(tighter)
 
@@ -101,7 +98,7 @@ class RetentionAdvisor:
         """
         operations = list(self._single_cuts[0].operations) if self._single_cuts else []
         while 0 < len(operations) < _MAX_CUTS and not stop():
-            cuts = self._solve_integral(operations, time_limit, best_schedule(), stop)
+            cuts = self._relax_to_integers(operations, time_limit, best_schedule(), stop)
             if cuts is None:
                 return
             yield _eviction_advice(cuts)
@@ -110,7 +107,7 @@ class RetentionAdvisor:
                 return
             operations.append(worst)
 
-    def _solve_integral(
+    def _relax_to_integers(
         self,
         operations: Sequence[int],
         time_limit: float,
@@ -121,7 +118,7 @@ class RetentionAdvisor:
         limit_s = min(time_limit, self._clock.remaining_s)
         if limit_s <= 0 or stop():
             return None
-        cuts = checkpoint_cuts.solve_integral(
+        cuts = relax_cuts(
             self._graph,
             self._budget_bytes,
             operations,

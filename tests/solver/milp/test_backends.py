@@ -19,12 +19,14 @@ from tests.helpers.solvers import needs_cbc, solver_scripts
 from remat.errors import SolverError, SolverWarning
 from remat.graph import Graph
 from remat.heuristics import local_search as incumbent
-from remat.milp import backends, model, slots
+from remat.milp import backends, slots
 from remat.milp.backends import SolverOutcome, SolverRun, is_solution, start_values
+from remat.milp.model import MilpModel
 from remat.milp.solvers import availability as backend_facts
 from remat.milp.solvers import pulp_solvers
 from remat.milp.solvers.availability import BackendStatus, usable_backends
 from remat.milp.solvers.highs import HighsSolver
+from remat.milp.solvers.program import value_of
 from remat.milp.solvers.pulp_solvers import IS_PULP_4
 from remat.plan import Plan, Status
 from remat.progress import Clock, Progress
@@ -49,7 +51,7 @@ def run(
     """Solve the program over complete slots, starting from eviction's schedule."""
     budget = budget_bytes(graph, share)
     start_schedule = incumbent.schedules_within_budget(graph, budget)[0].schedule if start else None
-    program = model.build(graph, slots.build_complete_slots(graph), budget)
+    program = MilpModel(graph, slots.build_complete_slots(graph), budget)
     return backends.run(program, solver=solver, gap=0.0, time_limit=limit, incumbent=start_schedule)
 
 
@@ -181,11 +183,11 @@ def test_a_stopped_solver_returns_its_incumbent() -> None:
 def test_a_fractional_solution_is_rejected() -> None:
     """CBC writes one where it has no other, and reports "Stopped on time"."""
     graph = uneven_layers(5)
-    program = model.build(graph, slots.build_complete_slots(graph), budget_bytes(graph, 0.6))
+    program = MilpModel(graph, slots.build_complete_slots(graph), budget_bytes(graph, 0.6))
     highs = HighsSolver(gap=0.0, time_limit=30.0, threads=1)
     for arrays, expected in ((program.arrays.relaxed(), False), (program.arrays, True)):
-        assert highs.solve(arrays).outcome is SolverOutcome.OPTIMAL
-        values = {v: float(v.varValue or 0.0) for v in arrays.variables}
+        assert highs.run(arrays).outcome is SolverOutcome.OPTIMAL
+        values = {x: value_of(x) for x in arrays.columns}
         assert is_solution(program, values) == expected
 
 
@@ -197,10 +199,10 @@ def test_an_interrupt_inside_of_highs_is_raised(where: str) -> None:
         raise KeyboardInterrupt
 
     graph = uneven_layers(8)
-    program = model.build(graph, slots.build_complete_slots(graph), budget_bytes(graph, 0.6))
+    program = MilpModel(graph, slots.build_complete_slots(graph), budget_bytes(graph, 0.6))
     calls: dict[str, Any] = {where: interrupted}
     with pytest.raises(KeyboardInterrupt):
-        HighsSolver(gap=0.0, time_limit=60.0, threads=1, **calls).solve(program.arrays)
+        HighsSolver(gap=0.0, time_limit=60.0, threads=1, **calls).run(program.arrays)
 
 
 @pytest.mark.slow_cases("None")
@@ -213,13 +215,13 @@ def test_the_values_of_a_schedule_are_a_solution(budget: float | None) -> None:
             graph, max_distance=9, stride=1, min_idle=4, group_span=50, schedules=(small,)
         )
         for slot_set in (slots.build_complete_slots(graph), offered):
-            program = model.build(graph, slot_set, limit)
+            program = MilpModel(graph, slot_set, limit)
             values = start_values(program, small)
             if values is None:
                 continue
             fits = limit is None or simulate(graph, small).peak_bytes <= limit
             assert is_solution(program, values) == fits
-            missing = {v.name for v in program.problem.variables() if v not in values}
+            missing = {x.name for x in program.arrays.columns if x not in values}
             assert missing <= {"b"}
 
 
@@ -262,12 +264,11 @@ def test_a_crashed_or_hanging_probe_does_not_affect_the_others(
 @pytest.mark.slow
 def test_the_first_solve_of_a_process_prints_nothing() -> None:
     code = (
-        "from remat.milp.solvers import pulp_versions\n"
         "from remat.milp.solvers.highs import HighsSolver\n"
         "from tests.helpers.solvers import small\n"
-        "program = pulp_versions.read_arrays(small())\n"
-        "run = HighsSolver(gap=0.0, time_limit=9.0, threads=1).solve(program)\n"
-        "assert program.variables[0].varValue is not None"
+        "program = small().arrays()\n"
+        "run = HighsSolver(gap=0.0, time_limit=9.0, threads=1).run(program)\n"
+        "assert program.columns[0].value is not None"
     )
     completed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (completed.returncode, completed.stdout, completed.stderr) == (0, "", "")

@@ -35,7 +35,7 @@ ROUNDING = 1e-6
 
 
 def integral(graph: Graph, budget: int, operations: list[int]) -> CheckpointCuts | None:
-    return checkpoint_cuts.solve_integral(graph, budget, operations, gap=0.0, time_limit=60.0)
+    return checkpoint_cuts.relax_cuts(graph, budget, operations, gap=0.0, time_limit=60.0)
 
 
 def advisor(graph: Graph, budget: int) -> RetentionAdvisor:
@@ -67,7 +67,7 @@ def test_a_checkpoint_cut_bounds_every_schedule(graph: Graph, data: st.DataObjec
     budget = data.draw(budgets(graph))
     optimum = brute_force.cheapest(graph, budget)
     for operation in range(len(graph)):
-        relaxed = checkpoint_cuts.solve_linear(graph, budget, [operation])
+        relaxed = checkpoint_cuts.relax_cuts(graph, budget, [operation])
         exact = integral(graph, budget, [operation])
         if relaxed is None or exact is None:
             assert optimum is None
@@ -86,7 +86,7 @@ def test_more_checkpoint_cuts_never_lower_the_bound(graph: Graph, data: st.DataO
     optimum = brute_force.cheapest(graph, budget)
     several = data.draw(st.sets(st.sampled_from(range(len(graph))), min_size=1, max_size=3))
     together = integral(graph, budget, sorted(several))
-    relaxed = checkpoint_cuts.solve_linear(graph, budget, sorted(several))
+    relaxed = checkpoint_cuts.relax_cuts(graph, budget, sorted(several))
     if together is None or relaxed is None:
         assert optimum is None
         return
@@ -174,7 +174,7 @@ def test_the_bound_is_the_optimum_where_one_cut_decides(length: int) -> None:
     graph = read_after_a_peak(length)
     for missing in range(length + 1):
         budget = 2 * length - missing
-        cut = checkpoint_cuts.solve_linear(graph, budget, [length])
+        cut = checkpoint_cuts.relax_cuts(graph, budget, [length])
         assert cut is not None
         optimum = solve(graph, budget, Exact(threads=1)).time_s
         assert optimum == graph.total_cost_s + missing
@@ -216,7 +216,7 @@ def test_the_linear_bound_is_lower_where_half_a_value_fits() -> None:
     )
     sizes = (2, 2, 0, 0)
     graph = Graph(operations, tuple(Value(f"v{i}", size) for i, size in enumerate(sizes)))
-    relaxed = checkpoint_cuts.solve_linear(graph, 6, [2])
+    relaxed = checkpoint_cuts.relax_cuts(graph, 6, [2])
     exact = integral(graph, 6, [2])
     assert relaxed is not None
     assert exact is not None
@@ -227,9 +227,9 @@ def test_the_linear_bound_is_lower_where_half_a_value_fits() -> None:
 
 def test_a_cut_where_nothing_fits_is_infeasible() -> None:
     graph = read_after_a_peak(3)
-    assert checkpoint_cuts.solve_linear(graph, 2, [3]) is None
+    assert checkpoint_cuts.relax_cuts(graph, 2, [3]) is None
     assert integral(graph, 2, [3]) is None
-    assert checkpoint_cuts.solve_linear(graph, 3, [3]) is not None
+    assert checkpoint_cuts.relax_cuts(graph, 3, [3]) is not None
 
 
 def test_candidate_cuts_are_where_memory_exceeds_the_budget() -> None:

@@ -15,7 +15,7 @@ from tests.helpers.offload_brute_force import cheapest_with_offload
 from remat.costs.devices import Link
 from remat.graph import Graph
 from remat.milp import checkpoint_cuts
-from remat.milp.offload_relaxation import HostLimits, OffloadCut, solve_offload_cut
+from remat.milp.checkpoint_cuts import HostLimits, OffloadCut, relax_offload_cut
 from remat.schedule import Schedule
 from remat.simulate import simulate
 
@@ -56,8 +56,8 @@ def check_bounds(graph: Graph, link: Link, share: float, host_bytes: int) -> boo
         assert optimum <= without * (1 + ROUNDING)
     limits = HostLimits(link, host_bytes, values)
     for operation in range(len(graph)):
-        linear = solve_offload_cut(graph, budget, operation, limits)
-        integral = solve_offload_cut(graph, budget, operation, limits, gap=1e-9)
+        linear = relax_offload_cut(graph, budget, operation, limits)
+        integral = relax_offload_cut(graph, budget, operation, limits, gap=1e-9)
         if linear is None or integral is None:
             assert optimum is None
             continue
@@ -100,7 +100,7 @@ def test_no_step_with_copies_is_faster_than_the_bound(examples: int) -> None:
 def cut(graph: Graph, budget: int, link: Link, host_bytes: int | None = None) -> OffloadCut:
     peak = graph.boundary or len(graph) // 2
     limits = HostLimits(link, host_bytes, offloadable(graph))
-    solved = solve_offload_cut(graph, budget, peak, limits, gap=1e-6)
+    solved = relax_offload_cut(graph, budget, peak, limits, gap=1e-6)
     assert solved is not None
     return solved
 
@@ -108,7 +108,7 @@ def cut(graph: Graph, budget: int, link: Link, host_bytes: int | None = None) ->
 def test_without_a_host_the_bound_is_that_of_recomputation() -> None:
     graph = chain(8, size=10)
     for budget in (90, 70, 50):
-        plain = checkpoint_cuts.solve_integral(
+        plain = checkpoint_cuts.relax_cuts(
             graph, budget, [len(graph) // 2], gap=1e-6, time_limit=60.0
         )
         assert plain is not None
@@ -136,7 +136,7 @@ def test_of_two_solutions_the_one_with_fewer_copies_is_taken() -> None:
         graph, operations=tuple(replace(o, cost_s=float(o.backward)) for o in graph.operations)
     )
     limits = HostLimits(Link(1e6, 1e6), None, offloadable(graph))
-    solved = solve_offload_cut(graph, 60, len(graph) // 2, limits, gap=1e-6, copy_cost=0.01)
+    solved = relax_offload_cut(graph, 60, len(graph) // 2, limits, gap=1e-6, copy_cost=0.01)
     assert solved is not None
     assert solved.recomputed
     assert not solved.offloaded

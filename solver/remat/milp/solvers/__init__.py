@@ -1,8 +1,7 @@
 """The solvers that run a program: HiGHS through its own package, others through PuLP 3.3 or 4.
 
-- `highs`: HiGHS; `outcome`: the answer of any solver.
-- `program_arrays`: programs as arrays, written without PuLP.
-- `pulp_solvers`: the solvers that PuLP supports; `pulp_versions`: PuLP 3.3 and 4 compared.
+- `program`: a program as columns, rows and arrays, and the answer of any solver.
+- `highs`: HiGHS; `pulp_solvers`: the solvers that PuLP supports, in version 3.3 or 4.
 - `solver_processes`: interrupting the commands that PuLP starts.
 - `availability`: which solvers work on this machine; `probe`: the script that tries them.
 """

@@ -13,10 +13,17 @@ from dataclasses import dataclass
 
 import highspy
 import numpy as np
-import pulp
 
 from remat.errors import SolverError
-from remat.milp.solvers.program_arrays import ProgramArrays, SolverOutcome, SolverRun, Variable
+from remat.milp.solvers.program import (
+    AT_LEAST,
+    AT_MOST,
+    EQUAL,
+    Column,
+    ProgramArrays,
+    SolverOutcome,
+    SolverRun,
+)
 
 BoundsCallback = Callable[[float | None, float | None], None]
 """Function (incumbent objective, dual bound) that is called during a run; None for what is unknown.
@@ -32,7 +39,7 @@ TIGHT_TOLERANCES = {"mip_feasibility_tolerance": 1e-10, "primal_feasibility_tole
 class HighsSolver:
     """HiGHS with its options for one solve.
 
-    `start` maps variables to the values of an incumbent, which may leave out the continuous ones.
+    `start` maps columns to the values of an incumbent, which may leave out the continuous ones.
     `target` ends the solve at the first solution with an objective of at most that.
     """
 
@@ -40,24 +47,24 @@ class HighsSolver:
     time_limit: float
     threads: int
     seed: int = 0
-    start: Mapping[Variable, float] | None = None
+    start: Mapping[Column, float] | None = None
     target: float | None = None
     report: BoundsCallback | None = None
     is_cancelled: Callable[[], bool] | None = None
     options: Mapping[str, str | int | float | bool] | None = None
 
-    def solve(self, program: ProgramArrays) -> SolverRun:
-        """Solve the program, and set its variables to the solution, if any.
+    def run(self, program: ProgramArrays) -> SolverRun:
+        """Solve the program, and set the values of its columns to the solution, if any.
 
         Raises `SolverError` if HiGHS refuses to run, or ends without an answer.
         """
-        if not program.variables:
-            return _solve_without_columns(program)
+        if not program.columns:
+            return _run_without_columns(program)
         highs = _SilentHighs()
         self._set_options(highs)
         load_program(highs, program)
         if self.start:
-            columns = {v: i for i, v in enumerate(program.variables)}
+            columns = {v: i for i, v in enumerate(program.columns)}
             entries = [(columns[v], x) for v, x in self.start.items() if v in columns]
             highs.setSolution(
                 len(entries),
@@ -140,14 +147,14 @@ class _SilentHighs(highspy.Highs):
 def load_program(highs: highspy.Highs, program: ProgramArrays) -> None:
     """Pass the program to HiGHS."""
     model = highspy.HighsLp()
-    model.num_col_ = len(program.variables)
+    model.num_col_ = len(program.columns)
     model.num_row_ = len(program.rhs)
     model.col_cost_ = program.costs
     model.offset_ = program.offset
     model.col_lower_ = program.lower
     model.col_upper_ = program.upper
-    model.row_lower_ = np.where(program.senses == pulp.LpConstraintLE, -np.inf, program.rhs)
-    model.row_upper_ = np.where(program.senses == pulp.LpConstraintGE, np.inf, program.rhs)
+    model.row_lower_ = np.where(program.senses == AT_MOST, -np.inf, program.rhs)
+    model.row_upper_ = np.where(program.senses == AT_LEAST, np.inf, program.rhs)
     model.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
     model.a_matrix_.start_ = program.starts
     model.a_matrix_.index_ = program.indices
@@ -165,8 +172,8 @@ def _read_answer(highs: highspy.Highs, program: ProgramArrays) -> SolverRun:
     has_solution = info.primal_solution_status == 2  # kSolutionStatusFeasible
     if has_solution:
         values = highs.getSolution().col_value
-        for variable, value in zip(program.variables, values, strict=True):
-            variable.varValue = value
+        for column, value in zip(program.columns, values, strict=True):
+            column.value = value
     is_mip = bool(program.is_integer.any())
     objective = info.objective_function_value if has_solution else None
     is_optimal = status == highspy.HighsModelStatus.kOptimal
@@ -187,10 +194,10 @@ def _read_answer(highs: highspy.Highs, program: ProgramArrays) -> SolverRun:
     )
 
 
-def _solve_without_columns(program: ProgramArrays) -> SolverRun:
+def _run_without_columns(program: ProgramArrays) -> SolverRun:
     """Return the answer for a program without variables, which HiGHS calls empty and does not
     check."""
-    is_equal = program.senses == pulp.LpConstraintEQ
+    is_equal = program.senses == EQUAL
     is_feasible = np.where(is_equal, program.rhs == 0, program.senses * program.rhs <= 0).all()
     if is_feasible:
         return SolverRun(

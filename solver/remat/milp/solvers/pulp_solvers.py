@@ -1,7 +1,13 @@
-"""The solvers that PuLP supports: their names in remat, and how each is set up.
+"""The solvers that PuLP supports: their names in remat, how each is set up, and a program in its
+form.
 
 A *family* is a solver as its users know it ("Gurobi"); PuLP has one class for its Python package
 and one for its command. The family's name and PuLP's class names are accepted, in any case.
+
+PuLP 4 keeps a problem in a core written in Rust. A row is an expression with a sense, there is no
+LpConstraint to construct; `solve` returns statistics and sets no status on the problem. It does not
+bundle CBC. What both versions have is used directly. `remat.milp.solvers.probe` is a separate
+script with its own few lines.
 """
 
 from __future__ import annotations
@@ -9,16 +15,14 @@ from __future__ import annotations
 import inspect
 import math
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import Any
 
-import numpy as np
 import pulp
 
 from remat.errors import SolverError
-from remat.milp.solvers.program_arrays import ProgramArrays, SolverOutcome
+from remat.milp.solvers.program import Column, ProgramArrays, SolverOutcome
 
 IS_PULP_4 = hasattr(pulp, "LpSolveStats")
 
@@ -127,7 +131,7 @@ def require_solver(name: str) -> None:
         open_solver(name, gap=0.0, time_limit=1.0, threads=1, warm_start=False)
 
 
-def dual_bound(backend: pulp.LpSolver, problem: pulp.LpProblem) -> float | None:
+def _dual_bound(backend: pulp.LpSolver, problem: pulp.LpProblem) -> float | None:
     """Return the dual bound after a solve, in units of the objective; None if the solver has
     none."""
     read_bound = _BOUNDS.get(backend.name)
@@ -192,117 +196,98 @@ def _release_import_errors() -> None:
 
 _release_import_errors()
 
-_variable_key: Callable[[Any], int] = attrgetter("id") if IS_PULP_4 else id
-"""Key that is equal for the same variable of one problem. Hashing the variable itself is slower."""
-
 
 @dataclass(frozen=True, slots=True)
 class PulpResult:
-    """The outcome that a solver of PuLP's reports, and its message."""
+    """The outcome that a solver of PuLP's reports, its message, and its dual bound in units of the
+    objective; None if it has none."""
 
     outcome: SolverOutcome
     message: str
+    bound: float | None
 
 
-def expression(
-    terms: Mapping[pulp.LpVariable, float], constant: float = 0.0
-) -> pulp.LpAffineExpression:
-    """Return the sum of the terms and the constant."""
-    if IS_PULP_4:
-        return _PULP.LpAffineExpression.from_dict(terms, constant)
-    return pulp.LpAffineExpression(terms, constant=constant)
-
-
-def add_rows(
-    problem: pulp.LpProblem,
-    rows: Iterable[tuple[str, Mapping[pulp.LpVariable, float], int, float]],
-) -> None:
-    """Add rows to a problem: (name, terms, sense, right-hand side), with distinct names."""
-    if IS_PULP_4:
-        for name, terms, sense, rhs in rows:
-            row: Any = expression(terms, -rhs)
-            row.sense = sense
-            problem.addConstraint(row, name)
-    else:
-        problem.extend(
-            (name, pulp.LpConstraint(expression(terms), sense, rhs=rhs))
-            for name, terms, sense, rhs in rows
-        )
-
-
-def read_arrays(problem: pulp.LpProblem) -> ProgramArrays:
-    """Return the problem in its present state as arrays."""
-    variables = tuple(sorted(problem.variables(), key=lambda v: v.name))
-    columns = {_variable_key(v): i for i, v in enumerate(variables)}
-    costs = np.zeros(len(variables))
-    offset = 0.0
-    objective = problem.objective
-    if objective is not None:
-        offset = float(objective.constant)
-        for v, cost in objective.items():
-            costs[columns[_variable_key(v)]] = cost
-    starts = [0]
-    indices: list[int] = []
-    coefficients: list[float] = []
-    senses: list[int] = []
-    rhs: list[float] = []
-    for row in problem.constraints():
-        entries = row.items()
-        indices += [columns[_variable_key(v)] for v, _ in entries]
-        coefficients += [coefficient for _, coefficient in entries]
-        starts.append(len(indices))
-        senses.append(row.sense)
-        rhs.append(-row.constant)
-    return ProgramArrays(
-        problem=problem,
-        variables=variables,
-        costs=costs,
-        offset=offset,
-        lower=np.array([-math.inf if v.lowBound is None else v.lowBound for v in variables]),
-        upper=np.array([math.inf if v.upBound is None else v.upBound for v in variables]),
-        is_integer=np.array([v.cat == pulp.LpInteger for v in variables], dtype=np.bool_),
-        starts=np.array(starts, dtype=np.int32),
-        indices=np.array(indices, dtype=np.int32),
-        coefficients=np.array(coefficients, dtype=np.float64),
-        senses=np.array(senses, dtype=np.int8),
-        rhs=np.array(rhs, dtype=np.float64),
-    )
-
-
-def solve(problem: pulp.LpProblem, solver: pulp.LpSolver) -> PulpResult:
-    """Run a solver of PuLP's; the variables then have the values of its solution, if any."""
+def run_pulp(
+    program: ProgramArrays, solver: pulp.LpSolver, start: Mapping[Column, float] | None = None
+) -> PulpResult:
+    """Run a solver of PuLP's; the columns then have the values of its solution, if any."""
+    problem, variables = to_problem(program, start)
     result: Any = problem.solve(solver)
+    for column, variable in zip(program.columns, variables, strict=True):
+        column.value = variable.varValue
+    bound = _dual_bound(solver, problem)
     if IS_PULP_4:
-        return PulpResult(_outcome_of_stats(result), result.status_str)
+        return PulpResult(_outcome_of_stats(result), result.status_str, bound)
     outcome = {
         _PULP.LpSolutionOptimal: SolverOutcome.OPTIMAL,
         _PULP.LpSolutionIntegerFeasible: SolverOutcome.FEASIBLE,
         _PULP.LpSolutionInfeasible: SolverOutcome.INFEASIBLE,
     }.get(problem.sol_status, SolverOutcome.UNKNOWN)
-    return PulpResult(outcome, _PULP.LpStatus[problem.status])
+    return PulpResult(outcome, _PULP.LpStatus[problem.status], bound)
 
 
-def shorten_objective(problem: pulp.LpProblem) -> None:
-    """Rewrite the objective in a form that PuLP's classes handle.
+def to_problem(
+    program: ProgramArrays, start: Mapping[Column, float] | None = None
+) -> tuple[pulp.LpProblem, list[pulp.LpVariable]]:
+    """Return a program in PuLP's form, and its variables in the order of the columns, with the
+    values of `start`.
 
-    Most of them drop its constant, on which gap and bound depend. Those of PuLP 4 for a solver's
-    own package look every variable up in all of it, 6 s for 8,000 variables: there a variable
-    replaces it, which presolve substitutes again. Variables that have values keep them.
+    Most of PuLP's classes drop the constant of an objective, on which gap and bound depend. Those
+    of PuLP 4 for a solver's own package look every variable up in all of it, 6 s for 8,000
+    variables: there a variable replaces it, which presolve substitutes again.
     """
-    objective = problem.objective
-    if objective is None or not objective.constant:
-        return
-    terms = dict(objective.items())
-    if not IS_PULP_4:
+    problem = pulp.LpProblem("rematerialization", pulp.LpMinimize)
+    variables = [
+        problem.add_variable(
+            column.name,
+            lower if math.isfinite(lower) else None,
+            upper if math.isfinite(upper) else None,
+            pulp.LpInteger if is_integer else pulp.LpContinuous,
+        )
+        for column, lower, upper, is_integer in zip(
+            program.columns,
+            program.lower.tolist(),
+            program.upper.tolist(),
+            program.is_integer.tolist(),
+            strict=True,
+        )
+    ]
+    costs = {x: cost for x, cost in zip(variables, program.costs.tolist(), strict=True) if cost}
+    for row, sense in enumerate(program.senses.tolist()):
+        terms = {variables[i]: coefficient for i, coefficient in program.row(row)}
+        _add_row(problem, f"row{row}", terms, sense, float(program.rhs[row]))
+    if start is not None:
+        for column, variable in zip(program.columns, variables, strict=True):
+            variable.varValue = start.get(column)
+    if program.offset and IS_PULP_4:
+        cost = problem.add_variable("cost")
+        _add_row(problem, "cost", {**costs, cost: -1.0}, pulp.LpConstraintEQ, -program.offset)
+        if start is not None:
+            cost.varValue = program.offset + sum(c * (x.varValue or 0.0) for x, c in costs.items())
+        costs = {cost: 1.0}
+    elif program.offset:
         constant_one = problem.add_variable("one", 1, 1)
         constant_one.varValue = 1.0
-        problem.setObjective(expression({**terms, constant_one: objective.constant}))
-        return
-    cost = problem.add_variable("cost")
-    cost.varValue = objective.value()
-    row = ("cost", {**terms, cost: -1.0}, pulp.LpConstraintEQ, -objective.constant)
-    add_rows(problem, [row])
-    problem.setObjective(expression({cost: 1.0}))
+        costs[constant_one] = program.offset
+    problem.setObjective(_expression(costs))
+    return problem, variables
+
+
+def _expression(terms: Mapping[pulp.LpVariable, float], constant: float = 0.0) -> Any:
+    if IS_PULP_4:
+        return _PULP.LpAffineExpression.from_dict(terms, constant)
+    return pulp.LpAffineExpression(terms, constant=constant)
+
+
+def _add_row(
+    problem: pulp.LpProblem, name: str, terms: dict[pulp.LpVariable, float], sense: int, rhs: float
+) -> None:
+    if IS_PULP_4:
+        row = _expression(terms, -rhs)
+        row.sense = sense
+        problem.addConstraint(row, name)
+    else:
+        problem.addConstraint(pulp.LpConstraint(_expression(terms), sense, rhs=rhs), name)
 
 
 def _outcome_of_stats(stats: Any) -> SolverOutcome:

@@ -23,14 +23,11 @@ from typing import Annotated
 
 import numpy as np
 import numpy.typing as npt
-import pulp
 
 from remat.graph import Graph
 from remat.limits.units import format_bytes
-from remat.milp.solvers import pulp_solvers
 from remat.milp.solvers.highs import HighsSolver
-from remat.milp.solvers.program_arrays import SolverOutcome
-from remat.milp.solvers.pulp_solvers import expression
+from remat.milp.solvers.program import AT_LEAST, AT_MOST, Column, Program, SolverOutcome
 from remat.schedule import Schedule
 from remat.simulate import peak_and_time, simulate
 from remat.solution import Solution
@@ -242,16 +239,12 @@ class _SelectionMilp:
         """Return the values to save within `available_bytes`, as far as the rows model it; None if
         there are none, or none are found in time."""
         graph = self._graph
-        problem = pulp.LpProblem("selective", pulp.LpMinimize)
-        saved = {v: problem.add_variable(f"s{v}", 0, 1, pulp.LpInteger) for v in self._values}
-        recomputed = {
-            o: problem.add_variable(f"r{o}", 0, 1, pulp.LpInteger) for o in self._operations
-        }
-        rows: list[tuple[str, dict[pulp.LpVariable, float], int, float]] = []
+        program = Program()
+        saved = {v: program.add_binary(f"s{v}") for v in self._values}
+        recomputed = {o: program.add_binary(f"r{o}") for o in self._operations}
         for v in self._values:
             if graph.consumers[v][-1] >= self._count:
-                terms = {saved[v]: 1.0, recomputed[graph.producer[v]]: 1.0}
-                rows.append((f"read{v}", terms, pulp.LpConstraintGE, 1.0))
+                program.add_row({saved[v]: 1.0, recomputed[graph.producer[v]]: 1.0}, AT_LEAST, 1.0)
         for op in self._operations:
             for v in graph.operations[op].inputs:
                 if v in saved:
@@ -260,9 +253,9 @@ class _SelectionMilp:
                         recomputed[graph.producer[v]]: 1.0,
                         recomputed[op]: -1.0,
                     }
-                    rows.append((f"from{op}_{v}", terms, pulp.LpConstraintGE, 0.0))
+                    program.add_row(terms, AT_LEAST, 0.0)
         for row_operation in self._row_operations:
-            terms: dict[pulp.LpVariable, float] = {}
+            terms: dict[Column, float] = {}
             for v in self._values:
                 size = graph.values[v].size_bytes / self._unit_bytes
                 if self._last_read[v] >= row_operation:
@@ -271,13 +264,11 @@ class _SelectionMilp:
                         run = recomputed[graph.producer[v]]
                         terms[run] = terms.get(run, 0.0) + size
             row_limit = (available_bytes - self._fixed_bytes[row_operation]) / self._unit_bytes
-            rows.append((f"at{row_operation}", terms, pulp.LpConstraintLE, row_limit))
-        pulp_solvers.add_rows(problem, rows)
+            program.add_row(terms, AT_MOST, row_limit)
         unit_s = max((graph.operations[o].cost_s for o in self._operations), default=0.0) or 1.0
-        costs = {x: graph.operations[o].cost_s / unit_s for o, x in recomputed.items()}
-        problem.setObjective(expression(costs))
-        run = HighsSolver(gap=_GAP, time_limit=limit_s, threads=threads, options=_SOLVER_OPTIONS)
-        outcome = run.solve(pulp_solvers.read_arrays(problem)).outcome
+        program.costs = {x: graph.operations[o].cost_s / unit_s for o, x in recomputed.items()}
+        solver = HighsSolver(gap=_GAP, time_limit=limit_s, threads=threads, options=_SOLVER_OPTIONS)
+        outcome = solver.run(program.arrays()).outcome
         if outcome not in (SolverOutcome.OPTIMAL, SolverOutcome.FEASIBLE):
             return None
-        return frozenset(v for v, x in saved.items() if (x.varValue or 0.0) > 0.5)
+        return frozenset(v for v, x in saved.items() if x.is_one)

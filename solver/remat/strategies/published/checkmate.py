@@ -41,17 +41,25 @@ from typing import Annotated
 
 import numpy as np
 import numpy.typing as npt
-import pulp
 from pydantic import Field
 
 from remat.errors import InfeasibleBudget, RematError, SolverError, SolverTimeout
 from remat.graph import Graph
-from remat.milp import model, slots
+from remat.milp import slots
 from remat.milp.model import MilpModel
-from remat.milp.solvers import pulp_solvers
 from remat.milp.solvers.highs import TIGHT_TOLERANCES, HighsSolver
-from remat.milp.solvers.program_arrays import SolverOutcome, SolverRun
-from remat.milp.solvers.pulp_solvers import expression
+from remat.milp.solvers.program import (
+    AT_MOST,
+    EQUAL,
+    Column,
+    Program,
+    SolverOutcome,
+    SolverRun,
+    Term,
+    cost_unit_s,
+    size_unit_bytes,
+    value_of,
+)
 from remat.progress import Cancel
 from remat.schedule import Schedule, missing_operations
 from remat.simulate import peak_and_time
@@ -60,26 +68,22 @@ from remat.strategies.base import Task, infeasible
 from remat.strategies.baselines.schedule_builder import select_cheapest
 from remat.strategies.option_types import Checked, Seconds, Seed, Share, Threads, between
 
-_Term = pulp.LpVariable | int
-"""A variable, or its fixed value."""
-
 
 class CheckmateModel:
     """The rows, built on construction; bytes are divided by a power of two, so none is rounded.
 
-    `problem` is for a solver; `schedule` and `bound_in_units` read its solution.
+    `program` is for a solver; `schedule` and `bound_in_units` read its solution.
     """
 
     def __init__(self, graph: Graph, budget_bytes: int | None) -> None:
         self.graph = graph
         self.budget_bytes = budget_bytes
         scale_bytes = budget_bytes or sum(value.size_bytes for value in graph.values)
-        self.unit_bytes = 1 << max(0, scale_bytes.bit_length() - 11)
+        self.unit_bytes = size_unit_bytes(scale_bytes)
         self.sizes = [value.size_bytes / self.unit_bytes for value in graph.values]
-        self.problem = pulp.LpProblem("checkmate", pulp.LpMinimize)
-        self._rows: list[tuple[str, dict[pulp.LpVariable, float], int, float]] = []
-        self.available: float | pulp.LpVariable = (
-            self.problem.add_variable("b", 0)
+        self.program = Program()
+        self.available: float | Column = (
+            self.program.add_column("b")
             if budget_bytes is None
             else (budget_bytes - graph.constant_bytes) / self.unit_bytes
         )
@@ -91,33 +95,29 @@ class CheckmateModel:
         for t in range(count):
             self._dependencies(t)
             self._memory(t)
-        if isinstance(self.available, pulp.LpVariable):
-            self.problem.setObjective(expression({self.available: 1.0}))
+        if isinstance(self.available, Column):
+            self.program.costs = {self.available: 1.0}
         else:
-            costs = {
-                run: graph.operations[k].cost_s / self._cost_unit_s()
+            unit_s = cost_unit_s(graph)
+            self.program.costs = {
+                run: graph.operations[k].cost_s / unit_s
                 for row in self.runs
                 for k, run in enumerate(row)
-                if isinstance(run, pulp.LpVariable)
+                if isinstance(run, Column)
             }
-            total = graph.total_cost_s / self._cost_unit_s()
-            self.problem.setObjective(expression(costs, total))
-        pulp_solvers.add_rows(self.problem, self._rows)
+            self.program.offset = graph.total_cost_s / unit_s
 
     def schedule(self) -> Schedule:
         """Return the schedule of R, read row by row."""
         return Schedule.of(
-            k
-            for row in self.runs
-            for k, run in enumerate(row)
-            if (run if isinstance(run, int) else run.varValue or 0.0) > 0.5
+            k for row in self.runs for k, run in enumerate(row) if value_of(run) > 0.5
         )
 
     def bound_in_units(self, bound: float) -> float:
         """Convert a bound on the objective to seconds, or to bytes with constant memory."""
         if self.budget_bytes is None:
             return bound * self.unit_bytes + self.graph.constant_bytes
-        return bound * self._cost_unit_s()
+        return bound * cost_unit_s(self.graph)
 
     def _dependencies(self, t: int) -> None:
         for k, run in enumerate(self.runs[t]):
@@ -132,7 +132,7 @@ class CheckmateModel:
                 )
 
     def _memory(self, t: int) -> None:
-        live: list[tuple[float, _Term]] = [
+        live: list[tuple[float, Term]] = [
             (size, self.retained[t][i]) for i, size in enumerate(self.sizes)
         ]
         for k, run in enumerate(self.runs[t]):
@@ -144,13 +144,13 @@ class CheckmateModel:
                 need += [
                     (-self.sizes[i], self._free_variable(t, i, k)) for i in operation.overwrites
                 ]
-            if isinstance(self.available, pulp.LpVariable):
+            if isinstance(self.available, Column):
                 self._at_most([*need, (-1, self.available)], 0)
             else:
                 self._at_most(need, self.available)
             if k == t:
                 return
-            live_after = self._variable(f"u_{t}_{k + 1}", pulp.LpContinuous)
+            live_after = self.program.add_column(f"u_{t}_{k + 1}")
             # A result was produced before: the copy that k produces here is freed right after.
             retained_bytes = sum(
                 self.sizes[i] for i in operation.outputs if i not in self.graph.results
@@ -159,13 +159,13 @@ class CheckmateModel:
             for i in (*operation.inputs, *operation.outputs):
                 if i not in self.graph.results and self.sizes[i] > 0:
                     terms.append((-self.sizes[i], self._free_variable(t, i, k)))
-            self._equal([*terms, (-1, live_after)])
+            self.program.add_terms([*terms, (-1, live_after)], EQUAL, 0.0)
             live = [(1, live_after)]
 
-    def _free_variable(self, t: int, i: int, k: int) -> pulp.LpVariable:
-        free = self._variable(f"f_{t}_{i}_{k}", pulp.LpInteger, 1)
+    def _free_variable(self, t: int, i: int, k: int) -> Column:
+        free = self.program.add_binary(f"f_{t}_{i}_{k}")
         readers = [self.runs[t][j] for j in self.graph.consumers[i] if k < j <= t]
-        hazards: list[tuple[float, _Term]] = [
+        hazards: list[tuple[float, Term]] = [
             (-1, self.runs[t][k]),
             (1, self.retained[t + 1][i]),
             *((1, reader) for reader in readers),
@@ -176,45 +176,24 @@ class CheckmateModel:
         self._at_most([*hazards, (reasons, free)], reasons - 1)
         return free
 
-    def _run_term(self, t: int, k: int) -> _Term:
+    def _run_term(self, t: int, k: int) -> Term:
         if k == t:
             return 1
         if not self.graph.operations[k].recomputable:
             return 0
-        return self._variable(f"r_{t}_{k}", pulp.LpInteger, 1)
+        return self.program.add_binary(f"r_{t}_{k}")
 
-    def _retained_term(self, t: int, i: int) -> _Term:
+    def _retained_term(self, t: int, i: int) -> Term:
         if self.graph.producer[i] >= t:
             return 0
         if i in self.graph.results:
             return 1
         if t == len(self.graph):
             return 0
-        return self._variable(f"s_{t}_{i}", pulp.LpInteger, 1)
+        return self.program.add_binary(f"s_{t}_{i}")
 
-    def _variable(self, name: str, cat: str, upper: float | None = None) -> pulp.LpVariable:
-        return self.problem.add_variable(name, 0, upper, cat)
-
-    def _at_most(self, terms: list[tuple[float, _Term]], rhs: float) -> None:
-        self._row(terms, pulp.LpConstraintLE, rhs)
-
-    def _equal(self, terms: list[tuple[float, _Term]]) -> None:
-        self._row(terms, pulp.LpConstraintEQ, 0)
-
-    def _row(self, terms: list[tuple[float, _Term]], sense: int, rhs: float) -> None:
-        variables: dict[pulp.LpVariable, float] = {}
-        for coefficient, term in terms:
-            if isinstance(term, int):
-                rhs -= coefficient * term
-            else:
-                variables[term] = variables.get(term, 0.0) + coefficient
-        if not variables and sense == pulp.LpConstraintLE and rhs < 0:
-            variables[self._variable(f"none{len(self._rows)}", pulp.LpContinuous, 0)] = 1.0
-        if variables:
-            self._rows.append((f"c{len(self._rows)}", variables, sense, rhs))
-
-    def _cost_unit_s(self) -> float:
-        return self.graph.total_cost_s / 1000 or 1.0
+    def _at_most(self, terms: list[tuple[float, Term]], rhs: float) -> None:
+        self.program.add_terms(terms, AT_MOST, rhs)
 
 
 _MAX_ATTEMPTS = 5
@@ -279,7 +258,7 @@ class CheckmateMilp(Checked):
                 is_proved = answer.outcome is SolverOutcome.OPTIMAL and attempt == 0
                 stats: dict[str, str | int | float] = {
                     "solver": "HiGHS",
-                    "columns": len(program.problem.variables()),
+                    "columns": len(program.program.columns),
                     "nodes": answer.nodes,
                     "solver_s": answer.seconds,
                 }
@@ -305,7 +284,7 @@ class CheckmateMilp(Checked):
             options=options,
         )
         try:
-            return highs.solve(pulp_solvers.read_arrays(program.problem))
+            return highs.run(program.program.arrays())
         except SolverError as error:
             raise SolverError(f"{error}; use Auto") from None
 
@@ -326,8 +305,7 @@ def retained_share_matrix(graph: Graph, relaxed: MilpModel) -> Shares:
             if v in graph.results or graph.values[v].size_bytes == 0:
                 current[v] = 1.0
             else:
-                retained = relaxed.retained[slot, v]
-                current[v] = retained if isinstance(retained, int) else retained.varValue or 0.0
+                current[v] = value_of(relaxed.retained[slot, v])
         if not relaxed.slots.is_optional[slot]:
             stage += 1
             shares[stage] = current
@@ -491,22 +469,23 @@ class LpRounding(Checked):
     ) -> tuple[MilpModel | None, float]:
         """Return the solved relaxation (None if it has no solution) with its time in seconds or,
         without a limit, its peak in bytes without constant memory."""
-        relaxed = model.build(graph, slots.build_complete_slots(graph), limit_bytes)
+        relaxed = MilpModel(graph, slots.build_complete_slots(graph), limit_bytes)
         remaining_s = max(0.1, deadline - time.monotonic())
         is_cancelled = None if cancel is None else cancel.is_set
         highs = HighsSolver(
             gap=0.0, time_limit=remaining_s, threads=self.threads, is_cancelled=is_cancelled
         )
         try:
-            answer = highs.solve(relaxed.arrays.relaxed())
+            answer = highs.run(relaxed.arrays.relaxed())
         except SolverError as error:
             raise SolverError(f"{error}; use Auto") from None
         if answer.outcome is SolverOutcome.INFEASIBLE:
             return None, 0.0
         if answer.outcome is not SolverOutcome.OPTIMAL or answer.objective is None:
             raise SolverTimeout(
-                f"the relaxation of {len(graph)} operations, {relaxed.rows:,} rows, was not solved "
-                f"in {self.time_limit:g} s, or cancelled: raise `time_limit`, or use Auto"
+                f"the relaxation of {len(graph)} operations, {len(relaxed.program.rows):,} rows, "
+                f"was not solved in {self.time_limit:g} s, or cancelled: raise `time_limit`, or "
+                "use Auto"
             )
         unit = relaxed.unit_bytes if limit_bytes is None else relaxed.cost_unit_s
         return relaxed, answer.objective * unit

@@ -11,9 +11,10 @@ from dataclasses import dataclass, field, replace
 from remat.errors import SolverError
 from remat.graph import Graph
 from remat.heuristics.polish import prune
-from remat.milp import backends, model
+from remat.milp import backends
 from remat.milp.backends import SolverOutcome, SolverRun
 from remat.milp.identical_blocks import SharedDecisions
+from remat.milp.model import MilpModel
 from remat.milp.slots import Slots
 from remat.milp.solvers.highs import BoundsCallback
 from remat.progress import Clock, Progress, ProgressCallback
@@ -73,10 +74,10 @@ class MilpRunner:
             began = time.monotonic()
             if self.is_stopped() or self._overhead_s(slots) > self.clock.remaining_s:
                 break
-            program = self._build(slots, tightened_bytes)
-            if self._may_overrun(program):
+            milp = self._build(slots, tightened_bytes)
+            if self._may_overrun(milp):
                 break
-            unit_s = program.cost_unit_s
+            unit_s = milp.cost_unit_s
             is_proof = slots.is_complete and tightened_bytes == budget_bytes
             bound_to_report = None if is_proof else proved_bound_s / unit_s
             report = self._progress_reporter("cost", unit_s, bound=bound_to_report)
@@ -84,7 +85,7 @@ class MilpRunner:
             stall.best_objective = self.time_s(incumbent) / unit_s
             report(stall.best_objective, None)
             answer = self._run(
-                program,
+                milp,
                 gap=self.options.gap if gap is None else gap,
                 time_limit=min(time_limit, self.clock.remaining_s),
                 incumbent=incumbent,
@@ -97,7 +98,7 @@ class MilpRunner:
                 self._overhead_per_slot_s, overhead_s / max(1, len(slots.operations))
             )
             if tightened_bytes == budget_bytes and answer.bound is not None:
-                bound = answer.bound * program.cost_unit_s
+                bound = answer.bound * milp.cost_unit_s
             if answer.schedule is None:
                 break
             schedule = prune(self.graph, answer.schedule)
@@ -135,13 +136,13 @@ class MilpRunner:
         if self.failure:
             return None
         began = time.monotonic()
-        program = model.build(self.graph, shared.slots, budget_bytes, shared)
-        if self._may_overrun(program):
+        milp = MilpModel(self.graph, shared.slots, budget_bytes, shared)
+        if self._may_overrun(milp):
             return None
-        unit_s = program.cost_unit_s
+        unit_s = milp.cost_unit_s
         stall = StallDetector(math.inf, is_good_enough=is_good_enough, unit=unit_s)
         answer = self._run(
-            program,
+            milp,
             gap=gap,
             time_limit=time_limit - (time.monotonic() - began),
             incumbent=start,
@@ -163,10 +164,10 @@ class MilpRunner:
         """
         if self.is_stopped() or self.clock.is_set():
             return _no_answer("no program was solved"), None
-        program = self._build(slots, None)
-        if self._may_overrun(program):
+        milp = self._build(slots, None)
+        if self._may_overrun(milp):
             return _no_answer("no time for the program"), None
-        constant, unit = self.graph.constant_bytes, program.unit_bytes
+        constant, unit = self.graph.constant_bytes, milp.unit_bytes
         target = None if target_bytes is None else (target_bytes - constant) / unit
         target_excluded = threading.Event()
         bound_to_report = None if slots.is_complete else (proved_bound_bytes - constant) / unit
@@ -180,7 +181,7 @@ class MilpRunner:
                 target_excluded.set()
 
         answer = self._run(
-            program,
+            milp,
             gap=self.options.peak_gap,
             time_limit=time_limit,
             incumbent=incumbent,
@@ -198,21 +199,24 @@ class MilpRunner:
         programs before it. They matter for large programs."""
         return self._overhead_per_slot_s * len(slots.operations)
 
-    def _may_overrun(self, program: model.MilpModel) -> bool:
+    def _may_overrun(self, milp: MilpModel) -> bool:
         """True if the solver could overrun the deadline before it first checks the time. A search
         without a stall limit takes that risk."""
-        return self.options.stall < math.inf and program.rows * _ROW_S > self.clock.remaining_s
+        return (
+            self.options.stall < math.inf
+            and len(milp.program.rows) * _ROW_S > self.clock.remaining_s
+        )
 
-    def _build(self, slots: Slots, budget_bytes: int | None) -> model.MilpModel:
-        program = model.build(self.graph, slots, budget_bytes)
+    def _build(self, slots: Slots, budget_bytes: int | None) -> MilpModel:
+        milp = MilpModel(self.graph, slots, budget_bytes)
         self.stats["slots"] = slots.optional_count
-        self.stats["rows"] = program.rows
-        self.stats["columns"] = program.columns
-        return program
+        self.stats["rows"] = len(milp.program.rows)
+        self.stats["columns"] = len(milp.program.columns)
+        return milp
 
     def _run(
         self,
-        program: model.MilpModel,
+        milp: MilpModel,
         *,
         gap: float,
         time_limit: float,
@@ -225,7 +229,7 @@ class MilpRunner:
         began = time.monotonic()
         try:
             answer = backends.run(
-                program,
+                milp,
                 solver=self.options.solver,
                 gap=gap,
                 time_limit=max(0.1, time_limit),

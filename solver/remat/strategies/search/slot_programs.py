@@ -15,11 +15,12 @@ from remat.errors import SolverError
 from remat.graph import Graph
 from remat.heuristics.eviction import EVICTION_RULES
 from remat.heuristics.local_search import schedules_within_budget
-from remat.milp import model, slots
+from remat.milp import slots
 from remat.milp.backends import SolverOutcome
 from remat.milp.model import MilpModel
 from remat.milp.slots import Slots
 from remat.milp.solvers.highs import HighsSolver
+from remat.milp.solvers.program import value_of
 from remat.progress import Clock
 from remat.schedule import Schedule
 from remat.strategies.search.state import SearchState, SlotProgramResult
@@ -186,19 +187,19 @@ def relaxation_support(
 
     Returns None if no relaxed schedule fits, or the time was too short.
     """
-    program = model.build(graph, slots, budget_bytes)
+    relaxed = MilpModel(graph, slots, budget_bytes)
     highs = HighsSolver(gap=0.0, time_limit=time_limit, threads=1, is_cancelled=is_cancelled)
     try:
-        answer = highs.solve(program.arrays.relaxed())
+        answer = highs.run(relaxed.arrays.relaxed())
     except SolverError:
         return None
     if answer.bound is None:
         return None
     schedule = slots.schedule(
-        slot for slot, run in program.run_variables.items() if (run.varValue or 0.0) > _MIN_SHARE
+        slot for slot, run in relaxed.run_columns.items() if value_of(run) > _MIN_SHARE
     )
     stride = 1 + len(graph) // _MAX_ADVISED_OPERATIONS
-    shares = [(op, dict(s)) for op, s in retained_shares(graph, program) if op % stride == 0]
+    shares = [(op, dict(s)) for op, s in retained_shares(graph, relaxed) if op % stride == 0]
     return RelaxationSupport(schedule, shares)
 
 
@@ -213,8 +214,7 @@ def retained_shares(graph: Graph, relaxed: MilpModel) -> Iterator[tuple[int, Sha
             yield op, shares
         operation = graph.operations[op]
         for v in (*operation.inputs, *operation.outputs):
-            retained = relaxed.retained.get((slot, v), 0)
-            share = retained if isinstance(retained, int) else retained.varValue or 0.0
+            share = value_of(relaxed.retained.get((slot, v), 0))
             if share > _MIN_SHARE:
                 shares[v] = share
             else:
