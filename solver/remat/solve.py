@@ -189,11 +189,11 @@ class _Search:
         schedule to start from."""
         traced, strategy, started_at = self.traced, self.strategy, time.monotonic()
         if not isinstance(traced, Trace):
-            return self._solve(budget, start, strategy)
+            return self._plan_once(budget, start, strategy)
 
-        def solve_once(budget: Budget) -> Plan:
+        def plan_once(budget: Budget) -> Plan:
             nonlocal strategy
-            plan = self._solve(budget, start, strategy)
+            plan = self._plan_once(budget, start, strategy)
             strategy = _with_remaining_time(self.strategy, started_at)
             launch_s = traced.launch_s(plan.schedule.runs)
             if launch_s is not None:
@@ -201,15 +201,15 @@ class _Search:
             return with_prediction(plan, traced)
 
         return solve_within_allocator_budget(
-            traced, budget, solve_once, reserved_bytes=self.reserved_bytes, cancel=self.cancel
+            traced, budget, plan_once, reserved_bytes=self.reserved_bytes, cancel=self.cancel
         )
 
-    def _solve(self, budget: Budget, start: Schedule | None, strategy: Strategy) -> Plan:
+    def _plan_once(self, budget: Budget, start: Schedule | None, strategy: Strategy) -> Plan:
         traced = self.traced
         is_graph = isinstance(traced, Graph)
         graph = traced if is_graph else traced.graph()
         budget_bytes = budget.in_bytes(baseline_of(graph).peak_bytes, graph.library_bytes)
-        plan = _solve(graph, budget_bytes, strategy, start, self.progress, self.cancel)
+        plan = _plan_within(graph, budget_bytes, strategy, start, self.progress, self.cancel)
         if is_graph:
             return plan
         return replace(plan, terms=replace(plan.terms, cost_source=traced.cost_source))
@@ -223,7 +223,7 @@ def warn_of_solver_failure(plan: Plan) -> None:
         warnings.warn(message, SolverWarning, stacklevel=4)
 
 
-def _solve(
+def _plan_within(
     graph: Graph,
     budget_bytes: int | None,
     strategy: Strategy,

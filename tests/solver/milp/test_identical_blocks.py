@@ -183,7 +183,7 @@ def test_schedules_of_a_tied_program_fit(groups: int, share: float) -> None:
     group = (0, *(1 + i * groups // inner for i in range(inner)), groups + 1)
     shared = shared_decisions_of(graph, identical, group)
     budget_bytes = budget_of(graph, share)
-    schedule = programs(graph).solve_with_shared_decisions(
+    schedule = programs(graph).minimize_shared_cost(
         shared, budget_bytes, None, 8.0, lambda _: False, 1e-3
     )
     assert schedule is not None
@@ -201,7 +201,7 @@ def test_schedules_of_a_tied_program_fit(groups: int, share: float) -> None:
 def test_nothing_is_recomputed_where_everything_fits() -> None:
     graph, identical = blocks()
     shared = shared_decisions_of(graph, identical, (0,) * identical.count)
-    schedule = programs(graph).solve_with_shared_decisions(
+    schedule = programs(graph).minimize_shared_cost(
         shared, budget_of(graph, 1.0), None, 2.0, lambda _: False, 0.0
     )
     assert schedule == Schedule.keep_all(graph)

@@ -22,7 +22,7 @@ from remat.schedule import Schedule
 from remat.simulate import peak_and_time, simulate
 from remat.strategies.base import Task
 from remat.strategies.search.eviction import evict_for_cost, relax, reserve_small_values
-from remat.strategies.search.slot_programs import relaxation_support, solve_relaxation_support
+from remat.strategies.search.slot_programs import recombine_relaxation, relaxation_support
 from remat.strategies.search.state import SearchState
 
 LAWS = settings(
@@ -105,7 +105,7 @@ def test_sifting_finds_the_optimum_of_a_chain(budget: int) -> None:
     expensive = smallest_peak_schedule(graph, target_bytes=budget).schedule
     best = remat.solve(graph, budget, remat.Exact())
     state = search_state_of(graph, budget, expensive)
-    solve_relaxation_support(state, Clock.of(30.0))
+    recombine_relaxation(state, Clock.of(30.0))
     peak_bytes, time_s = peak_and_time(graph, state.best)
     assert peak_bytes <= budget
     assert best.time_s <= time_s <= peak_and_time(graph, expensive)[1]

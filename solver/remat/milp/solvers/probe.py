@@ -50,18 +50,18 @@ def probe(class_name: str) -> dict[str, str | bool]:
                 messages = [str(w.message) for w in caught_warnings if w.category is UserWarning]
                 return {"usable": False, "version": "", "reason": "; ".join(messages)}
         version = _version(backend)
-        _solve(class_name, 2)
+        _run_program(class_name, 2)
         usable = True
         if class_name in _TRIAL_LICENCES:
             reason = f"its licence refuses programs of {_TRIAL_LIMIT_VARIABLES:,} variables: "
-            _solve(class_name, _TRIAL_LIMIT_VARIABLES)
+            _run_program(class_name, _TRIAL_LIMIT_VARIABLES)
     except Exception as error:
         words = " ".join(f"{type(error).__name__}: {error}".split())
         return {"usable": usable, "version": version, "reason": reason + words}
     return {"usable": True, "version": version, "reason": ""}
 
 
-def _solve(class_name: str, count: int) -> None:
+def _run_program(class_name: str, count: int) -> None:
     """Solve a program with that many variables and rows, which any presolve removes."""
     problem = pulp.LpProblem("probe", pulp.LpMinimize)
     chosen = [problem.add_variable(f"x{i:05d}", 0, 1, pulp.LpInteger) for i in range(count)]

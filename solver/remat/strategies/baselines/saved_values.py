@@ -151,7 +151,7 @@ class Selective(Checked):
         deadline = time.perf_counter() + self.time_limit
         available_bytes, fits = budget_bytes or 0, False
         for choice in range(self.choices if budget_bytes is not None else 0):
-            saved = self._solve(program, available_bytes, choice, deadline)
+            saved = self._select(program, available_bytes, choice, deadline)
             if saved is None:
                 break
             schedule = save_values(graph, saved)
@@ -166,16 +166,16 @@ class Selective(Checked):
         max_bytes = peak_and_time(graph, save_all)[0]
         for choice in range(self.choices):  # for the smallest peak: smaller and smaller limits
             available_bytes = max_bytes - max_bytes * choice // self.choices
-            saved = self._solve(program, available_bytes, choice, deadline)
+            saved = self._select(program, available_bytes, choice, deadline)
             if saved is None:
                 return
             yield f"saves {_saved_size(graph, saved)}", save_values(graph, saved)
 
-    def _solve(
+    def _select(
         self, program: _SelectionMilp, available_bytes: int, choice: int, deadline: float
     ) -> frozenset[int] | None:
         left_s = (deadline - time.perf_counter()) / (self.choices - choice)
-        return program.solve(available_bytes, max(0.1, left_s), self.threads)
+        return program.select(available_bytes, max(0.1, left_s), self.threads)
 
 
 def _saved_size(graph: Graph, saved: frozenset[int]) -> str:
@@ -235,7 +235,7 @@ class _SelectionMilp:
         }
         self._unit_bytes = max(timeline.peak_bytes, 1)
 
-    def solve(self, available_bytes: int, limit_s: float, threads: int) -> frozenset[int] | None:
+    def select(self, available_bytes: int, limit_s: float, threads: int) -> frozenset[int] | None:
         """Return the values to save within `available_bytes`, as far as the rows model it; None if
         there are none, or none are found in time."""
         graph = self._graph

@@ -233,7 +233,9 @@ class CheckmateMilp(Checked):
             program = CheckmateModel(graph, limit)
             try:
                 left_s = max(0.1, deadline - time.monotonic())
-                answer = self._solve(program, cancel, left_s, TIGHT_TOLERANCES if attempt else None)
+                answer = self._run_highs(
+                    program, cancel, left_s, TIGHT_TOLERANCES if attempt else None
+                )
             except SolverError as error:
                 keep_all = Schedule.keep_all(graph)
                 if budget_bytes is not None and peak_and_time(graph, keep_all)[0] > budget_bytes:
@@ -268,7 +270,7 @@ class CheckmateMilp(Checked):
             limit -= excess_bytes if attempt else 0
         raise SolverError(f"HiGHS exceeds the budget by its tolerance, {_MAX_ATTEMPTS} times")
 
-    def _solve(
+    def _run_highs(
         self,
         program: CheckmateModel,
         cancel: Cancel | None,

@@ -60,7 +60,7 @@ def find_repeated_blocks(graph: Graph) -> IdenticalBlocks | None:
     return identical_blocks.find_identical_blocks(graph, _MIN_BLOCKS)
 
 
-def solve_identical_blocks(blocks: IdenticalBlocks, state: SearchState, clock: Clock) -> None:
+def share_block_decisions(blocks: IdenticalBlocks, state: SearchState, clock: Clock) -> None:
     """Add the best schedule in which identical blocks share decisions.
 
     It uses the budget to the last byte, so no memory is reserved for small values afterwards.
@@ -110,7 +110,7 @@ def identical_blocks_schedule(
                 window = {s for s in free_slots if level.group_of_slot(s) in (group, None)}
                 free_slots = window.union(slot_set.locate(best) or ())
             shared = level.with_slots(slot_set.only(free_slots))
-            candidate = runner.solve_with_shared_decisions(
+            candidate = runner.minimize_shared_cost(
                 shared, budget_bytes, best, time_limit_s, is_good_enough, gap
             )
             if candidate is not None and runner.peak_bytes(candidate) <= budget_bytes:

@@ -29,7 +29,7 @@ from remat.solution import Solution
 from remat.strategies.base import infeasible
 from remat.strategies.search.block_programs import (
     find_repeated_blocks,
-    solve_identical_blocks,
+    share_block_decisions,
 )
 from remat.strategies.search.eviction import (
     add_checkpoint_cuts,
@@ -45,7 +45,7 @@ from remat.strategies.search.slot_programs import (
     is_gap_open,
     minimize_cost_over_slots,
     minimize_peak_over_slots,
-    solve_relaxation_support,
+    recombine_relaxation,
 )
 from remat.strategies.search.state import SearchState
 from remat.strategies.search.step import SearchStep, run_steps
@@ -116,10 +116,10 @@ def auto_pipeline(
     quick_peak = PEAK[:-1]
     cost: list[SearchStep] = [RELAXATION]
     if blocks:
-        solve_blocks = partial(solve_identical_blocks, blocks)
+        share_decisions = partial(share_block_decisions, blocks)
         cost += [
             SearchStep("advised_eviction", evict_by_advice, time_share=0.3),
-            SearchStep("identical_blocks", solve_blocks, time_share=0.5),
+            SearchStep("identical_blocks", share_decisions, time_share=0.5),
         ]
     cost += [
         SearchStep(
@@ -137,7 +137,7 @@ def auto_pipeline(
             must_succeed=True,
         ),
         SearchStep("checkpoint_cuts", add_checkpoint_cuts, time_share=0.3, is_concurrent=True),
-        SearchStep("relaxation_support", solve_relaxation_support, time_share=0.4),
+        SearchStep("relaxation_support", recombine_relaxation, time_share=0.4),
         SearchStep("guided_eviction", evict_by_relaxation, time_share=0.2),
         SearchStep("milp", minimize_cost_over_slots, time_share=0.6),
         SearchStep("windows", improve_windows, is_needed=is_gap_open),

@@ -119,7 +119,7 @@ class MilpRunner:
         answer = SolverRun(SolverOutcome.FEASIBLE, incumbent, None, None, 0, 0.0, "incumbent kept")
         return answer, bound_s
 
-    def solve_with_shared_decisions(
+    def minimize_shared_cost(
         self,
         shared: SharedDecisions,
         budget_bytes: int,

@@ -44,12 +44,12 @@ _RECOMBINE_GAP_SHARE = 0.3
 later can meet it."""
 
 
-def solve_relaxation_support(state: SearchState, clock: Clock) -> None:
+def recombine_relaxation(state: SearchState, clock: Clock) -> None:
     """Add the best schedule over the recomputations of the incumbent and of the relaxation over
     the slots."""
     if state.runner.is_stopped():
         return
-    support = _solve_relaxation(state, clock)
+    support = _relax_over_slots(state, clock)
     if support is not None and not clock.is_set():
         recombine(state, [support.schedule], clock)
 
@@ -66,7 +66,7 @@ def evict_by_relaxation(state: SearchState, clock: Clock) -> None:
         if clock.is_set() or state.is_within_gap or state.runner.is_stopped():
             return
         before_s = state.objective
-        support = _solve_relaxation(state, clock, coarseness) or support
+        support = _relax_over_slots(state, clock, coarseness) or support
         if support is not None:
             _evict_by_support(state, support, clock)
         won_s = before_s - state.objective
@@ -78,7 +78,7 @@ def evict_by_relaxation(state: SearchState, clock: Clock) -> None:
         recombine(state, [support.schedule], clock)
 
 
-def _solve_relaxation(
+def _relax_over_slots(
     state: SearchState, clock: Clock, coarseness: int = 1
 ) -> RelaxationSupport | None:
     return relaxation_support(
