@@ -28,7 +28,7 @@ import remat
 from benchmarks.harness import machine, report
 from benchmarks.harness.methods import copy_sharing_parameters, run_step
 from benchmarks.models.families import FAMILIES
-from remat.report.tables import align_columns
+from remat.report.report import Table
 
 INDUCTOR = "inductor"
 
@@ -137,7 +137,7 @@ def _print_rows(title: str, rows: list[report.Row]) -> None:
                 f"{row['warm_s']:.1f} s, {row['warm_rounds']} planned",
             )
         )
-    print(title, *align_columns(lines), "", sep="\n", flush=True)
+    print(title, *Table(lines).lines(), "", sep="\n", flush=True)
 
 
 def _options(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -45,7 +45,7 @@ from benchmarks.models.families import FAMILIES
 from benchmarks.models.workloads import Workload
 from remat.frontend.compile.backend import remat_backend
 from remat.limits.units import format_bytes
-from remat.report.tables import align_columns
+from remat.report.report import Table
 
 INDUCTOR = "inductor"
 AT_PEAK = "remat, at the peak of "
@@ -167,7 +167,7 @@ def print_rows(title: str, rows: list[report.Row]) -> None:
                 f"{sum(row['setup_s'].values()):.0f} s",
             )
         )
-    print(title, *align_columns(lines), "", sep="\n", flush=True)
+    print(title, *Table(lines).lines(), "", sep="\n", flush=True)
 
 
 def _last_line(failure: str) -> str:

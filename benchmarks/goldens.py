@@ -43,7 +43,7 @@ from benchmarks.harness.measurement import measure_usage
 from benchmarks.harness.methods import Method, copy_sharing_parameters, run_step
 from benchmarks.models.families import FAMILIES
 from benchmarks.models.workloads import Workload
-from remat.report.tables import align_columns
+from remat.report.report import Table
 
 Cell = dict[str, Any]
 Cells = dict[str, Cell]
@@ -115,7 +115,7 @@ def print_differences(before: Cells, after: Cells) -> int:
             is_worse = _is_worse(field, old, new)
             num_worse += is_worse
             rows.append((key, field, str(old), str(new), "WORSE" if is_worse else ""))
-    print(*align_columns(rows, left=2), sep="\n")
+    print(*Table(rows, "llr").lines(), sep="\n")
     common = before.keys() & after.keys()
     same = sum(not [*_differences(before[key], after[key])] for key in common)
     print(f"\n{same} of {len(common)} cells are the same; {num_worse} figures are worse")

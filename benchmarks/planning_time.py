@@ -35,7 +35,7 @@ import remat
 from benchmarks.harness import machine, report
 from benchmarks.models.traced import TRACED_MODELS, default_cache, load_or_trace
 from benchmarks.models.workloads import gpt2
-from remat.report.tables import align_columns
+from remat.report.report import Table
 
 CASES = ("ready_cold", "ready_warm", "trace96", "solve_10000", "fit_mamba")
 _SOLVED_MODEL = "gpt_10000"
@@ -181,7 +181,7 @@ def _print_least(rows: Sequence[report.Row]) -> None:
         least[key] = (min(wall_s, row["wall_s"]), min(processor_s, row["processor_s"]))
     header = ("case", "code", "wall s", "CPU s")
     cells = [(*key, *(f"{seconds:.1f}" for seconds in times)) for key, times in least.items()]
-    print("\n".join(align_columns([header, *cells], left=2)))
+    print("\n".join(Table([header, *cells], "llr").lines()))
 
 
 def _options(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -18,7 +18,7 @@ from benchmarks.atlas.results import (
     Row,
     SolverResult,
 )
-from remat.report.tables import align_columns
+from remat.report.report import Table
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def cells_of(line: Standing) -> tuple[str, ...]:
 
 def table(lines: Iterable[Standing]) -> str:
     """Return the leaderboard as text."""
-    return "\n".join(align_columns([HEADER, *map(cells_of, lines)]))
+    return "\n".join(Table([HEADER, *map(cells_of, lines)]).lines())
 
 
 def load_all(folder: Path) -> tuple[list[ModelResult], list[SolverResult]]:

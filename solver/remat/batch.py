@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from remat.documents.trace import Trace
 from remat.limits.units import format_bytes, format_seconds
 from remat.plan import Plan
+from remat.report.report import Described, Fact, Report, Table
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +47,7 @@ class BatchAttempt:
 
 
 @dataclass(frozen=True)
-class MaxBatch:
+class MaxBatch(Described):
     """The largest batch whose step fits, with its plan and trace.
 
     Run it with `remat.lower(remat.rewrite(trace, plan.schedule), model)`. `is_proved` is True if
@@ -77,7 +78,7 @@ class MaxBatch:
         """Seconds for each sample of the largest batch without recomputation."""
         return None if self.eager_time_s is None else self.eager_time_s / self.eager_batch
 
-    def describe(self) -> str:
+    def report(self) -> Report:
         """Return the batch, its peak and time, and a table of the batches that were tried."""
         limit = "" if self.max_overhead is None else f", overhead at most {self.max_overhead:.1%}"
         if self.reached_most:
@@ -86,26 +87,34 @@ class MaxBatch:
             certainty = "proved: the next one does not fit"
         else:
             certainty = "not proved: no plan was found for the next one within the time limit"
-        lines = [
-            f"batch     {self.batch}, the largest within {format_bytes(self.budget_bytes)}{limit}",
-            f"          {certainty}",
-            f"peak      {format_bytes(self.plan.peak_bytes)}",
-            f"time      {format_seconds(self.plan.time_s)}, {self.plan.overhead:+.2%} over no "
-            f"recomputation; {format_seconds(self.time_per_sample_s)} a sample",
-            f"eager     {self._eager()}",
-            "",
-            "batches tried (the peak of the plan, or the smallest peak of any schedule):",
-            f"{'batch':>7}  {'peak':>9}  {'overhead':>8}  {'took':>8}  outcome",
+        facts = [
+            Fact(
+                "batch",
+                f"{self.batch}, the largest within {format_bytes(self.budget_bytes)}{limit}",
+            ),
+            Fact("", certainty),
+            Fact("peak", format_bytes(self.plan.peak_bytes)),
+            Fact(
+                "time",
+                f"{format_seconds(self.plan.time_s)}, {self.plan.overhead:+.2%} over no "
+                f"recomputation; {format_seconds(self.time_per_sample_s)} a sample",
+            ),
+            Fact("eager", self._eager()),
         ]
+        rows = [("batch", "peak", "overhead", "took", "outcome")]
         for attempt in self.attempts:
-            peak_bytes = attempt.shown_peak_bytes
-            peak = "" if peak_bytes is None else format_bytes(peak_bytes)
-            overhead = "" if attempt.overhead is None else f"{attempt.overhead:.2%}"
-            took = format_seconds(attempt.elapsed_s)
-            lines.append(
-                f"{attempt.batch:>7}  {peak:>9}  {overhead:>8}  {took:>8}  {attempt.outcome}"
+            peak_bytes, overhead = attempt.shown_peak_bytes, attempt.overhead
+            rows.append(
+                (
+                    str(attempt.batch),
+                    "" if peak_bytes is None else format_bytes(peak_bytes),
+                    "" if overhead is None else f"{overhead:.2%}",
+                    format_seconds(attempt.elapsed_s),
+                    attempt.outcome,
+                )
             )
-        return "\n".join(lines)
+        title = "batches tried (the peak of the plan, or the smallest peak of any schedule):"
+        return Report(facts, title, Table(rows, "rrrrl"))
 
     def _eager(self) -> str:
         """Return the text about the largest batch without recomputation."""
@@ -117,6 +126,3 @@ class MaxBatch:
             f"batch {self.eager_batch} is the largest without recomputation; "
             f"{format_seconds(sample_s)} a sample, with the plan {change:+.2%}"
         )
-
-    def __str__(self) -> str:
-        return self.describe()

@@ -14,7 +14,9 @@ from typing import Self
 
 from remat.documents.plan import PlanDocument
 from remat.plan_data import PlanData, Status
-from remat.report import describe, explain
+from remat.report.explain import explain
+from remat.report.plan_report import diff, plan_report
+from remat.report.report import Described, Report
 from remat.view.html import plan_fragment, plan_html
 from remat.view.timeline import timeline_svg
 
@@ -22,14 +24,18 @@ __all__ = ["Plan", "Status"]
 
 
 @dataclass(frozen=True, repr=False)
-class Plan(PlanData):
+class Plan(PlanData, Described):
     """A schedule and its costs; see `PlanData` for the fields."""
+
+    def report(self) -> Report:
+        """Return the report of the plan."""
+        return plan_report(self)
 
     def describe(self, solve: bool = False) -> str:
         """Return a table: budget, peak, time, bound, and what is recomputed, by module. With
         `solve`, also the steps of the solve: the seconds that each took, and the objective and
         bound after it."""
-        return describe.describe(self, solve)
+        return str(plan_report(self, solve))
 
     def explain(self, name: str) -> str:
         """Explain why one operation is retained or recomputed, and what the alternative would cost:
@@ -37,12 +43,12 @@ class Plan(PlanData):
 
         Raises `UnknownName`, which is a `KeyError`, with the most similar names.
         """
-        return explain.explain(self, name)
+        return explain(self, name)
 
     def diff(self, other: PlanData) -> str:
         """Return what `other` does differently: peak, time, and the operations that only one
         recomputes."""
-        return describe.diff(self, other)
+        return diff(self, other)
 
     def to_svg(self) -> str:
         """Return an SVG of the memory over the step, by what it is used for, under the budget."""
@@ -76,6 +82,3 @@ class Plan(PlanData):
     def load(cls, path: str | os.PathLike[str]) -> Self:
         """Read what `save` wrote. Raises `DocumentError`."""
         return PlanDocument.load(path).to_plan(cls)
-
-    def __str__(self) -> str:
-        return self.describe()

@@ -11,7 +11,14 @@ from remat.blockwise.block_step import PLANNED, BlockOption
 from remat.limits.budget import share_of_baseline
 from remat.limits.units import format_bytes, format_seconds
 from remat.plan import Plan
-from remat.report.tables import align_columns, fold_layer_numbers
+from remat.report.report import (
+    Described,
+    Fact,
+    Report,
+    Table,
+    facts_of_lines,
+    fold_layer_numbers,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +44,7 @@ class BlockCall:
 
 
 @dataclass(frozen=True)
-class BlocksPlan:
+class BlocksPlan(Described):
     """The plan of a training step whose blocks are planned separately, within one budget.
 
     `calls` are the block calls in the order of the forward. Sizes are of the whole step: they
@@ -91,37 +98,38 @@ class BlocksPlan:
         """The calls that run in eager mode, as they are or checkpointed."""
         return tuple(call for call in self.calls if call.how != PLANNED)
 
-    def describe(self) -> str:
-        """Return a table: budget, peak, time, the blocks' options, and why blocks are unplanned."""
-        share = f"{self.share:.1%}"
+    def report(self) -> Report:
+        """Return budget, peak, time, the blocks' options, and why blocks are unplanned."""
         on_host = ("on host",) if self.host_bytes else ()
-        lines = [
-            f"budget  {format_bytes(self.budget_bytes)}",
-            f"peak    {format_bytes(self.peak_bytes)}, {share} of "
-            f"{format_bytes(self.baseline_bytes)} without recomputation",
-            f"time    {format_seconds(self.time_s)} in blocks, {100 * self.overhead:+.3g}% over "
-            f"{format_seconds(self.baseline_time_s)} (costs {self.cost_source})",
-            *self._offload_lines(),
-            "",
-            *align_columns(
-                [("blocks", "", "calls", "saved", "of", *on_host, "extra time"), *self._rows()],
-                left=2,
+        facts = [
+            Fact("budget", format_bytes(self.budget_bytes)),
+            Fact(
+                "peak",
+                f"{format_bytes(self.peak_bytes)}, {self.share:.1%} of "
+                f"{format_bytes(self.baseline_bytes)} without recomputation",
             ),
+            Fact(
+                "time",
+                f"{format_seconds(self.time_s)} in blocks, {100 * self.overhead:+.3g}% over "
+                f"{format_seconds(self.baseline_time_s)} (costs {self.cost_source})",
+            ),
+            *facts_of_lines("offload", self._offload_lines()),
         ]
+        heading = ("blocks", "", "calls", "saved", "of", *on_host, "extra time")
         reasons = dict.fromkeys(
             (fold_layer_numbers(c.path), c.unplanned_reason)
             for c in self.unplanned
             if c.unplanned_reason
         )
-        if reasons:
-            lines += ["", "not planned:", *(f"  {path}: {text}" for path, text in reasons)]
         replaced = {fold_layer_numbers(path): text for path, text in reversed(self.replaced)}
-        if replaced:
-            lines += ["", "planned by their submodules:"]
-            lines += [f"  {path}: {text}" for path, text in sorted(replaced.items())]
-        if self.not_whole_reason:
-            lines += ["", f"block by block, because {self.not_whole_reason}"]
-        return "\n".join(lines)
+        is_whole = not self.not_whole_reason
+        return Report(
+            facts,
+            Table([heading, *self._rows()], "llr"),
+            _reasons_text("not planned:", reasons),
+            _reasons_text("planned by their submodules:", sorted(replaced.items())),
+            "" if is_whole else f"block by block, because {self.not_whole_reason}",
+        )
 
     def _offload_lines(self) -> list[str]:
         """Return the lines about offloaded tensors; none if there are none."""
@@ -130,9 +138,9 @@ class BlocksPlan:
         count = sum(call.offloaded_count for call in self.calls)
         offloaded_bytes = sum(call.offloaded_bytes for call in self.calls)
         return [
-            f"offload {count} tensors ({format_bytes(offloaded_bytes)}) are offloaded to the host; "
+            f"{count} tensors ({format_bytes(offloaded_bytes)}) are offloaded to the host; "
             f"at most {format_bytes(self.host_bytes)} are there at once",
-            f"        copies take {format_seconds(self.copies_s)}, for "
+            f"copies take {format_seconds(self.copies_s)}, for "
             f"{format_seconds(self.waiting_s)} of which the step waits "
             f"({self.waiting_s / (self.time_s or 1.0):.2%} of the blocks' time)",
         ]
@@ -158,5 +166,8 @@ class BlocksPlan:
                 f"{100 * (time_s / baseline_s - 1):+.3g}%" if baseline_s else "",
             )
 
-    def __str__(self) -> str:
-        return self.describe()
+
+def _reasons_text(title: str, reasons: Iterable[tuple[str, str]]) -> str:
+    """Return the paths of modules with reasons below a title; "" without any."""
+    lines = [f"  {path}: {text}" for path, text in reasons]
+    return "\n".join([title, *lines]) if lines else ""

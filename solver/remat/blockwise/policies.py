@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 from remat.blockwise.block_step import SELECTIVE
 from remat.documents.base import Document, DottedPath, Record
 from remat.limits.units import format_bytes, format_seconds
-from remat.report.tables import align_columns, fold_layer_numbers
+from remat.report.report import Described, Fact, Report, Table, fold_layer_numbers
 
 OPERATORS = "operators"
 REGIONS = "regions"
@@ -51,7 +51,7 @@ class BlockPolicy(Record):
         return ", ".join((*calls, *self.regions, *self.modules))
 
 
-class Policies(Document):
+class Policies(Described, Document):
     """The policies of a model's blocks, with the predicted peak and time of a training step.
 
     Bytes include parameters, gradients and everything outside of blocks; seconds are of the blocks
@@ -100,31 +100,30 @@ class Policies(Document):
         """Extra time as a fraction of the blocks' time without recomputation."""
         return self.time_s / self.baseline_time_s - 1 if self.baseline_time_s else 0.0
 
-    def describe(self) -> str:
-        """Return a table: budget, peak, time, overhead of a plan by remat, and the policies."""
+    def report(self) -> Report:
+        """Return budget, peak, time, overhead of a plan by remat, and a table of the policies."""
         share = f"{self.peak_bytes / max(self.baseline_bytes, 1):.1%}"
-        optimum: list[str] = []
-        if self.optimum_overhead is not None:
-            optimum = [
-                f"remat   {100 * self.optimum_overhead:+.3g}% within that peak, if the blocks are "
-                "planned and run by remat (costs per operation)"
-            ]
-        lines = [
-            f"budget  {format_bytes(self.budget_bytes)}",
-            f"peak    {format_bytes(self.peak_bytes)}, {share} of "
-            f"{format_bytes(self.baseline_bytes)} without recomputation",
-            f"time    {format_seconds(self.time_s)} in blocks, {100 * self.overhead:+.3g}% over "
-            f"{format_seconds(self.baseline_time_s)} (measured by running the blocks)",
-            *optimum,
-            "",
-            *align_columns(
-                [("blocks", "", _COLUMN_TITLES.get(self.rules, "saved")), *self._rows()], left=3
+        facts = [
+            Fact("budget", format_bytes(self.budget_bytes)),
+            Fact(
+                "peak",
+                f"{format_bytes(self.peak_bytes)}, {share} of "
+                f"{format_bytes(self.baseline_bytes)} without recomputation",
+            ),
+            Fact(
+                "time",
+                f"{format_seconds(self.time_s)} in blocks, {100 * self.overhead:+.3g}% over "
+                f"{format_seconds(self.baseline_time_s)} (measured by running the blocks)",
             ),
         ]
-        return "\n".join(lines)
-
-    def __str__(self) -> str:
-        return self.describe()
+        if self.optimum_overhead is not None:
+            optimum = (
+                f"{100 * self.optimum_overhead:+.3g}% within that peak, if the blocks are planned "
+                "and run by remat (costs per operation)"
+            )
+            facts.append(Fact("remat", optimum))
+        heading = ("blocks", "", _COLUMN_TITLES.get(self.rules, "saved"))
+        return Report(facts, Table([heading, *self._rows()], "l"))
 
     def _rows(self) -> Iterator[tuple[str, ...]]:
         def row_key(policy: BlockPolicy) -> object:

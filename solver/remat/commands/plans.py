@@ -13,8 +13,8 @@ from remat.commands.common.command_options import Json, PlanFile, PlotDevice, ch
 from remat.commands.common.plots import PLOT_KINDS, PlotInput, find_plot_writer
 from remat.commands.common.summaries import JsonObject, plan_summary, to_json_text
 from remat.plan import Plan
-from remat.report.describe import recomputations_by_name
-from remat.report.solve_progress import describe_solve_steps, solve_steps
+from remat.report.plan_report import recomputations_by_name
+from remat.report.solve_progress import solve_report, solve_steps
 
 
 def explain(
@@ -47,7 +47,7 @@ def explain(
         )
         return
     texts = [*explanations.values()] or [document.describe()]
-    files.print_text("\n\n".join([*texts, describe_solve_steps(document)] if solve else texts))
+    files.print_text("\n\n".join([*texts, str(solve_report(document))] if solve else texts))
 
 
 def _matching_operations(plan: Plan, name: str) -> list[JsonObject]:

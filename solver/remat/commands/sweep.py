@@ -31,6 +31,7 @@ from remat.limits.units import format_bytes, format_seconds
 from remat.plan import Plan
 from remat.progress import Cancel
 from remat.report.comparison import ComparisonRow
+from remat.report.report import Report
 from remat.solve import SWEEP_BUDGETS, solve
 from remat.solve import sweep as solve_all
 
@@ -136,23 +137,27 @@ def sweep(
             summary["plans_without_offloading"] = without
         files.print_json(to_json_text(summary))
     else:
-        files.print_text(describe(plans))
+        files.print_text(str(sweep_report(plans)))
     hint_how_to_save(output, as_json, "sweep", "sweep.json.gz")
     exit_if_interrupted(signum, "the part that was solved so far")
 
 
-def describe(plans: list[Plan]) -> str:
+def sweep_report(plans: list[Plan]) -> Report:
     """Return a table with one line for each plan, below the peak and time of the baseline."""
-    return (
+    baseline = (
         f"without recomputation: peak {format_bytes(plans[0].baseline_peak_bytes)}, "
-        f"time {format_seconds(plans[0].baseline_time_s)}\n\n{frontier_table(plans)}"
+        f"time {format_seconds(plans[0].baseline_time_s)}"
     )
+    return Report(baseline, frontier_table(plans))
 
 
 def _frontier_writer(suffix: str) -> SweepWriter:
     return lambda result, device: FRONTIER_WRITERS[suffix](
         FrontierContent(
-            result.plans, describe(result.plans), result.rows_without_offloading(), device=device
+            result.plans,
+            str(sweep_report(result.plans)),
+            result.rows_without_offloading(),
+            device=device,
         )
     )
 

@@ -21,7 +21,7 @@ from remat.commands.common.exits import UsageError
 from remat.commands.common.interruptible_solve import hint_how_to_save
 from remat.commands.common.progress_line import show_progress
 from remat.commands.common.step_options import StepOptions, check_step_device, with_step_options
-from remat.commands.common.summaries import describe_costs, describe_trace, to_json_text
+from remat.commands.common.summaries import measured_report, to_json_text, trace_report
 from remat.costs.roofline import Roofline as RooflineModel
 from remat.costs.trace_costs import with_roofline_costs
 from remat.documents.trace import Trace
@@ -62,7 +62,7 @@ def trace(
     if step.as_json:
         files.print_json(captured_trace.to_json())
     else:
-        files.print_text(describe_trace(captured_trace))
+        files.print_text(str(trace_report(captured_trace)))
     hint_how_to_save(output, step.as_json, "trace", "trace.json.gz")
 
 
@@ -103,7 +103,7 @@ def measure(
     if as_json:
         files.print_json(measured_trace.to_json())
     else:
-        files.print_text(f"{describe_trace(measured_trace)}\n\n{describe_costs(measured_trace)}")
+        files.print_text(str(measured_report(measured_trace)))
     hint_how_to_save(output, as_json, "trace", "trace.json.gz")
 
 

@@ -10,7 +10,7 @@ from typing import Generic
 
 from remat.limits.units import format_bytes, format_seconds
 from remat.plan_data import P
-from remat.report.tables import align_columns
+from remat.report.report import Described, Report, Table
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class ComparisonRow(Generic[P]):
 
 
 @dataclass(frozen=True)
-class ComparisonData(Generic[P]):
+class ComparisonData(Described, Generic[P]):
     """The rows of a comparison, one strategy after the other, and the peak and time without
     recomputation."""
 
@@ -53,7 +53,7 @@ class ComparisonData(Generic[P]):
                 frontiers[name] = points
         return frontiers
 
-    def describe(self) -> str:
+    def report(self) -> Report:
         """Return a table with a line per strategy and a column per budget."""
         names = list(dict.fromkeys(row.strategy for row in self.rows))
         budgets = list(dict.fromkeys(row.budget for row in self.rows))
@@ -65,21 +65,15 @@ class ComparisonData(Generic[P]):
                 solve_time = format_seconds(sum(row.solve_s for row in rows))
                 line = [self._cell(cells.get((name, budget))) for budget in budgets]
                 table.append([name, *line, _largest_gap(rows), solve_time])
-        lines = [
+        head = (
             f"without recomputation: peak {format_bytes(self.baseline_peak_bytes)}, "
-            f"time {format_seconds(self.baseline_time_s)}",
+            f"time {format_seconds(self.baseline_time_s)}\n"
             "cells: extra time (peak, in % of that without recomputation); - does not fit; "
-            "gap: the largest proved gap",
-            "",
-            *align_columns(table),
-        ]
+            "gap: the largest proved gap"
+        )
         reasons = {row.strategy: row.reason for row in self.rows if not row.is_applicable}
-        if reasons:
-            lines += ["", *(f"{name}: {reason}" for name, reason in reasons.items())]
-        return "\n".join(lines)
-
-    def __str__(self) -> str:
-        return self.describe()
+        notes = (f"{name}: {reason}" for name, reason in reasons.items())
+        return Report(head, Table(table), "\n".join(notes))
 
     def _heading(self, budget: int | float | str) -> str:
         """Return the heading of a budget's column, with its bytes."""

@@ -14,7 +14,16 @@ from remat.errors import BudgetError
 from remat.limits.budget import Budget
 from remat.limits.units import format_bytes, format_seconds
 from remat.report.eager_step import eager_graph, value_of_storage, with_eager_masks
-from remat.report.tables import align_columns, fold_layer_numbers, largest_rows
+from remat.report.report import (
+    Described,
+    Fact,
+    Report,
+    Table,
+    facts_of_lines,
+    facts_of_parts,
+    fold_layer_numbers,
+    largest_rows,
+)
 from remat.schedule import Schedule
 from remat.simulate import simulate
 from remat.strategies.baselines.quick import quick_baseline_schedules
@@ -33,7 +42,7 @@ class ModuleActivations:
 
 
 @dataclass(frozen=True)
-class Estimate:
+class Estimate(Described):
     """The peak of a training step in eager mode, forward and backward, and its parts.
 
     `peak_bytes` is the sum of what is live at the peak: parameters, buffers (and constants of the
@@ -182,75 +191,62 @@ class Estimate:
             )
         return self.peak_bytes + self.reserve_bytes <= parsed.size_bytes
 
-    def describe(self) -> str:
-        """Return a table with the peak, its parts and its operation, the modules with the most
-        activations there, and what is not part of the peak."""
+    def report(self) -> Report:
+        """Return the peak, its parts and its operation, the modules with the most activations
+        there, and what is not part of the peak."""
         phase = "backward" if self.is_peak_backward else "forward"
         module = f", {self.peak_module}" if self.peak_module else ""
-        total = max(1, self.peak_bytes)
         device = f"{self.device} ({self.gpu})" if self.gpu else self.device
-        parts = (
-            ("parameters", self.parameter_bytes),
-            ("buffers", self.buffer_bytes),
-            ("inputs", self.input_bytes),
-            ("libraries", self.library_bytes),
-            ("gradients", self.gradient_bytes),
-            ("outputs", self.output_bytes),
-            ("activations", self.activation_bytes),
-            ("activation gradients", self.activation_gradient_bytes),
-        )
-        lines = [
-            f"estimate  {self.model} on {device}; nothing was run",
-            f"peak      {format_bytes(self.peak_bytes)} without recomputation, in "
-            f"{self.peak_operation} ({phase}{module}); of this",
-            *(
-                f"          {name:<20}{format_bytes(size):>10}  {size / total:>6.1%}"
-                for name, size in parts
-                if size
+        parts_bytes = {
+            "parameters": self.parameter_bytes,
+            "buffers": self.buffer_bytes,
+            "inputs": self.input_bytes,
+            "libraries": self.library_bytes,
+            "gradients": self.gradient_bytes,
+            "outputs": self.output_bytes,
+            "activations": self.activation_bytes,
+            "activation gradients": self.activation_gradient_bytes,
+        }
+        reachable = "no lower peak by a quick baseline; the solver may reach one"
+        if self.reachable_peak_bytes < self.baseline_peak_bytes:
+            reachable = f"{format_bytes(self.reachable_peak_bytes)} or less by recomputation"
+        place = f"{self.peak_operation} ({phase}{module})"
+        facts = [
+            Fact("estimate", f"{self.model} on {device}; nothing was run"),
+            Fact(
+                "peak",
+                f"{format_bytes(self.peak_bytes)} without recomputation, in {place}; of this",
             ),
-            f"largest   {format_bytes(self.largest_value_bytes)}, {self.largest_value}",
-            f"reachable {self._reachable_text()}",
+            *facts_of_parts(parts_bytes, self.peak_bytes),
+            Fact("largest", f"{format_bytes(self.largest_value_bytes)}, {self.largest_value}"),
+            Fact("reachable", reachable),
         ]
         if self.device != "cpu":  # there is no data sheet of the CPU
-            lines.append(
-                f"time      {format_seconds(self.time_s)} without recomputation, by "
-                f"{self.cost_source}; attainable rates, not measured"
+            text = (
+                f"{format_seconds(self.time_s)} without recomputation, by {self.cost_source}; "
+                "attainable rates, not measured"
             )
+            facts.append(Fact("time", text))
         if self.baseline_peak_bytes != self.peak_bytes:
-            lines.append(
-                f"plans     start from {format_bytes(self.baseline_peak_bytes)}: they free the "
-                "operands of a product earlier than autograd,\n          and allocate each sum of "
-                "gradients; if there is dropout on the CPU, its masks are smaller"
+            text = (
+                f"start from {format_bytes(self.baseline_peak_bytes)}: they free the operands of a "
+                "product earlier than autograd,"
             )
-        lines += [
-            f"optimizer {format_bytes(self.adam_bytes)} more for Adam's moments in float32",
-            *self._reserve_line(),
-            f"excluded  {self._unknown_workspaces}, the allocator's fragmentation, a loss outside "
-            "the model",
-        ]
-        if self.activations_by_module:
-            lines += ["", *self._activation_table()]
-        return "\n".join(lines)
+            more = "and allocate each sum of gradients; if there is dropout on the CPU, its masks "
+            facts += facts_of_lines("plans", [text, f"{more}are smaller"])
+        moments = f"{format_bytes(self.adam_bytes)} more for Adam's moments in float32"
+        facts.append(Fact("optimizer", moments))
+        if self.reserve_bytes:
+            total = format_bytes(self.peak_bytes + self.reserve_bytes)
+            reserved = f"{format_bytes(self.reserve_bytes)}; with the peak {total}"
+            facts.append(Fact("reserved", reserved))
+        # Only cuDNN knows its workspaces.
+        unknown = "workspaces inside kernels" if self.device == "cpu" else "cuDNN's workspaces"
+        excluded = f"{unknown}, the allocator's fragmentation, a loss outside the model"
+        facts.append(Fact("excluded", excluded))
+        return Report(facts, self._activation_table() if self.activations_by_module else "")
 
-    @property
-    def _unknown_workspaces(self) -> str:
-        """The workspaces that are not counted: the CPU's, and those that only cuDNN knows."""
-        return "workspaces inside kernels" if self.device == "cpu" else "cuDNN's workspaces"
-
-    def _reserve_line(self) -> list[str]:
-        """Return a line about the reserved bytes; none if nothing is reserved."""
-        if not self.reserve_bytes:
-            return []
-        total = format_bytes(self.peak_bytes + self.reserve_bytes)
-        return [f"reserved  {format_bytes(self.reserve_bytes)}; with the peak {total}"]
-
-    def _reachable_text(self) -> str:
-        """Return the peak that recomputation reaches, as text."""
-        if self.reachable_peak_bytes < self.baseline_peak_bytes:
-            return f"{format_bytes(self.reachable_peak_bytes)} or less by recomputation"
-        return "no lower peak by a quick baseline; the solver may reach one"
-
-    def _activation_table(self) -> list[str]:
+    def _activation_table(self) -> Table:
         """Return a table of the activations at the peak by module. Layers that differ only in their
         number share a line."""
         sums: dict[str, list[int]] = defaultdict(lambda: [0, 0])
@@ -263,10 +259,7 @@ class Estimate:
             (name, format_bytes(size), f"{size / total:.1%}", str(value_count))
             for name, (size, value_count) in largest_rows(sums, _MAX_ROWS)
         ]
-        return align_columns([("activations at the peak", "bytes", "share", "values"), *rows])
-
-    def __str__(self) -> str:
-        return self.describe()
+        return Table([("activations at the peak", "bytes", "share", "values"), *rows])
 
 
 def _placeholder_bytes(trace: Trace) -> dict[str, int]:

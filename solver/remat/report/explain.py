@@ -14,11 +14,9 @@ from remat.graph import Graph
 from remat.limits.units import format_bytes, format_seconds
 from remat.passes.offload.copies import offloaded_values
 from remat.plan_data import PlanData
-from remat.report.describe import SCOPE_TEXT
-from remat.report.module_lines import module_lines, phase, plural
-from remat.report.offloads import host_lines
-from remat.report.pieces import operation_labels
-from remat.report.tables import fold_layer_numbers
+from remat.report.operation_lines import module_lines, operation_labels, phase, plural
+from remat.report.plan_report import SCOPE_TEXT, host_lines
+from remat.report.report import fold_layer_numbers
 from remat.schedule import Schedule
 from remat.simulate import Timeline, simulate
 

@@ -6,10 +6,15 @@ import json
 from dataclasses import asdict, dataclass
 
 from remat.limits.units import format_bytes, format_seconds
-from remat.report.tables import align_columns
+from remat.report.report import (
+    Described,
+    Fact,
+    Report,
+    Table,
+    facts_of_lines,
+    facts_of_parts,
+)
 from remat.report.training_memory import TrainingMemory
-
-_LABEL_WIDTH = 10
 
 _ACCURACY = "peaks within 2%, reserved bytes within 17% of 477 small loops on a GPU in software"
 """Errors of predictions, checkpoints and convolutions included (docs/how-to/fit.md)."""
@@ -56,7 +61,7 @@ class LongestFit:
 
 
 @dataclass(frozen=True)
-class Fit:
+class Fit(Described):
     """The memory of a training loop on a device, and the options if it does not fit.
 
     `usable_bytes` are the bytes that torch's allocator may reserve on the `device`. `memory` is
@@ -85,7 +90,7 @@ class Fit:
         """True if the training loop fits as it is."""
         return self.memory.reserved_bytes <= self.usable_bytes
 
-    def describe(self) -> str:
+    def report(self) -> Report:
         """Return the verdict, the parts of the peak, and a table of options with their code."""
         memory = self.memory
         missing = memory.reserved_bytes - self.usable_bytes
@@ -96,44 +101,26 @@ class Fit:
         )
         batch = "" if self.batch is None else f", batch {self.batch}"
         place = "the optimizer's step" if memory.is_in_optimizer else "forward and backward"
-        total = max(1, memory.peak_bytes)
-        lines = [
-            _line("model", f"{self.model}{batch}, optimizer {self.optimizer}"),
-            _line("device", f"{self.device}, {format_bytes(self.usable_bytes)} usable"),
-            _line("fits", verdict),
-            *self._length_lines(),
-            *self._reserved_line(),
-            _line("peak", f"{format_bytes(memory.peak_bytes)} during {place}; of this"),
-            *(
-                _line("", f"{name:<20}{format_bytes(size):>10}  {size / total:>6.1%}")
-                for name, size in memory.parts.items()
-            ),
-            _line(
+        facts = [
+            Fact("model", f"{self.model}{batch}, optimizer {self.optimizer}"),
+            Fact("device", f"{self.device}, {format_bytes(self.usable_bytes)} usable"),
+            Fact("fits", verdict),
+            *facts_of_lines("lengths", list(map(_length_text, self.lengths))),
+            *self._reserved_facts(),
+            Fact("peak", f"{format_bytes(memory.peak_bytes)} during {place}; of this"),
+            *facts_of_parts(memory.parts, memory.peak_bytes),
+            Fact(
                 "time",
                 f"{format_seconds(self.step_s)} for forward and backward, by {self.cost_source}",
             ),
+            *(Fact("note", note) for note in self.notes),
         ]
-        lines += [_line("note", note) for note in self.notes]
-        if self.options:
-            lines += ["", *self._table(), "", *self._code_lines()]
-        if self.excluded:
-            lines += ["", *(f"no {option.name}: {option.reason}" for option in self.excluded)]
-        return "\n".join(lines)
+        excluded = "\n".join(f"no {option.name}: {option.reason}" for option in self.excluded)
+        if not self.options:
+            return Report(facts, excluded)
+        return Report(facts, self._table(), "\n".join(self._code_lines()), excluded)
 
-    def _length_lines(self) -> list[str]:
-        """Return a line for eager mode, and one for the best option."""
-        lines: list[str] = []
-        for fit in self.lengths:
-            how = f"with {fit.option}" if fit.option else "as it is"
-            text = (
-                f"no length fits {how}"
-                if fit.length is None
-                else f"{fit.length:,} tokens fit {how}: {fit.share:.1%} of batches"
-            )
-            lines.append(_line("" if lines else "lengths", text))
-        return lines
-
-    def _reserved_line(self) -> list[str]:
+    def _reserved_facts(self) -> list[Fact]:
         """Return a line about torch's allocator, and one about the accuracy; none on a CPU."""
         if self.device == "cpu":
             return []
@@ -141,9 +128,9 @@ class Fit:
             f"{format_bytes(self.memory.reserved_bytes)} by torch's allocator, "
             f"{format_bytes(self.memory.expandable_bytes)} with expandable segments"
         )
-        return [_line("reserved", text), _line("accuracy", _ACCURACY)]
+        return [Fact("reserved", text), Fact("accuracy", _ACCURACY)]
 
-    def _table(self) -> list[str]:
+    def _table(self) -> Table:
         rows = [("option", "fits", "peak", "reserved", "time")]
         for number, option in enumerate(self.options, 1):
             time = "" if option.step_s is None else _relative(option.step_s, self.step_s)
@@ -156,7 +143,7 @@ class Fit:
                     time,
                 )
             )
-        return align_columns(rows)
+        return Table(rows)
 
     def _code_lines(self) -> list[str]:
         lines: list[str] = []
@@ -170,12 +157,12 @@ class Fit:
         """Return all fields as JSON."""
         return json.dumps({"fits": self.fits} | asdict(self), indent=2)
 
-    def __str__(self) -> str:
-        return self.describe()
 
-
-def _line(label: str, text: str) -> str:
-    return f"{label:<{_LABEL_WIDTH}}{text}"
+def _length_text(fit: LongestFit) -> str:
+    how = f"with {fit.option}" if fit.option else "as it is"
+    if fit.length is None:
+        return f"no length fits {how}"
+    return f"{fit.length:,} tokens fit {how}: {fit.share:.1%} of batches"
 
 
 def _relative(step_s: float, eager_s: float) -> str:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from remat.limits.units import format_bytes, format_seconds
 from remat.plan_data import PlanData
 from remat.progress import STAGE_PHASE, Progress
-from remat.report.tables import align_columns
+from remat.report.report import Report, Table
 from remat.solution import STEP_STAT_SUFFIXES, step_names
 
 Figures = dict[str, str | int | float]
@@ -58,23 +58,18 @@ def solve_steps(plan: PlanData) -> list[Figures]:
     return rows
 
 
-def describe_solve_steps(plan: PlanData) -> str:
+def solve_report(plan: PlanData) -> Report:
     """Return a table of the steps of a plan's solve: the seconds of each, and the incumbent and
     lower bound after it. Steps that search the smallest peak, in bytes, are a first table."""
     steps = solve_steps(plan)
     if not steps:
-        return _why_no_steps(plan)
-    costs = [step for step in steps if "bound" in step]
-    peaks = [step for step in steps if "bound" not in step]
-    tables = [
-        [_PEAK_HEADINGS, *map(_peak_line, peaks)],
-        [_COST_HEADINGS, *map(_cost_line, costs)],
-    ]
-    lines: list[tuple[str, str, str, str]] = []
-    for table in tables:
-        if len(table) > 1:
-            lines += [("", "", "", ""), *table] if lines else table
-    return "\n".join(align_columns(lines))
+        return Report(_why_no_steps(plan))
+    peaks = [_peak_line(step) for step in steps if "bound" not in step]
+    costs = [_cost_line(step) for step in steps if "bound" in step]
+    peak_rows = [_PEAK_HEADINGS, *peaks] if peaks else []
+    cost_rows = [_COST_HEADINGS, *costs] if costs else []
+    between = [("", "", "", "")] if peaks and costs else []
+    return Report(Table([*peak_rows, *between, *cost_rows]))
 
 
 def _note(plan: PlanData, name: str) -> Figures:

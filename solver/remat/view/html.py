@@ -13,7 +13,7 @@ from remat.limits.units import format_bytes, format_seconds
 from remat.passes.offload.copies import count_without_copies
 from remat.plan_data import PlanData
 from remat.report.comparison import ComparisonData, ComparisonRow
-from remat.report.describe import describe
+from remat.report.plan_report import plan_report
 from remat.view.code import annotated_code
 from remat.view.drawing.text import escape, escape_lines, shorten
 from remat.view.frontier import TITLE as FRONTIER_TITLE
@@ -65,14 +65,14 @@ def plan_html(plan: PlanData, program: Program | None = None) -> str:
     parts = [
         "<h1>Rematerialization plan</h1>",
         _figures(plan),
-        f"<pre>{escape_lines(describe(plan))}</pre>",
+        _preformatted(plan_report(plan)),
         timeline_svg(plan),
         schedule_svg(plan),
     ]
     if plan.schedule.recomputed(plan.graph):
         parts += [modules_svg(plan), "<h2>Recomputed most</h2>", _recomputed_table(plan)]
     if program is not None:
-        code = f'<pre class="remat-code">{escape_lines(annotated_code(program, plan))}</pre>'
+        code = _preformatted(annotated_code(program, plan), "remat-code")
         parts.append(f"<h2>Program</h2><details><summary>code</summary>{code}</details>")
     return page("Rematerialization plan", "".join(parts))
 
@@ -89,7 +89,7 @@ def frontier_html(
     parts = [
         f"<h1>{FRONTIER_TITLE}</h1>",
         frontier_svg(plans, rows, device=device),
-        f'<pre class="remat-code">{escape_lines(text)}</pre>',
+        _preformatted(text, "remat-code"),
     ]
     return page(FRONTIER_TITLE, "".join(parts))
 
@@ -110,19 +110,24 @@ def plan_fragment(plan: PlanData) -> str:
     collapsed section."""
     return (
         f'<div class="remat-plan"><style>{_STYLE}</style>{_figures(plan)}{timeline_svg(plan)}'
-        f"<details><summary>details</summary><pre>{escape_lines(describe(plan))}</pre></details>"
-        "</div>"
+        f"<details><summary>details</summary>{_preformatted(plan_report(plan))}</details></div>"
     )
 
 
 def comparison_fragment(comparison: ComparisonData) -> str:
     """Return what a notebook displays of a comparison: the picture of its frontier, and its table
     in a collapsed section."""
-    table = f"<pre>{escape_lines(comparison.describe())}</pre>"
+    table = _preformatted(comparison.report())
     return (
         f'<div class="remat-plan"><style>{_STYLE}</style>{comparison_svg(comparison)}'
         f"<details><summary>table</summary>{table}</details></div>"
     )
+
+
+def _preformatted(text: object, css_class: str | None = None) -> str:
+    """Return a report or other text as preformatted HTML."""
+    attribute = "" if css_class is None else f' class="{css_class}"'
+    return f"<pre{attribute}>{escape_lines(str(text))}</pre>"
 
 
 def _allocator_text(plan: PlanData) -> str:

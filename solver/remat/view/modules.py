@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from remat.limits.units import format_bytes, format_seconds
 from remat.plan_data import PlanData
-from remat.report.tables import fold_layer_numbers
+from remat.report.report import fold_layer_numbers
 from remat.view.drawing import svg
 from remat.view.drawing.text import plain, shorten
 

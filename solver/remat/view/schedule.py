@@ -13,7 +13,7 @@ from collections import defaultdict
 from remat.limits.units import format_bytes, format_seconds
 from remat.passes.offload.copies import count_without_copies
 from remat.plan_data import PlanData
-from remat.report.pieces import operation_labels
+from remat.report.operation_lines import operation_labels
 from remat.view.drawing import svg
 from remat.view.drawing.axes import RUNS, Axis, bottom_axis, decimal_ticks, pass_boundary
 from remat.view.drawing.memory_layers import first_backward_run

@@ -16,7 +16,7 @@ from typing import Any
 
 from remat.documents.base import write_atomically
 from remat.plan_data import PlanData
-from remat.report.pieces import operation_labels
+from remat.report.operation_lines import operation_labels
 from remat.simulate import overwritten_copies
 from remat.view.drawing.memory_layers import LAYERS, copy_layers, run_start_times_s
 from remat.view.drawing.text import plain

@@ -14,7 +14,7 @@ from remat.errors import RematError, UnknownName
 from remat.graph import Graph, Operation, Value
 from remat.plan import Plan
 from remat.report.explain import without_recomputation
-from remat.report.tables import fold_layer_numbers
+from remat.report.report import fold_layer_numbers
 from remat.schedule import Schedule
 from remat.simulate import Copy, simulate
 from remat.solution import Solution

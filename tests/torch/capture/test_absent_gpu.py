@@ -22,7 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import remat
-from remat.commands.common.summaries import describe_trace
+from remat.commands.common.summaries import trace_report
 from remat.costs.trace_costs import _warn_once, device_mismatch_warning
 from remat.documents.arguments import Literal, Ref
 from remat.documents.records import TensorMeta
@@ -761,7 +761,7 @@ def test_pricing_a_trace_for_another_gpu_is_warned_of(caplog: pytest.LogCaptureF
     trace = traced(PLAIN["mlp"](), "a100")
     assert (trace.gpu, trace.device_label) == ("a100", "cuda:0 (a100)")
     assert remat.Trace.from_json(trace.to_json()).gpu == "a100"
-    assert "on cuda:0 (a100)" in describe_trace(trace)
+    assert "on cuda:0 (a100)" in str(trace_report(trace))
     estimate = remat.estimate(PLAIN["mlp"]().model, PLAIN["mlp"]().args, device="a100")
     assert estimate.gpu == "a100"
     assert "on cuda:0 (a100); nothing was run" in estimate.describe()

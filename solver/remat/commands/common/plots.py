@@ -17,6 +17,7 @@ from remat.documents.program import Program
 from remat.documents.trace import Trace
 from remat.passes.split.splits import with_recorded_splits
 from remat.plan import Plan
+from remat.report.report import Report
 from remat.rewrite import rewrite
 
 if TYPE_CHECKING:
@@ -75,7 +76,9 @@ def _annotated_code(plot_input: PlotInput) -> str:
 def _frontier_writer(suffix: str) -> PlotWriter:
     return lambda plot_input: FRONTIER_WRITERS[suffix](
         FrontierContent(
-            plot_input.plans, frontier_table(plot_input.plans), device=plot_input.device
+            plot_input.plans,
+            str(Report(frontier_table(plot_input.plans))),
+            device=plot_input.device,
         )
     )
 

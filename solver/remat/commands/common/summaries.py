@@ -15,7 +15,7 @@ from remat.errors import RematError
 from remat.frontend.compile.registry import CompiledPlan
 from remat.limits.units import format_bytes, format_seconds
 from remat.plan import Plan
-from remat.report.tables import align_columns, largest_rows
+from remat.report.report import Fact, Report, Table, largest_rows
 from remat.simulate import baseline_of
 
 JsonObject = dict[str, object]
@@ -86,7 +86,7 @@ def to_csv_text(rows: Sequence[Mapping[str, object]]) -> str:
     return text.getvalue()
 
 
-def frontier_table(plans: Sequence[Plan]) -> str:
+def frontier_table(plans: Sequence[Plan]) -> Table:
     """Return a table of plans, one line each. It has the bytes on the host if any plan offloads."""
     has_offload = any(plan.host_bytes for plan in plans)
     table = [
@@ -117,11 +117,12 @@ def frontier_table(plans: Sequence[Plan]) -> str:
                 format_seconds(solved_s) if isinstance(solved_s, float) else "",
             ]
         )
-    return "\n".join(align_columns(table))
+    return Table(table)
 
 
-def describe_trace(trace: Trace) -> str:
-    """Describe a trace: model, device, operations, graph inputs, peak, and source of the costs."""
+def trace_report(trace: Trace) -> Report:
+    """Return the report of a trace: model, device, operations, graph inputs, peak, and the source
+    of the costs."""
     nodes = [node for node in trace.nodes if not node.view]
     backward = sum(node.backward for node in nodes)
     sizes: Counter[str] = Counter()
@@ -130,22 +131,29 @@ def describe_trace(trace: Trace) -> str:
     resident = ", ".join(f"{format_bytes(size)} {kind}s" for kind, size in sizes.items())
     graph = (trace if trace.measured else _with_zero_costs(trace)).graph()
     baseline = baseline_of(graph)
-    lines = [
-        f"trace       {trace.model or 'a model'} on {trace.device_label}",
-        f"operations  {len(nodes)}: {len(nodes) - backward} forward, {backward} backward",
-        f"resident    {resident or 'nothing'}",
-        f"peak        {format_bytes(baseline.peak_bytes)} without recomputation "
-        f"({format_bytes(graph.constant_bytes)} constant)",
-    ]
+    time = "not measured yet: `remat measure`"
     if trace.measured:
-        lines.append(f"time        {format_seconds(baseline.time_s)} (costs {trace.cost_source})")
-    else:
-        lines.append("time        not measured yet: `remat measure`")
-    return "\n".join(lines)
+        time = f"{format_seconds(baseline.time_s)} (costs {trace.cost_source})"
+    facts = [
+        Fact("trace", f"{trace.model or 'a model'} on {trace.device_label}"),
+        Fact(
+            "operations",
+            f"{len(nodes)}: {len(nodes) - backward} forward, {backward} backward",
+        ),
+        Fact("resident", resident or "nothing"),
+        Fact(
+            "peak",
+            f"{format_bytes(baseline.peak_bytes)} without recomputation "
+            f"({format_bytes(graph.constant_bytes)} constant)",
+        ),
+        Fact("time", time),
+    ]
+    return Report(facts)
 
 
-def describe_costs(trace: Trace) -> str:
-    """Return a table of the step's time by kind of operation, the most expensive first."""
+def measured_report(trace: Trace) -> Report:
+    """Return the report of a trace with costs, and a table of the step's time by kind of operation,
+    the most expensive first."""
     sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0])
     for node in trace.nodes:
         if not node.view:
@@ -156,7 +164,8 @@ def describe_costs(trace: Trace) -> str:
         (name, str(runs), format_seconds(spent_s), f"{spent_s / total_s:.1%}")
         for name, (spent_s, runs) in largest_rows(sums, _MAX_TARGETS, "more kinds")
     ]
-    return "\n".join(align_columns([("operation", "runs", "time", "share"), *rows]))
+    costs = Table([("operation", "runs", "time", "share"), *rows])
+    return Report(*trace_report(trace).parts, costs)
 
 
 def require_feasible_plan(plans: Sequence[Plan], budgets: Sequence[str] | None) -> None:

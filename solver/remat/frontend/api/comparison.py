@@ -23,7 +23,6 @@ from remat.errors import TraceError, one_line
 from remat.frontend.common.pytree import flatten
 from remat.frontend.memory.meter import LiveStorageMeter, allocated_peak, cuda_peak, unique_bytes
 from remat.limits.options import OUTPUTS_HELD, are_dropped
-from remat.limits.units import format_bytes, format_seconds
 
 Tensors = Mapping[str, torch.Tensor]
 T = TypeVar("T")
@@ -60,7 +59,7 @@ class Equality:
     buffers: int
     equal_buffers: int
 
-    def describe(self) -> list[str]:
+    def text(self) -> str:
         """Return the counts and differences as sentences."""
         lines = [f"{self.equal_gradients} of {self.gradients} gradients are equal bit for bit."]
         if self.equal_gradients < self.gradients:
@@ -72,34 +71,12 @@ class Equality:
             lines.append(
                 f"{self.equal_buffers} of {self.buffers} buffers that the step changes are equal."
             )
-        return lines
+        return "\n".join(lines)
 
     def to_data(self) -> dict[str, Any]:
         """Return the fields as data for JSON; null stands for a difference that is not finite."""
         fields = dataclasses.asdict(self)
         return {k: v if math.isfinite(v) else None for k, v in fields.items()}
-
-
-def table_row(label: str, *cells: str) -> str:
-    """Return a table line with a label, a cell for each version of the step, and the change."""
-    return f"  {label:<22}" + "".join(f"{cell:>16}" for cell in cells)
-
-
-def peak_row(reference: StepMeasurement, remat: StepMeasurement) -> str:
-    """Return the table line with the measured peaks."""
-    change = f"{remat.peak_bytes / reference.peak_bytes - 1:+.1%}"
-    cells = format_bytes(reference.peak_bytes), format_bytes(remat.peak_bytes), change
-    return table_row("peak, measured", *cells)
-
-
-def time_rows(reference: StepMeasurement, remat: StepMeasurement, rounds: int) -> list[str]:
-    """Return the table lines with the measured times and with the losses."""
-    change = f"{remat.time_s / reference.time_s - 1:+.1%}"
-    cells = format_seconds(reference.time_s), format_seconds(remat.time_s), change
-    return [
-        table_row(f"time, median of {rounds}", *cells),
-        table_row("loss", f"{reference.loss:.6f}", f"{remat.loss:.6f}"),
-    ]
 
 
 def deep_copy(model: nn.Module, arguments: T) -> tuple[nn.Module, T]:

@@ -23,22 +23,19 @@ from remat.frontend.api.comparison import (
     check_rounds,
     compare_steps,
     deep_copy,
-    peak_row,
-    table_row,
-    time_rows,
 )
 from remat.frontend.runtime.module import RematModule
 from remat.limits.options import OUTPUTS_DROPPED, OUTPUTS_HELD
 from remat.limits.units import format_bytes, format_seconds
 from remat.plan import Plan
-from remat.report.tables import align_columns
+from remat.report.report import Described, Report, Table
 
 if TYPE_CHECKING:
     from remat.frontend.compile.registry import CompiledPlan
 
 
 @dataclass(frozen=True)
-class Trial:
+class Trial(Described):
     """The measured peak, time and results of a step without remat (`reference`) and with it.
 
     `plans` are those that remat ran: one in eager mode, one for each graph under torch.compile,
@@ -67,37 +64,49 @@ class Trial:
         """True if both steps ran under torch.compile."""
         return self.predicted_reference_bytes is None
 
-    def describe(self) -> str:
+    def report(self) -> Report:
         """Return a table of both steps side by side, and how equal their results are."""
-        measured = [
-            peak_row(self.reference, self.remat),
-            *time_rows(self.reference, self.remat, self.rounds),
-        ]
-        equality = ["", *self.equality.describe()]
+        reference, remat = self.reference, self.remat
+        peak = (
+            "peak, measured",
+            format_bytes(reference.peak_bytes),
+            format_bytes(remat.peak_bytes),
+            f"{remat.peak_bytes / reference.peak_bytes - 1:+.1%}",
+        )
+        time = (
+            f"time, median of {self.rounds}",
+            format_seconds(reference.time_s),
+            format_seconds(remat.time_s),
+            f"{remat.time_s / reference.time_s - 1:+.1%}",
+        )
+        loss = ("loss", f"{reference.loss:.6f}", f"{remat.loss:.6f}", "")
+        equality = self.equality.text()
         if self.predicted_reference_bytes is None:
             first_s = (format_seconds(s) for s in (self.reference_first_s, self.remat_first_s))
-            head = table_row("", "torch.compile", "remat", "change")
-            lines = [head, *measured, table_row("first step", *first_s), *equality]
-            return "\n\n".join((compiled_plans_table(self.compiled_plans), "\n".join(lines)))
-        predicted_bytes = self.predicted_reference_bytes, self.plan.peak_bytes
-        lines = [
-            table_row("", "eager", "remat", "change"),
-            table_row("peak, predicted", *map(format_bytes, predicted_bytes)),
-            measured[0],
-            table_row("time, predicted", "", "", f"{self.plan.overhead:+.1%}"),
-            *measured[1:],
-            *equality,
-        ]
-        eager, baseline = map(
-            format_bytes, (self.predicted_reference_bytes, self.plan.baseline_peak_bytes)
+            head = ("", "torch.compile", "remat", "change")
+            table = Table([head, peak, time, loss, ("first step", *first_s, "")])
+            return Report(compiled_plans_table(self.compiled_plans), table, equality)
+        eager, planned, baseline = map(
+            format_bytes,
+            (
+                self.predicted_reference_bytes,
+                self.plan.peak_bytes,
+                self.plan.baseline_peak_bytes,
+            ),
         )
-        if eager != baseline:
-            lines += [
-                "",
-                f"Eager mode takes {eager}, and the plan without recomputation {baseline}: "
-                "`remat estimate` says why.",
-            ]
-        return "\n".join(lines)
+        rows = [
+            ("", "eager", "remat", "change"),
+            ("peak, predicted", eager, planned, ""),
+            peak,
+            ("time, predicted", "", "", f"{self.plan.overhead:+.1%}"),
+            time,
+            loss,
+        ]
+        note = (
+            f"Eager mode takes {eager}, and the plan without recomputation {baseline}: `remat "
+            "estimate` says why."
+        )
+        return Report(Table(rows), equality, "" if eager == baseline else note)
 
     def to_data(self) -> dict[str, Any]:
         """Return the figures as data for JSON, without the plans' schedules; null stands for a
@@ -124,8 +133,8 @@ class Trial:
         }
 
 
-def compiled_plans_table(plans: tuple[CompiledPlan, ...]) -> str:
-    """Return a text table with a line for each graph that torch.compile made of the step."""
+def compiled_plans_table(plans: tuple[CompiledPlan, ...]) -> Table:
+    """Return a table with a line for each graph that torch.compile made of the step."""
     lines = [
         ("graph", "module", "plain", "budget", "planned", "verified", "extra time", "recomputed",
          "rounds", "planned in")
@@ -147,7 +156,7 @@ def compiled_plans_table(plans: tuple[CompiledPlan, ...]) -> str:
                 format_seconds(compiled.planned_s),
             )
         )
-    return "\n".join(align_columns(lines, left=2))
+    return Table(lines, "llr")
 
 
 def run_eager_trial(

@@ -21,7 +21,7 @@ from remat.frontend.blocks.profile import measure_eager_options
 from remat.frontend.runtime.guards import ModelCall
 from remat.limits.options import are_dropped
 from remat.plan_options import CheckedOptions
-from remat.report.tables import fold_layer_numbers
+from remat.report.report import fold_layer_numbers
 
 _DATA_DEPENDENT = "its calls depend on the data"
 

@@ -43,7 +43,7 @@ from remat.limits.units import format_bytes
 from remat.plan import Plan
 from remat.plan_options import OffloadOptions
 from remat.progress import ProgressCallback
-from remat.report.describe import describe_peak
+from remat.report.plan_report import describe_peak
 from remat.simulate import baseline_of
 from remat.solve import solve
 from remat.strategies import Auto, Strategy

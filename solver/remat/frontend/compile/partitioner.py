@@ -68,7 +68,7 @@ from remat.limits.limits import Limits
 from remat.limits.options import SPLIT_AUTO, pieces_to_try
 from remat.limits.units import format_bytes, format_seconds
 from remat.plan_data import SplitFigures
-from remat.report.offloads import offload_lines
+from remat.report.plan_report import offload_lines
 from remat.strategies import Strategy
 from remat.strategies.base import with_limits
 from remat.version import VERSION

@@ -29,7 +29,7 @@ from remat.frontend.compile.split import CannotSplit
 from remat.frontend.compile.step_graphs import StepGraphs
 from remat.limits.options import PIECES, pieces_to_try
 from remat.limits.units import format_bytes
-from remat.report.describe import describe_peak
+from remat.report.plan_report import describe_peak
 
 logger = logging.getLogger("remat")
 

@@ -35,7 +35,7 @@ def cost_key(
     """
     tensor_numbers: dict[str, int] = {}
 
-    def describe(argument: Argument) -> object:
+    def described(argument: Argument) -> object:
         match argument:
             case Ref(name):
                 if name in tensor_numbers:
@@ -43,7 +43,7 @@ def cost_key(
                 tensor_numbers[name] = len(tensor_numbers)
                 return {"tensor": tensor_key(metas[name], trace_device_type)}
             case tuple():
-                return [describe(item) for item in argument]
+                return [described(item) for item in argument]
             case Literal("device", text):
                 return {"device": _device_label(text, trace_device_type)}
             case _:
@@ -53,8 +53,8 @@ def cost_key(
     node, metas = call_of_write(node, metas)
     key: dict[str, object] = {
         "op": target,
-        "args": [describe(item) for item in node.args],
-        "kwargs": {key: describe(value) for key, value in node.kwargs.items()},
+        "args": [described(item) for item in node.args],
+        "kwargs": {key: described(value) for key, value in node.kwargs.items()},
     }
     if target != node.target:
         key["part"] = tensor_key(node.results[0].tensor, trace_device_type)

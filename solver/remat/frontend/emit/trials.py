@@ -17,7 +17,7 @@ from remat.frontend.capture.model.preserved_state import rng_state_preserved
 from remat.frontend.emit.executors import Executor
 from remat.frontend.emit.operator_profile import block_fingerprint
 from remat.frontend.memory.meter import Gauge
-from remat.report.tables import fold_layer_numbers
+from remat.report.report import fold_layer_numbers
 
 logger = logging.getLogger("remat")
 

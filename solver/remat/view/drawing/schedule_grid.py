@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from remat.graph import Operation
 from remat.plan_data import PlanData
-from remat.report.pieces import lines_of_operations
+from remat.report.operation_lines import lines_of_operations
 from remat.view.drawing.memory_layers import copy_layers, earlier_run_counts
 
 MAX_ROWS = 700

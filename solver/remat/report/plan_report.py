@@ -1,4 +1,4 @@
-"""Plans as text: `describe`, `diff`, and `describe_peak`. Every number has a unit."""
+"""The report of a plan, with its splits and offloaded tensors; two plans compared; the peak in words.
 
 from __future__ import annotations
 
@@ -6,14 +6,19 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 from remat.errors import wrong_type
-from remat.graph import Graph
+from remat.graph import Graph, Split
 from remat.limits.units import format_bytes, format_seconds
-from remat.passes.offload.copies import count_without_copies
+from remat.passes.offload.copies import count_without_copies, offloaded_values
 from remat.plan_data import PlanData, Status
-from remat.report.offloads import offload_lines
-from remat.report.solve_progress import describe_solve_steps
-from remat.report.splits import split_lines
-from remat.report.tables import align_columns, fold_layer_numbers, largest_rows
+from remat.report.report import (
+    Fact,
+    Report,
+    Table,
+    facts_of_lines,
+    fold_layer_numbers,
+    largest_rows,
+)
+from remat.report.solve_progress import solve_report
 from remat.schedule import Schedule
 from remat.simulate import simulate
 
@@ -26,38 +31,45 @@ SCOPE_TEXT = {
 
 _MAX_ROWS = 16
 _MAX_NAMED_VALUES = 3
+_MAX_SPLITS = 6
 
 
-def describe(plan: PlanData, solve: bool = False) -> str:
-    """Return a short table about a plan; with `solve`, followed by the steps of its solve."""
+def plan_report(plan: PlanData, solve: bool = False) -> Report:
+    """Return the report of a plan; with `solve`, also of the steps of its solve."""
     graph = plan.graph
     recomputed = plan.schedule.recomputed(graph)
     source = plan.terms.cost_source or "as given"
-    lines = [
-        f"plan      {plan.status.name.lower()}: {plan.status.value}{_gap_text(plan)}",
-        f"budget    {format_bytes(plan.budget_bytes)}{_lowered_text(plan)}{_reserve_text(plan)}",
-        f"peak      {format_bytes(plan.peak_bytes)}, {plan.share:.1%} of "
-        f"{format_bytes(plan.baseline_peak_bytes)} without recomputation "
-        f"({format_bytes(graph.constant_bytes)} constant{_library_text(plan)})",
-        *_allocator_line(plan),
-        f"time      {format_seconds(plan.time_s)}, {plan.overhead:+.3%} over "
-        f"{format_seconds(plan.baseline_time_s)} (costs {source})",
-        *_launch_line(plan),
-        f"bound     {_bound_text(plan)}",
-        *_labelled("split", split_lines(plan)),
-        *_labelled("offload", offload_lines(plan)),
-        f"recompute {_recomputation_text(graph, recomputed)}",
+    facts = [
+        Fact("plan", f"{plan.status.name.lower()}: {plan.status.value}{_gap_text(plan)}"),
+        Fact(
+            "budget",
+            f"{format_bytes(plan.budget_bytes)}{_lowered_text(plan)}{_reserve_text(plan)}",
+        ),
+        Fact(
+            "peak",
+            f"{format_bytes(plan.peak_bytes)}, {plan.share:.1%} of "
+            f"{format_bytes(plan.baseline_peak_bytes)} without recomputation "
+            f"({format_bytes(graph.constant_bytes)} constant{_library_text(plan)})",
+        ),
+        *_allocator_fact(plan),
+        Fact(
+            "time",
+            f"{format_seconds(plan.time_s)}, {plan.overhead:+.3%} over "
+            f"{format_seconds(plan.baseline_time_s)} (costs {source})",
+        ),
+        *_launch_fact(plan),
+        Fact("bound", _bound_text(plan)),
+        *facts_of_lines("split", split_lines(plan)),
+        *facts_of_lines("offload", offload_lines(plan)),
+        Fact("recompute", _recomputation_text(graph, recomputed)),
     ]
     if plan.terms.cuda_graphs:
-        lines.append("random    each random operation runs once per step, as a CUDA graph requires")
-    solver = _solver_text(plan)
-    if solver:
-        lines.append(f"solver    {solver}")
-    if recomputed:
-        lines += ["", *_module_table(plan, recomputed)]
-    if solve:
-        lines += ["", describe_solve_steps(plan)]
-    return "\n".join(lines)
+        text = "each random operation runs once per step, as a CUDA graph requires"
+        facts.append(Fact("random", text))
+    if solver := _solver_text(plan):
+        facts.append(Fact("solver", solver))
+    table = _module_table(plan, recomputed) if recomputed else ""
+    return Report(facts, table, *(solve_report(plan).parts if solve else ()))
 
 
 def describe_peak(graph: Graph, schedule: Schedule) -> str:
@@ -111,11 +123,6 @@ def _recomputation_text(graph: Graph, recomputed: Mapping[int, int]) -> str:
     return f"{text}, {'once each' if times == len(recomputed) else f'{times:,} times in all'}"
 
 
-def _labelled(label: str, texts: Sequence[str]) -> list[str]:
-    """Return lines of which the first has a label."""
-    return [f"{'' if i else label:<10}{text}" for i, text in enumerate(texts)]
-
-
 def _gap_text(plan: PlanData) -> str:
     """Return the gap that was requested as text, after the words of an OPTIMAL plan; "" if the
     strategy has no such option."""
@@ -148,17 +155,18 @@ def _reserve_text(plan: PlanData) -> str:
     return "" if reserve_bytes is None else f", plus {format_bytes(reserve_bytes)} reserved"
 
 
-def _allocator_line(plan: PlanData) -> list[str]:
+def _allocator_fact(plan: PlanData) -> list[Fact]:
     """Return a line with the peak that is predicted for torch's allocator; none without one."""
     prediction = plan.allocator
     if prediction is None:
         return []
-    return [
-        f"allocator {format_bytes(prediction.allocated_peak_bytes)} allocated, "
+    text = (
+        f"{format_bytes(prediction.allocated_peak_bytes)} allocated, "
         f"{format_bytes(prediction.reserved_peak_bytes)} reserved; with expandable segments "
         f"{format_bytes(prediction.expandable_allocated_peak_bytes)} and "
-        f"{format_bytes(prediction.expandable_reserved_peak_bytes)} (predicted)",
-    ]
+        f"{format_bytes(prediction.expandable_reserved_peak_bytes)} (predicted)"
+    )
+    return [Fact("allocator", text)]
 
 
 def diff(plan: PlanData, other: PlanData) -> str:
@@ -182,15 +190,16 @@ def diff(plan: PlanData, other: PlanData) -> str:
     return "\n".join(lines)
 
 
-def _launch_line(plan: PlanData) -> list[str]:
+def _launch_fact(plan: PlanData) -> list[Fact]:
     """Return a line about the launch time if that is longer than the time on the device."""
     launch_s = plan.terms.launch_s
     if launch_s is None or launch_s <= plan.time_s:
         return []
-    return [
-        f"launch    the step is launch-bound: the CPU takes {format_seconds(launch_s)} to launch "
-        "its operations, longer than the device takes to run them"
-    ]
+    text = (
+        f"the step is launch-bound: the CPU takes {format_seconds(launch_s)} to launch its "
+        "operations, longer than the device takes to run them"
+    )
+    return [Fact("launch", text)]
 
 
 def _bound_text(plan: PlanData) -> str:
@@ -217,7 +226,7 @@ def _solver_text(plan: PlanData) -> str:
     return ", ".join(facts)
 
 
-def _module_table(plan: PlanData, recomputed: dict[int, int]) -> list[str]:
+def _module_table(plan: PlanData, recomputed: dict[int, int]) -> Table:
     """Return a table of the recomputations by module: number, seconds, and bytes of the outputs,
     the most expensive module first. Layers that differ only in their number share a line."""
     sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0, 0])
@@ -231,10 +240,121 @@ def _module_table(plan: PlanData, recomputed: dict[int, int]) -> list[str]:
         (name, str(runs), format_seconds(seconds), format_bytes(size))
         for name, (seconds, runs, size) in largest_rows(sums, _MAX_ROWS)
     ]
-    return align_columns([("recomputed module", "runs", "time", "output"), *rows])
+    return Table([("recomputed module", "runs", "time", "output"), *rows])
 
 
 def recomputations_by_name(plan: PlanData) -> dict[str, int]:
     """Return the number of recomputations of each recomputed operation, by its name."""
     recomputed = plan.schedule.recomputed(plan.graph)
     return {plan.graph.operations[op].name: times for op, times in recomputed.items()}
+
+
+# -- split operations and offloaded tensors -------------------------------------------------------
+
+
+def split_lines(plan: PlanData) -> list[str]:
+    """Return a line for each kind of split, and one about the step without them; and why the logits
+    are not split, if that is known."""
+    reason = plan.declined.not_split
+    return [*_split_lines(plan, plan.graph.splits), *([] if reason is None else [reason])]
+
+
+def split_lines_of(plan: PlanData, ops: Sequence[int]) -> list[str]:
+    """Return the lines about the splits of the modules that contain `ops`, indented."""
+    pieces = [o for op in ops if (o := plan.graph.operations[op]).piece_of]
+    modules = {o.module for o in pieces}
+    lines = _split_lines(plan, [s for s in plan.graph.splits if s.module in modules])
+    reason = plan.declined.not_split
+    if reason and reason.split(":")[0] in {plan.graph.operations[op].module for op in ops}:
+        lines.append(reason)
+    return [f"  {line}" for line in lines]
+
+
+def _split_lines(plan: PlanData, splits: Sequence[Split]) -> list[str]:
+    if not splits:
+        return []
+    kinds: dict[tuple[str, int, int], list[Split]] = {}
+    for split in splits:
+        key = fold_layer_numbers(split.module or split.seed), split.rows, split.pieces
+        kinds.setdefault(key, []).append(split)
+    texts = [_split_text(*kind, alike) for kind, alike in kinds.items()]
+    if len(texts) > _MAX_SPLITS:
+        texts[_MAX_SPLITS:] = [f"{len(texts) - _MAX_SPLITS} more kinds"]
+    unsplit = _unsplit_text(plan)
+    return [*texts, f"without splitting: {unsplit}"] if unsplit else texts
+
+
+def _split_text(module: str, rows: int, pieces: int, alike: Sequence[Split]) -> str:
+    """Return the text about the splits of one module, or of the modules of that name in all
+    layers."""
+    size_bytes = max(split.split_bytes for split in alike)
+    places = f" in each of {len(alike)} places" if len(alike) > 1 else ""
+    return (
+        f"{module} x {pieces}: {_rows_text(rows, pieces)} at a time; "
+        f"{format_bytes(size_bytes)} of tensors exist only in pieces{places}"
+    )
+
+
+def _rows_text(rows: int, pieces: int) -> str:
+    small, larger = divmod(rows, pieces)
+    return f"{small:,} or {small + 1:,} rows" if larger else f"{small:,} rows"
+
+
+def _unsplit_text(plan: PlanData) -> str:
+    """Return what is known of the step's best plan before the splits, or ""."""
+    if plan.split is None:
+        return ""
+    smallest, bound = plan.split.unsplit_min_bytes, plan.split.unsplit_bound
+    if smallest is not None:
+        share = smallest / plan.baseline_peak_bytes
+        return f"the smallest peak known is {format_bytes(smallest)} ({share:.1%})"
+    return "" if bound is None else f"{bound:+.3%} extra time at least"
+
+
+def offload_lines(plan: PlanData) -> list[str]:
+    """Return the lines about all offloaded tensors, or why there are none; no line if they may not
+    be offloaded."""
+    graph = plan.graph
+    if not graph.renewal:
+        reason = plan.declined.not_offloaded
+        return [] if reason is None else [f"nothing is offloaded: {reason}"]
+    lines = [
+        f"{len(graph.renewal)} tensors of "
+        f"{format_bytes(sum(graph.values[v].size_bytes for v in graph.renewal))} are offloaded to "
+        "the host"
+    ]
+    if plan.offload is not None:
+        copies_s, waiting_s = plan.offload.copies_s, plan.offload.waiting_s
+        lines.append(
+            f"copies take {format_seconds(copies_s)}, for {format_seconds(waiting_s)} of which the "
+            f"step waits ({waiting_s / (plan.time_s or 1.0):.2%} of its time)"
+        )
+    return lines
+
+
+def host_lines(plan: PlanData, op: int) -> list[str]:
+    """Return a line for each output of an operation that is offloaded, indented."""
+    graph = plan.graph
+    run_of = {o: run for run, o in reversed([*enumerate(plan.schedule.runs)])}  # first runs
+    lines: list[str] = []
+    for offloaded in offloaded_values(graph):
+        if graph.producer[offloaded.value] != op:
+            continue
+        value = graph.values[offloaded.value]
+        readers = (
+            run
+            for run in range(run_of[offloaded.arrive] + 1, len(plan.schedule))
+            if offloaded.value in graph.operations[plan.schedule.runs[run]].inputs
+        )
+        if (reader := next(readers, None)) is None:
+            purpose = "and nothing reads it then"
+        else:
+            purpose = f"for run {reader} ({graph.operations[plan.schedule.runs[reader]].name})"
+        waits_s = sum(graph.operations[o].cost_s for o in (offloaded.release, offloaded.arrive))
+        lines.append(
+            f"  {value.name} ({format_bytes(value.size_bytes)}) is offloaded: it leaves the device "
+            f"by run {run_of[offloaded.release]} and starts to come back in run "
+            f"{run_of[offloaded.reload]}, {purpose}; the step waits "
+            f"{format_seconds(waits_s)} for its copies"
+        )
+    return lines

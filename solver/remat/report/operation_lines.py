@@ -1,4 +1,5 @@
-"""The explanation of a module or of an operation in pieces: a table of what belongs to it."""
+"""Lines of tables and pictures for operations, where the pieces of an operation share one; and the
+table of a module's operations, or of an operation's pieces."""
 
 from __future__ import annotations
 
@@ -7,11 +8,36 @@ from collections.abc import Sequence
 from remat.graph import Graph
 from remat.limits.units import format_bytes, format_seconds
 from remat.plan_data import PlanData
-from remat.report.pieces import line_label, lines_of_operations
-from remat.report.splits import split_lines_of
-from remat.report.tables import align_columns
+from remat.report.plan_report import split_lines_of
+from remat.report.report import Table
 
 _MAX_ROWS = 60
+
+
+def lines_of_operations(graph: Graph, ops: Sequence[int] | None = None) -> dict[str, list[int]]:
+    """Return the operations (of all, or of `ops`) on each line, by its name. A line is an
+    operation, or all pieces of one; lines are in the order of their first operations."""
+    lines: dict[str, list[int]] = {}
+    for op in range(len(graph)) if ops is None else ops:
+        operation = graph.operations[op]
+        lines.setdefault(operation.piece_of or operation.name, []).append(op)
+    return lines
+
+
+def line_label(graph: Graph, name: str, ops: Sequence[int]) -> str:
+    """Return the name of a line, with the number of pieces: "mm x 8"."""
+    pieces = {graph.operations[op].piece for op in ops if graph.operations[op].piece_of}
+    return f"{name} x {len(pieces)}" if pieces else name
+
+
+def operation_labels(graph: Graph) -> list[str]:
+    """Return the label of each operation's line."""
+    labels = [""] * len(graph)
+    for name, ops in lines_of_operations(graph).items():
+        label = line_label(graph, name, ops)
+        for op in ops:
+            labels[op] = label
+    return labels
 
 
 def module_lines(plan: PlanData, path: str, ops: Sequence[int]) -> list[str]:
@@ -54,7 +80,7 @@ def module_lines(plan: PlanData, path: str, ops: Sequence[int]) -> list[str]:
     return [
         f"{path}: {len(ops)} {plural('operation', len(ops))}, {recomputed_count} recomputed",
         *split_lines_of(plan, ops),
-        *align_columns(table, left=3),
+        *Table(table, "lllr").lines(),
     ]
 
 
