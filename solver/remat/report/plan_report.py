@@ -1,4 +1,4 @@
-"""The report of a plan, with its splits and offloaded tensors; two plans compared; the peak in words.
+"""The report of a plan, its splits and its offloaded tensors; two plans compared; a peak in words."""
 
 from __future__ import annotations
 
