@@ -1,4 +1,4 @@
-"""The report of a plan, its splits and its offloaded tensors; two plans compared; a peak in words."""
+"""A plan in words: its figures, splits and offloaded tensors; its peak; two plans compared."""
 
 from __future__ import annotations
 

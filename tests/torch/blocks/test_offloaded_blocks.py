@@ -127,7 +127,7 @@ def test_the_plan_says_what_it_offloads(planned: Breakable) -> None:
     text = plan.describe()
     count = sum(call.offloaded_count for call in plan.calls)
     assert plan.calls[-1].offloaded_count == 0  # no forward follows the last one
-    assert f"offload {count} tensors (" in text
+    assert f"offload   {count} tensors (" in text
     assert "for 0 s of which the step waits" in text
     assert "on host" in text
     assert pickle.loads(pickle.dumps(plan)).describe() == text
