@@ -45,6 +45,7 @@ from remat.commands.solve import solve
 from remat.commands.sweep import sweep
 from remat.commands.trace import estimate, measure, trace
 from remat.milp.solvers.solver_processes import kill_child_processes
+from remat.plan_options import COMMANDS
 
 _COMMANDS = {
     trace: "remat trace hf:gpt2 --set n_layer=4 -o trace.json.gz",
@@ -69,6 +70,7 @@ _NO_ARGUMENTS = "NoArgsIsHelpError"
 _VERY_SIMILAR = 0.75
 """The minimum similarity (`difflib`) of an unknown command to the one that is suggested."""
 
+_UNKNOWN_OPTION = re.compile(r"No such option: --(?P<option>[\w-]+).*`(?P<command>.*) --help`")
 _UNKNOWN_COMMAND = re.compile(r"No such command '([^']*)'")
 
 
@@ -157,8 +159,13 @@ def main() -> None:
 
 
 def _line_with_hint(line: str, load_error: str) -> str:
-    """Return the line of an error. For an unknown command, add a similar command, or the reason why
-    the commands of another package are missing."""
+    """Return the line of an error. For an option of a plan that the command does not take, say why
+    it does not. For an unknown command, add a similar command, or the reason why the commands of
+    another package are missing."""
+    if (option := _UNKNOWN_OPTION.match(line)) and (door := COMMANDS.get(option["command"])):
+        name = option["option"].replace("-", "_")
+        if name in door.missing:
+            return f"{door.reason_without(name)}. See `{door.name} --help`."
     unknown = _UNKNOWN_COMMAND.search(line)
     if unknown is None:
         return line

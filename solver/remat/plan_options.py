@@ -285,6 +285,16 @@ class CheckedOptions:
         assert isinstance(self.reserve, int | str | None)
         return Limits(self.budget, parse_reserve(self.reserve or 0))
 
+    def for_door(self, door: "Door") -> dict[str, Any]:
+        """Return the options as keyword arguments of another door."""
+        offload = self.offload
+        values = vars(self) | {
+            "offload": OFFLOAD_OFF if offload is None else OFFLOAD_AUTO,
+            "host_budget": offload and offload.host_bytes,
+            "link": offload and offload.link,
+        }
+        return {name: values[name] for name in door.options}
+
     def request(self, limits: Limits, offload: OffloadLimits | None) -> PlanRequest:
         """Return the request for a plan of a step within these limits."""
         return PlanRequest(
@@ -419,16 +429,28 @@ POST_SWEEPS = Door(
 COMMAND_SOLVE = Door(
     "remat solve", {"costs": _OF_COSTS, **_NOT_OF_A_COMMAND}, {"split": SPLIT_OFF}, is_command=True
 )
+COMMAND_SWEEP = Door(
+    "remat sweep",
+    {
+        "costs": _OF_COSTS,
+        **_NOT_OF_A_COMMAND,
+        "split": "`remat solve --split` plans each budget",
+        "reserve": "subtract it from the budgets",
+        "infeasible": _IN_A_SWEEP,
+    },
+    is_command=True,
+)
 COMMAND_RUN = Door(
     "remat run",
     {
-        **dict.fromkeys(_NOT_OF_A_COMMAND, _OF_PYTHON),
+        **{name: _OF_PYTHON for name in _NOT_OF_A_COMMAND if name != "outputs"},
         "costs": "it times operations on the device",
         "progress": _NOT_OF_A_COMMAND["progress"],
         "link": "it measures the bandwidth",
     },
     is_command=True,
 )
+COMMANDS = {door.name: door for door in (COMMAND_SOLVE, COMMAND_SWEEP, COMMAND_RUN)}
 
 
 def check_option(name: str, value: object) -> None:

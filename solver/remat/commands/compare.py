@@ -7,11 +7,14 @@ from typing import Annotated
 
 import typer
 
-from remat.commands.common import command_options, files
-from remat.commands.common.command_options import with_costs_of_pieces
+from remat.commands.common import command_options, files, plan_flags
 from remat.commands.common.exits import UsageError
 from remat.commands.common.frontier_files import FRONTIER_WRITERS, FrontierContent
-from remat.commands.common.interruptible_solve import exit_if_interrupted, run_with_progress
+from remat.commands.common.interruptible_solve import (
+    exit_if_interrupted,
+    run_with_progress,
+    with_costs_of_pieces,
+)
 from remat.commands.common.progress_line import ProgressLine
 from remat.commands.common.summaries import JsonObject, plan_summary, to_csv_text, to_json_text
 from remat.compare import BUDGETS, Comparison
@@ -36,13 +39,13 @@ def compare(
         typer.Option(
             metavar="NAMES",
             help="Names, separated by commas; by default all that suit a graph of any size.",
-            autocompletion=command_options.complete_strategies,
+            autocompletion=plan_flags.complete_strategies,
             show_default=False,
         ),
     ] = None,
-    gap: command_options.Gap = None,
-    time_limit: command_options.TimeLimit = None,
-    solver: command_options.Solver = None,
+    gap: plan_flags.Gap = None,
+    time_limit: plan_flags.TimeLimit = None,
+    solver: plan_flags.Solver = None,
     device: command_options.PlotDevice = None,
     also_split: Annotated[
         bool, typer.Option("--also-split", help="Add plans whose largest operations are split.")
@@ -57,7 +60,7 @@ def compare(
     """
     budgets = [*map(Budget.parse, budget or BUDGETS)]
     command_options.check_device(device)
-    selected = command_options.strategies_to_compare(strategies, gap, time_limit, solver)
+    selected = plan_flags.strategies_to_compare(strategies, gap, time_limit, solver)
     files.check_outputs(output)
     if output is not None and files.suffix_without_gz(output) not in _COMPARISON_WRITERS:
         raise UsageError(

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from remat.choice.plan_request import PlanRequest
 from remat.commands.common import command_options, files
-from remat.commands.common.command_options import check_offload_options, offload_limits
 from remat.commands.common.exits import UsageError
 from remat.commands.common.interruptible_solve import (
     describe_incumbent,
@@ -18,29 +16,27 @@ from remat.commands.common.interruptible_solve import (
     plan_interruptibly,
     warnings_as_messages,
 )
+from remat.commands.common.plan_flags import PlanFlags, with_plan_options
 from remat.commands.common.progress_line import show_progress
 from remat.commands.common.step_options import StepOptions, with_step_options
 from remat.commands.common.summaries import compiled_plan_summary, plan_summary, to_json_text
-from remat.limits.infeasible import INFEASIBLE_ERROR
-from remat.limits.options import OFFLOAD_OFF, SPLIT_AUTO
 from remat.limits.units import format_bytes
+from remat.plan_options import COMMAND_RUN, COMPILE, CheckedOptions
 from remat.report.eager_step import eager_peak_bytes
 from remat.rewrite import rewrite
-from remat.strategies.base import Strategy
 
 if TYPE_CHECKING:
     from remat.commands.models.sources import TrainingStep
 
+_COMPILED_TIME_LIMIT_S = 8.0
+"""The default time limit with `--compile`, as for `remat.compile`."""
+
 
 @with_step_options
+@with_plan_options(COMMAND_RUN)
 def run(
     step: StepOptions,
-    budget: command_options.BudgetText,
-    strategy: command_options.StrategyName = "auto",
-    option: command_options.StrategyOptions = None,
-    gap: command_options.Gap = None,
-    time_limit: command_options.TimeLimit = None,
-    solver: command_options.Solver = None,
+    flags: PlanFlags,
     program: command_options.ProgramOutput = None,
     rounds: Annotated[
         int, typer.Option(metavar="N", min=1, help="Timed steps of each variant.")
@@ -49,26 +45,11 @@ def run(
         bool, typer.Option("--compile", help="Compare under torch.compile, without and with remat.")
     ] = False,
     device: command_options.LocalDevice = "cpu",
-    reserve: command_options.Reserve = None,
-    split: command_options.Split = SPLIT_AUTO,
-    offload: command_options.Offload = OFFLOAD_OFF,
-    host_budget: command_options.HostBudget = None,
-    infeasible: command_options.Infeasible = INFEASIBLE_ERROR,
 ) -> None:
     """Run a training step without and with remat, and compare."""
-    limits = command_options.limits_from_options(budget, reserve)
-    pieces = command_options.pieces_from_option(split)
-    check_offload_options(offload, host_budget)
-    command_options.check_infeasible(infeasible)
+    options = flags.read(time_limit=_COMPILED_TIME_LIMIT_S if compiled else None)
     command_options.check_local_device(
         device, "run", "remat trace SOURCE --device {name} plans for it"
-    )
-    if compiled and time_limit is None and strategy == "auto" and not _has_time_limit(option):
-        from remat.frontend.compile.compile_options import TIME_LIMIT_S
-
-        time_limit = TIME_LIMIT_S
-    selected_strategy = command_options.strategy_from_options(
-        strategy, option, gap, time_limit, solver
     )
     step.check()
     if compiled and program is not None:
@@ -79,25 +60,13 @@ def run(
     from remat.frontend.api.trial import run_eager_trial
     from remat.frontend.capture.trace import trace as capture
     from remat.frontend.common.torch_modes import autocast_to
-    from remat.frontend.costs.measure import measure, measure_pieces
+    from remat.frontend.costs.measure import measure
     from remat.frontend.runtime.module import lower
 
     loaded = step.load(device)
     if compiled:
         with autocast_to(device, step.autocast):
-            _run_compiled(
-                loaded,
-                budget,
-                selected_strategy,
-                rounds,
-                step.as_json,
-                reserve=reserve or 0,
-                outputs=step.outputs,
-                split=command_options.split_from_option(split),
-                offload=offload,
-                host_budget=host_budget,
-                infeasible=infeasible,
-            )
+            _run_compiled(loaded, replace(options, outputs=step.outputs), rounds, step.as_json)
         return
     started_at_s = time.perf_counter()
     with autocast_to(device, step.autocast):
@@ -105,9 +74,7 @@ def run(
         with show_progress("measuring", 1) as line:
             traced = measure(traced, progress=line.on_measure_progress)
         predicted_eager_bytes = eager_peak_bytes(traced)
-        host_limits = offload_limits(offload, host_budget, traced, is_here=True)
-        request = PlanRequest(limits, selected_strategy, pieces, host_limits, infeasible)
-        (traced, plan), signum = plan_interruptibly(traced, request, measure_pieces)
+        (traced, plan), signum = plan_interruptibly(traced, options, is_here=True)
         rewritten_program = rewrite(traced, plan.schedule)
         if program is not None:
             files.write_output(program, rewritten_program.to_json())
@@ -132,9 +99,8 @@ def run(
         files.print_json(to_json_text(summary))
     else:
         budget = format_bytes(plan.budget_bytes)
-        reserved = (
-            f" ({format_bytes(limits.reserve_bytes)} reserved)" if limits.reserve_bytes else ""
-        )
+        reserve_bytes = options.fixed_limits.reserve_bytes
+        reserved = f" ({format_bytes(reserve_bytes)} reserved)" if reserve_bytes else ""
         parts = (
             f"{loaded.name} within {budget}{reserved}",
             plan.describe(),
@@ -144,20 +110,10 @@ def run(
         files.print_text("\n\n".join(parts))
 
 
-def _has_time_limit(option: Sequence[str] | None) -> bool:
-    return any(text.partition("=")[0].strip() == "time_limit" for text in option or ())
-
-
-def _run_compiled(
-    step: TrainingStep,
-    budget: str,
-    strategy: Strategy,
-    rounds: int,
-    as_json: bool,
-    **options: Any,
-) -> None:
-    """Compare plain torch.compile with remat's backend, and print the result. `options` are those
-    of `remat.compile`."""
+def _run_compiled(step: TrainingStep, options: CheckedOptions, rounds: int, as_json: bool) -> None:
+    """Compare plain torch.compile with remat's backend, and print the result."""
+    assert options.budget is not None
+    budget = options.budget.requested
     from remat.frontend.api.trial import run_compiled_trial
 
     with warnings_as_messages(), show_progress("compiling") as line:
@@ -167,9 +123,7 @@ def _run_compiled(
             step.args,
             step.kwargs,
             rounds=rounds,
-            strategy=strategy,
-            progress=line.on_solve_progress,
-            **options,
+            **options.for_door(COMPILE) | {"progress": line.on_solve_progress},
         )
     if as_json:
         plans = [compiled_plan_summary(plan) for plan in trial.compiled_plans]

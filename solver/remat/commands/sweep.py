@@ -7,14 +7,15 @@ from dataclasses import dataclass
 
 from remat.choice.offloaded_sweep import sweep_with_offload
 from remat.commands.common import command_options, files
-from remat.commands.common.command_options import check_offload_options, offload_limits
 from remat.commands.common.exits import UsageError
 from remat.commands.common.frontier_files import FRONTIER_WRITERS, FrontierContent
 from remat.commands.common.interruptible_solve import (
     exit_if_interrupted,
     hint_how_to_save,
+    offload_limits,
     run_with_progress,
 )
+from remat.commands.common.plan_flags import PlanFlags, with_plan_options
 from remat.commands.common.progress_line import ProgressLine
 from remat.commands.common.summaries import (
     frontier_table,
@@ -26,9 +27,9 @@ from remat.commands.common.summaries import (
 from remat.documents.sweep import SweepDocument
 from remat.documents.trace import Trace
 from remat.limits.budget import Budget
-from remat.limits.options import OFFLOAD_OFF
 from remat.limits.units import format_bytes, format_seconds
 from remat.plan import Plan
+from remat.plan_options import COMMAND_SWEEP
 from remat.progress import Cancel
 from remat.report.comparison import ComparisonRow
 from remat.report.report import Report
@@ -62,19 +63,14 @@ SweepWriter = Callable[[SweepResult, str | None], str | bytes]
 """Returns the content of an output file for a result and the name of a device, if any."""
 
 
+@with_plan_options(COMMAND_SWEEP)
 def sweep(
     trace: command_options.TraceFile,
+    flags: PlanFlags,
     budget: command_options.BudgetTexts = None,
-    strategy: command_options.StrategyName = "auto",
-    option: command_options.StrategyOptions = None,
-    gap: command_options.Gap = None,
-    time_limit: command_options.TimeLimit = None,
-    solver: command_options.Solver = None,
     device: command_options.PlotDevice = None,
     output: command_options.Output = None,
     as_json: command_options.Json = False,
-    offload: command_options.Offload = OFFLOAD_OFF,
-    host_budget: command_options.HostBudget = None,
 ) -> None:
     """Solve for several budgets: the extra time of each saved byte.
 
@@ -82,12 +78,10 @@ def sweep(
     to each budget. With --offload auto, a picture also has the plans that offload nothing; "min"
     is the smallest peak without offloading.
     """
-    check_offload_options(offload, host_budget)
     budgets = [*map(Budget.parse, budget or SWEEP_BUDGETS)]
     command_options.check_device(device)
-    selected_strategy = command_options.strategy_from_options(
-        strategy, option, gap, time_limit, solver
-    )
+    options = flags.read(budgets[0])
+    selected_strategy = options.strategy
     files.check_outputs(output)
     if output is not None and files.suffix_without_gz(output) not in _SWEEP_WRITERS:
         raise UsageError(
@@ -95,7 +89,7 @@ def sweep(
             "file name endings"
         )
     traced = files.read_measured_trace(trace)
-    limits = offload_limits(offload, host_budget, traced, is_here=False)
+    limits = offload_limits(options, traced, is_here=False)
 
     def work(line: ProgressLine, cancel: Cancel) -> SweepResult:
         plans_without = solve_all(

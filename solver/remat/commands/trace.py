@@ -19,6 +19,7 @@ from remat.commands.common.command_options import (
 )
 from remat.commands.common.exits import UsageError
 from remat.commands.common.interruptible_solve import hint_how_to_save
+from remat.commands.common.plan_flags import check_flag, flag
 from remat.commands.common.progress_line import show_progress
 from remat.commands.common.step_options import StepOptions, check_step_device, with_step_options
 from remat.commands.common.summaries import measured_report, to_json_text, trace_report
@@ -26,7 +27,6 @@ from remat.costs.roofline import Roofline as RooflineModel
 from remat.costs.trace_costs import with_roofline_costs
 from remat.documents.trace import Trace
 from remat.errors import RematError, TraceError
-from remat.limits.options import parse_reserve
 
 
 @with_step_options
@@ -131,15 +131,14 @@ def _roofline_model(name: str) -> RooflineModel:
 def estimate(
     step: StepOptions,
     device: command_options.TargetDevice = None,
-    reserve: command_options.Reserve = None,
+    reserve: Annotated[str | None, flag("reserve")] = None,
 ) -> None:
     """Predict the peak of a training step, without running it.
 
     No tensor is allocated: the model may be far too large for this machine.
     """
     step.check()
-    if reserve is not None:
-        parse_reserve(reserve)
+    check_flag("reserve", reserve)
     check_step_device(device)
     from remat.frontend.api.estimate import estimate as estimate_step
     from remat.frontend.common.torch_modes import autocast_to

@@ -20,12 +20,13 @@ from remat.fitting.question import check_batch, parse_memory
 from remat.graph import Graph
 from remat.limits.budget import Budget
 from remat.limits.infeasible import INFEASIBLE_ERROR, warn_of_smallest
-from remat.limits.options import OFFLOAD_AUTO, OFFLOAD_OFF, SPLIT_OFF
+from remat.limits.options import SPLIT_OFF
 from remat.plan import Plan
 from remat.plan_options import (
     CLIENT_OPTIMIZE,
     CLIENT_PLAN,
     MEASURED_BY_SERVICE,
+    POST_SOLVE,
     KeywordOptions,
     PlanOptions,
     read_options,
@@ -261,18 +262,18 @@ class Client:
     ) -> tuple[Plan, Program | None]:
         """Return the plan of the service, and its program for a trace. Reports to `progress`."""
         checked = read_options(CLIENT_PLAN, budget, options)
-        offload = checked.offload
-        fields = _problem(graph) | {
-            "budget": checked.budget,
-            "options": _options(checked.strategy, checked.costs),
-            "reserve": checked.fixed_limits.reserve_bytes or None,
-            "split": checked.split,
-            "offload": OFFLOAD_OFF if offload is None else OFFLOAD_AUTO,
-            "infeasible": checked.infeasible,
-        }
-        if offload is not None:
-            link = None if offload.link is None else wire.LinkRecord(**asdict(offload.link))
-            fields |= {"host_budget": offload.host_bytes, "link": link}
+        values = checked.for_door(POST_SOLVE)
+        strategy, costs, link = (values.pop(name) for name in ("strategy", "costs", "link"))
+        fields = (
+            _problem(graph)
+            | values
+            | {
+                "budget": checked.budget,
+                "options": _options(strategy, costs),
+                "link": link and wire.LinkRecord(**asdict(link)),
+                "reserve": checked.fixed_limits.reserve_bytes or None,
+            }
+        )
         job = self.submit(_checked(wire.SolveRequest, **fields))
         answer = self._finish(job, checked.progress_callback, cancel)
         result = self._service.read(answer, wire.SolveResult)

@@ -10,13 +10,13 @@ import pytest
 from tests.helpers.graphs import chain
 
 import remat
-from remat.commands.common.command_options import (
+from remat.commands.common.exits import UsageError
+from remat.commands.common.plan_flags import (
+    StrategyFlags,
     complete_strategies,
     complete_strategy,
     strategies_to_compare,
-    strategy_from_options,
 )
-from remat.commands.common.exits import UsageError
 from remat.schedule import Schedule
 from remat.service.wire import Options
 from remat.solution import Solution
@@ -81,11 +81,11 @@ def test_a_registered_strategy_is_in_compare(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_registered_strategy_is_on_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert strategy_from_options(NAME, ["count=4"], None, None, None) == FirstAgain(4)
+    assert StrategyFlags(NAME, ["count=4"]).build() == FirstAgain(4)
     with pytest.raises(UsageError, match="FirstAgain has no option 'k'; its options are count"):
-        strategy_from_options(NAME, ["k=1"], None, None, None)
+        StrategyFlags(NAME, ["k=1"]).build()
     with pytest.raises(UsageError, match=f"there is no strategy 'none'; names are .*, {NAME}"):
-        strategy_from_options("none", None, None, None, None)
+        StrategyFlags("none").build()
     assert complete_strategy("fi") == [NAME]
     assert complete_strategies("auto,fi") == [f"auto,{NAME}"]
     assert strategies_to_compare(None, None, None, None)[-1] == FirstAgain()

@@ -7,10 +7,12 @@ import inspect
 import json
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests.helpers.command_line import quick
 from torch import nn
 
 import remat
@@ -185,6 +187,36 @@ def test_an_option_that_a_door_does_not_take_is_an_error_with_the_reason(
         assert f"{door.name} has no option '{name}': {reason}" in str(raised.value)
     with pytest.raises((TypeError, ValueError), match="no option 'splitt'; near are split"):
         call(splitt=2)
+
+
+COMMAND_LINES = {
+    plan_options.COMMAND_SOLVE: ("solve", "{trace}", "--budget=60%"),
+    plan_options.COMMAND_SWEEP: ("sweep", "{trace}", "--budget=60%"),
+    plan_options.COMMAND_RUN: ("run", "nowhere.py:step", "--budget=60%"),
+}
+WRONG_FLAGS = {
+    "reserve": ("60%", f"the reserve '60%' {BYTES}"),
+    "split": ("atuo", "--split is 'atuo'; near are auto"),
+    "offload": ("of", "--offload is 'of'; near: off"),
+    "host_budget": ("1GiB", "--host-budget is for offloaded tensors: pass --offload auto"),
+    "infeasible": ("smalest", "--infeasible is 'smalest'; near are smallest"),
+    "outputs": ("dropd", "--outputs is 'dropd'; near are dropped"),
+    "strategy": ("autoo", "'autoo'"),
+}
+
+
+@pytest.mark.parametrize("door", COMMAND_LINES, ids=lambda d: d.name)
+def test_a_command_takes_an_option_or_says_why_not(door: Door, tmp_path: Path) -> None:
+    file = tmp_path / "trace.json"
+    traced().save(file)
+    words = [word.format(trace=file) for word in COMMAND_LINES[door]]
+    for name, (value, expected) in WRONG_FLAGS.items():
+        ended = quick(*words, door.spell(name), value)
+        assert ended.code == 2
+        if name in door.missing:
+            expected = f"has no option '{door.spell(name)}': {door.missing[name]}. See `{door.name}"
+        assert expected in ended.error
+    assert WRONG_FLAGS.keys() >= {n for n in door.options if OPTIONS[n].metavar is not None}
 
 
 @pytest.mark.parametrize(

@@ -10,15 +10,17 @@ from typing import TypeVar
 
 import typer
 
-from remat.choice.plan_request import PlanRequest
+from remat.choice.offloaded_forms import OffloadLimits
 from remat.choice.step import plan_step
 from remat.choice.trace_plan import TracePlan
 from remat.commands.common.exits import describe_signal, print_message, signal_exit_code
 from remat.commands.common.interrupt import run_interruptibly
 from remat.commands.common.progress_line import ProgressLine, show_progress
+from remat.costs.trace_costs import roofline_of, with_roofline_costs
 from remat.documents.trace import Trace
 from remat.errors import BudgetWarning, SolverWarning
 from remat.plan import Plan
+from remat.plan_options import CheckedOptions
 from remat.progress import Cancel
 
 _T = TypeVar("_T")
@@ -27,14 +29,40 @@ _MESSAGES = (SolverWarning, BudgetWarning)
 """The warnings that are printed as one line."""
 
 
+def offload_limits(options: CheckedOptions, trace: Trace, *, is_here: bool) -> OffloadLimits | None:
+    """Return the limits of offloading for a trace; None if nothing may be offloaded. The bandwidth
+    comes from where the costs of the trace came from: a data sheet, or this machine. `is_here` says
+    that the step runs on this machine."""
+    if options.offload is None:
+        return None
+    from remat.frontend.planning.host_limits import host_limits
+
+    return host_limits(options.offload, trace, roofline_of(trace), None, is_here=is_here)
+
+
+def with_costs_of_pieces(trace: Trace) -> Trace:
+    """Return a trace with costs of its pieces, from the source of the others' costs."""
+    if (roofline := roofline_of(trace)) is not None:
+        return with_roofline_costs(trace, roofline)
+    from remat.frontend.costs.measure import measure_pieces
+
+    return measure_pieces(trace)
+
+
 def plan_interruptibly(
-    trace: Trace, request: PlanRequest, measure: Callable[[Trace], Trace]
+    trace: Trace, options: CheckedOptions, *, is_here: bool
 ) -> tuple[TracePlan, int | None]:
-    """Return what `plan_step` returns, and the signal that ended the solve early, if any."""
+    """Return the plan of a trace, and the signal that ended the solve early, if any. `is_here` is
+    as for `offload_limits`."""
+    request = options.request(options.fixed_limits, offload_limits(options, trace, is_here=is_here))
 
     def work(line: ProgressLine, cancel: Cancel) -> TracePlan:
         return plan_step(
-            trace, request, measure=measure, progress=line.on_solve_progress, cancel=cancel
+            trace,
+            request,
+            measure=with_costs_of_pieces,
+            progress=line.on_solve_progress,
+            cancel=cancel,
         )
 
     return run_with_progress("solving", None, work)

@@ -9,9 +9,9 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from remat import view
-from remat.commands.common.command_options import with_costs_of_pieces
 from remat.commands.common.exits import UsageError
 from remat.commands.common.frontier_files import FRONTIER_WRITERS, FrontierContent, figure_bytes
+from remat.commands.common.interruptible_solve import with_costs_of_pieces
 from remat.commands.common.summaries import frontier_table, plan_summary, to_csv_text
 from remat.documents.program import Program
 from remat.documents.trace import Trace

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from remat.commands.common import command_options
 from remat.commands.common.exits import UsageError, print_message
+from remat.commands.common.plan_flags import check_flag, flag
 from remat.documents.base import parse_strict_json
 from remat.errors import DocumentError, RematError
 from remat.fitting.lengths import LengthDistribution
@@ -116,7 +115,7 @@ class StepOptions:
     seed: command_options.Seed = 0
     dtype: command_options.Dtype = None
     autocast: command_options.Autocast = None
-    outputs: command_options.Outputs = OUTPUTS_HELD
+    outputs: Annotated[str, flag("outputs")] = OUTPUTS_HELD
 
     @property
     def is_configuration(self) -> bool:
@@ -143,7 +142,7 @@ class StepOptions:
     def check(self) -> None:
         """Raise `UsageError` for wrong values, and for sizes of a batch that a function creates."""
         command_options.check_autocast(self.autocast)
-        command_options.check_outputs_option(self.outputs)
+        check_flag("outputs", self.outputs)
         if not self.is_configuration:
             for name in ("batch", "tokens", "image"):
                 self.check_has_sizes(f"--{name}", getattr(self, name))
@@ -185,29 +184,6 @@ def check_step_device(device: str | None) -> None:
 
 def with_step_options(command: Callable[..., None]) -> Callable[..., None]:
     """Give a command the options of `StepOptions` in place of its parameter `step`."""
-    hints = get_type_hints(StepOptions, include_extras=True)
-    step_parameters = [
-        inspect.Parameter(
-            field.name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=field.default if field.name != "source" else inspect.Parameter.empty,
-            annotation=hints[field.name],
-        )
-        for field in fields(StepOptions)
-    ]
-    parameters: list[inspect.Parameter] = []
-    for parameter in inspect.signature(command, eval_str=True).parameters.values():
-        if parameter.name == "step":
-            parameters += step_parameters
-        else:
-            parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
-
-    @functools.wraps(command)
-    def with_options(**options: Any) -> None:
-        values = {field.name: options.pop(field.name) for field in fields(StepOptions)}
-        command(step=StepOptions(**values), **options)
-
-    del with_options.__wrapped__  # typer would read its signature
-    with_options.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    with_options.__annotations__ = {p.name: p.annotation for p in parameters}
-    return with_options
+    return command_options.with_parameters(
+        command, "step", command_options.parameters_of(StepOptions), StepOptions
+    )
