@@ -337,7 +337,7 @@ _NOT_OF_A_COMMAND = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Door:
     """A function, command or route that takes options of a plan.
 
