@@ -144,18 +144,22 @@ FAMILIES: dict[str, Callable[[], Case]] = {
 
 class WithParts(nn.Module):
     """A module whose class statement names its parts: `class Net(WithParts, layer=(4, 8))` has a
-    linear layer. A part of another kind is a function that creates it."""
+    linear layer. A part of another kind is a function that creates it, or a value."""
 
-    _parts: ClassVar[dict[str, tuple[int, int] | Callable[[], Any]]] = {}
+    _parts: ClassVar[dict[str, Any]] = {}
 
-    def __init_subclass__(cls, **parts: tuple[int, int] | Callable[[], Any]) -> None:
+    def __init_subclass__(cls, **parts: Any) -> None:
         super().__init_subclass__()
         cls._parts = {**cls._parts, **parts}
 
     def __init__(self) -> None:
         super().__init__()
         for name, part in self._parts.items():
-            setattr(self, name, nn.Linear(*part) if isinstance(part, tuple) else part())
+            if isinstance(part, tuple):
+                part = nn.Linear(*part)
+            elif callable(part):
+                part = part()
+            setattr(self, name, part)
 
     if TYPE_CHECKING:
 

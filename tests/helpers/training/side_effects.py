@@ -6,8 +6,8 @@ import array
 import itertools
 import random
 from collections import Counter, UserDict, deque
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 from tests.helpers.training import side_effect_module
+from tests.helpers.training.models import WithParts
 from tests.helpers.training.side_effect_module import Meter, Registry, count_in_default
 from torch import nn
 
@@ -27,16 +28,19 @@ def block() -> nn.Sequential:
     return nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH))
 
 
-class Chain(nn.Module):
+def three(make: Callable[[], nn.Module]) -> Callable[[], nn.ModuleList]:
+    """Return a function that creates three blocks."""
+    return lambda: nn.ModuleList(make() for _ in range(3))
+
+
+class Chain(WithParts, stem=(WIDTH, WIDTH), blocks=three(block)):
     """Residual blocks; subclasses add an effect. `branches_on_data` prevents a capture."""
 
     branches_on_data = False
 
     def __init__(self) -> None:
-        super().__init__()
         torch.manual_seed(0)
-        self.stem = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(block() for _ in range(3))
+        super().__init__()
 
     def hidden(self, x: torch.Tensor) -> torch.Tensor:
         x = self.stem(x)
@@ -53,12 +57,8 @@ class Chain(nn.Module):
 # -- tensors --------------------------------------------------------------------------------
 
 
-class MomentumEncoder(Chain):
+class MomentumEncoder(Chain, target=lambda: nn.Linear(WIDTH, WIDTH).requires_grad_(False)):
     """Writes into frozen parameters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.target = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = self.hidden(x)
@@ -71,12 +71,8 @@ class MomentumEncoder(Chain):
         return (h - wanted).square().mean()
 
 
-class Normed(Chain):
+class Normed(Chain, norm=lambda: nn.BatchNorm1d(WIDTH)):
     """Updates running statistics in a buffer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.norm(self.hidden(x)).square().mean() + self.norm.running_mean.sum()
@@ -108,11 +104,7 @@ class Dropped(Chain):
         return nn.functional.dropout(self.hidden(x), 0.3).square().mean()
 
 
-class OwnGenerator(Chain):
-    def __init__(self) -> None:
-        super().__init__()
-        self.generator = torch.Generator().manual_seed(3)
-
+class OwnGenerator(Chain, generator=lambda: torch.Generator().manual_seed(3)):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         noise = torch.randn(x.shape, generator=self.generator)
         return (self.hidden(x) + noise).square().mean()
@@ -135,12 +127,8 @@ class RetainedInside(RetainedGradient):
         return loss
 
 
-class ReversedGradient(Chain):
+class ReversedGradient(Chain, strength=1.0):
     """A hook in the forward scales gradients by an attribute."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.strength = 1.0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = self.hidden(x)
@@ -149,12 +137,8 @@ class ReversedGradient(Chain):
         return h.square().mean()
 
 
-class ObservedGradient(Chain):
+class ObservedGradient(Chain, norms=list):
     """A hook in the forward collects gradients."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norms: list[torch.Tensor] = []
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = self.hidden(x)
@@ -176,12 +160,10 @@ class NumpyRandom(Chain):
         return self.hidden(x).square().mean() * float(np.random.rand())
 
 
-class OwnPythonGenerators(Chain):
+class OwnPythonGenerators(
+    Chain, python=lambda: random.Random(3), numpy=lambda: np.random.default_rng(3)
+):
     """Draws from a generator of Python in an attribute."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.python, self.numpy = random.Random(3), np.random.default_rng(3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.hidden(x).square().mean() * self.python.random()
@@ -192,12 +174,8 @@ class OwnNumpyGenerator(OwnPythonGenerators):
         return self.hidden(x).square().mean() * self.numpy.random()
 
 
-class SparseEmbedding(Chain):
+class SparseEmbedding(Chain, embedding=lambda: nn.Embedding(8, WIDTH, sparse=True)):
     """An embedding with a sparse gradient."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(8, WIDTH, sparse=True)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rows = torch.arange(len(x)) % 8
@@ -234,55 +212,33 @@ class Checks(Chain):
         return super().forward(x)
 
 
-class WarmUp(Chain):
+class WarmUp(Chain, steps=0):
     """A counter that scales the loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.steps = 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.steps += 1
         return self.hidden(x).square().mean() * min(1.0, self.steps / 10)
 
 
-class Counting(Chain):
+class Counting(Chain, calls=0):
     """A counter that nothing reads."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.calls += 1
         return super().forward(x)
 
 
-class CountingBlock(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inside = block()
-        self.calls = 0
-
+class CountingBlock(WithParts, inside=block, calls=0):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.calls += 1
         return self.inside(x)
 
 
-class CountingBlocks(Chain):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(CountingBlock() for _ in range(3))
+class CountingBlocks(Chain, blocks=three(CountingBlock)):
+    """A chain of such blocks."""
 
 
-class Logging(Chain):
-    def __init__(self) -> None:
-        super().__init__()
-        self.log: list[int] = []
-        self.recent: deque[int] = deque(maxlen=2)
-        self.counts: Counter[int] = Counter()
-        self.seen: set[int] = set()
-
+class Logging(Chain, log=list, recent=lambda: deque(maxlen=2), counts=Counter, seen=set):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rows = x.shape[0]
         self.log.append(rows)
@@ -325,22 +281,14 @@ def reset_globals(model: nn.Module) -> None:
     side_effect_module.reset()
 
 
-class ObjectState(Chain):
-    def __init__(self) -> None:
-        super().__init__()
-        self.state = SimpleNamespace(calls=0, inner=SimpleNamespace(rows=[]))
-
+class ObjectState(Chain, state=lambda: SimpleNamespace(calls=0, inner=SimpleNamespace(rows=[]))):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.state.calls += 1
         self.state.inner.rows.append(len(x))
         return super().forward(x)
 
 
-class ArrayState(Chain):
-    def __init__(self) -> None:
-        super().__init__()
-        self.histogram = np.zeros(4, dtype=np.int64)
-
+class ArrayState(Chain, histogram=lambda: np.zeros(4, dtype=np.int64)):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.histogram[len(x) % 4] += 1
         return super().forward(x)
@@ -442,12 +390,7 @@ class Stream(Scaled):
         return side_effect_module.STREAM.tell()
 
 
-class Bytes(Scaled):
-    def __init__(self) -> None:
-        super().__init__()
-        self.bytes = bytearray(2)
-        self.array = array.array("d", [0.0])
-
+class Bytes(Scaled, bytes=lambda: bytearray(2), array=lambda: array.array("d", [0.0])):
     def number(self) -> float:
         self.bytes[0] += 1
         self.array[0] += 1
@@ -492,12 +435,8 @@ class DeepObject(Scaled):
         return self.meter().tick() + self.hidden_modules[0].calls
 
 
-class Initialises(Chain):
+class Initialises(Chain, is_ready=False):
     """Sets a flag in the first call."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.is_ready = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not self.is_ready:
@@ -586,21 +525,13 @@ def _contents(args: tuple[Any, ...]) -> Any:
 # -- values that the training loop changes ---------------------------------------------------
 
 
-class LossWeight(Chain):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = 0.5
-
+class LossWeight(Chain, weight=0.5):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = self.hidden(x)
         return h.square().mean() + self.weight * h.mean()
 
 
-class DropoutSchedule(Chain):
-    def __init__(self) -> None:
-        super().__init__()
-        self.dropout = nn.Dropout(0.1)
-
+class DropoutSchedule(Chain, dropout=lambda: nn.Dropout(0.1)):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.dropout(self.hidden(x)).square().mean()
 
@@ -621,21 +552,13 @@ class Adapters(Chain):
         return h.square().mean()
 
 
-class Configured(Chain):
-    def __init__(self) -> None:
-        super().__init__()
-        self.config = SimpleNamespace(power=2, unused=0)
-
+class Configured(Chain, config=lambda: SimpleNamespace(power=2, unused=0)):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.hidden(x).abs().pow(self.config.power).mean()
 
 
-class Activation(Chain):
+class Activation(Chain, activation=lambda: torch.tanh):
     """A function in an attribute."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.activation = torch.tanh
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.activation(self.hidden(x)).square().mean()
@@ -656,28 +579,17 @@ class ClassScale(Chain):
         return self.hidden(x).square().mean() * self.scale
 
 
-class BlockScale(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inside = block()
-        self.scale = 1.0
-
+class BlockScale(WithParts, inside=block, scale=1.0):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.inside(x) * self.scale
 
 
-class BlockScales(Chain):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(BlockScale() for _ in range(3))
+class BlockScales(Chain, blocks=three(BlockScale)):
+    """A chain of such blocks."""
 
 
-class TwoHeads(Chain):
+class TwoHeads(Chain, used=(WIDTH, 2), unused=(WIDTH, 2)):
     """Two outputs, of which the loss uses one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.used, self.unused = nn.Linear(WIDTH, 2), nn.Linear(WIDTH, 2)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         h = self.hidden(x)
@@ -754,8 +666,8 @@ class Effect:
     `make` returns the model, `state` what the effect has changed so far. `change` is what the
     training loop does before step number `step`. `inputs` are the model's arguments for a batch,
     and `loss` is computed from the outputs, the model and the arguments. `observe` is what the
-    arguments contain after a step. A door in `refused` raises
-    an error with these words instead.
+    arguments contain after a step. Where it is not "", plans of whole models raise an error with
+    the words `refused` instead.
     """
 
     make: Callable[[], Any]
@@ -763,7 +675,7 @@ class Effect:
     change: Callable[[Any, int], object] = lambda model, step: None
     inputs: Callable[[torch.Tensor], tuple[Any, ...]] = lambda x: (x,)
     loss: Callable[[Any, Any, tuple[Any, ...]], torch.Tensor] = lambda out, model, args: out
-    refused: Mapping[str, str] = field(default_factory=dict)
+    refused: str = ""
     observe: Callable[[tuple[Any, ...]], Any] = lambda args: args
 
 
@@ -813,12 +725,8 @@ def _attach_hooks(model: Chain) -> Chain:
     return model
 
 
-class AppendedTensors(Chain):
+class AppendedTensors(Chain, norms=list):
     """Appends a tensor to a list in each step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norms: list[torch.Tensor] = []
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         result = super().forward(x)
@@ -827,8 +735,7 @@ class AppendedTensors(Chain):
 
 
 _COUNTS = "which a planned step would not do"
-_REFUSED = {"optimize": _COUNTS, "model": _COUNTS}
-_RANDOM = {"optimize": "which a plan would do once", "model": "which a plan would do once"}
+_RANDOM = "which a plan would do once"
 
 
 def _stored_by_hook(make: Callable[[], Hooked]) -> Effect:
@@ -837,16 +744,52 @@ def _stored_by_hook(make: Callable[[], Hooked]) -> Effect:
         make,
         lambda m: [feature.detach().clone() for feature in READERS[m]()],
         loss=_loss_with_features,
-        refused=dict.fromkeys(("optimize", "model"), words),
+        refused=words,
     )
 
+
+_COUNTED: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+    "warm-up": (WarmUp, lambda m: m.steps),
+    "counter": (Counting, lambda m: m.calls),
+    "counters in blocks": (CountingBlocks, lambda m: [b.calls for b in m.blocks]),
+    "lists": (Logging, lambda m: (list(m.log), list(m.recent), dict(m.counts), set(m.seen))),
+    "attribute of a parameter": (ParameterAttribute, lambda m: getattr(m.stem.weight, "uses", 0)),
+    "class attribute": (ClassAttribute, lambda m: ClassAttribute.calls),
+    "global variable": (GlobalCounter, lambda m: GLOBAL_CALLS),
+    "object": (ObjectState, lambda m: (m.state.calls, list(m.state.inner.rows))),
+    "array": (ArrayState, lambda m: m.histogram.tolist()),
+    "closure": (closure_counter, lambda m: m.count()),
+    "class of a helper": (OtherClass, lambda m: (Registry.calls, list(Registry.seen))),
+    "helper module": (
+        HelperModule,
+        lambda m: (side_effect_module.CALLS, list(side_effect_module.ROWS)),
+    ),
+    "module imported in a function": (ModuleInFunction, lambda m: side_effect_module.CALLS),
+    "object of a helper": (HelperObject, lambda m: side_effect_module.METER.ticks),
+    "thread-local": (ThreadLocal, lambda m: dict(vars(side_effect_module.LOCAL))),
+    "default argument": (
+        DefaultArgument,
+        lambda m: [list(d) for d in count_in_default.__defaults__ or ()],
+    ),
+    "attribute of a function": (
+        FunctionAttribute,
+        lambda m: dict(vars(side_effect_module.count_in_attribute)),
+    ),
+    "global iterator": (GlobalIterator, lambda m: repr(side_effect_module.NUMBERS)),
+    "iterators": (Iterators, lambda m: m.same_factors is m.factors),
+    "stream in memory": (Stream, lambda m: side_effect_module.STREAM.getvalue()),
+    "bytes": (Bytes, lambda m: (bytes(m.bytes), list(m.array))),
+    "big array": (BigArray, lambda m: (m.counts[1:9].tolist(), m.objects.tolist())),
+    "deep object": (DeepObject, lambda m: (m.meter().ticks, m.hidden_modules[0].calls)),
+}
+"""Effects on Python values that a planned step would do once: models and their states."""
 
 EFFECTS: dict[str, Effect] = {
     "nothing": Effect(Chain),
     "tensors in a list": Effect(
         AppendedTensors,
         lambda m: [norm.clone() for norm in m.norms],
-        refused=dict.fromkeys(("optimize", "model"), "adds a tensor to norms, " + _COUNTS),
+        refused="adds a tensor to norms, " + _COUNTS,
     ),
     "frozen parameters": Effect(
         MomentumEncoder, lambda m: [p.detach().clone() for p in m.target.parameters()]
@@ -856,9 +799,7 @@ EFFECTS: dict[str, Effect] = {
     "written input": Effect(WrittenInput, inputs=lambda x: (x, torch.ones(3))),
     "torch's generator": Effect(Dropped, lambda m: torch.get_rng_state()),
     "own generator": Effect(
-        OwnGenerator,
-        lambda m: m.generator.get_state(),
-        refused={"optimize": "torch.Generator", "model": "torch.Generator"},
+        OwnGenerator, lambda m: m.generator.get_state(), refused="torch.Generator"
     ),
     "Python's generator": Effect(PythonRandom, lambda m: random.getstate(), refused=_RANDOM),
     "NumPy's generator": Effect(
@@ -868,86 +809,20 @@ EFFECTS: dict[str, Effect] = {
         RetainedGradient,
         lambda m: m.last.grad if hasattr(m, "last") else None,
         loss=lambda out, model, args: (model.last.retain_grad(), out)[1],
-        refused=dict.fromkeys(("optimize", "model"), "retain_grad"),
+        refused="retain_grad",
     ),
     "retained inside": Effect(
-        RetainedInside,
-        lambda m: m.last.grad if hasattr(m, "last") else None,
-        refused=dict.fromkeys(("optimize", "model"), "retain_grad"),
+        RetainedInside, lambda m: m.last.grad if hasattr(m, "last") else None, refused="retain_grad"
     ),
     "reversed gradient": Effect(
         ReversedGradient, change=_set("strength", lambda step: 1.0 + step % 2)
     ),
     "observed gradient": Effect(
-        ObservedGradient,
-        lambda m: list(m.norms),
-        refused=dict.fromkeys(("optimize", "model"), "in the backward"),
-    ),
-    "warm-up": Effect(WarmUp, lambda m: m.steps, refused=_REFUSED),
-    "counter": Effect(Counting, lambda m: m.calls, refused=_REFUSED),
-    "counters in blocks": Effect(
-        CountingBlocks, lambda m: [b.calls for b in m.blocks], refused=_REFUSED
-    ),
-    "lists": Effect(
-        Logging,
-        lambda m: (list(m.log), list(m.recent), dict(m.counts), set(m.seen)),
-        refused=_REFUSED,
-    ),
-    "attribute of a parameter": Effect(
-        ParameterAttribute, lambda m: getattr(m.stem.weight, "uses", 0), refused=_REFUSED
-    ),
-    "class attribute": Effect(ClassAttribute, lambda m: ClassAttribute.calls, refused=_REFUSED),
-    "global variable": Effect(GlobalCounter, lambda m: GLOBAL_CALLS, refused=_REFUSED),
-    "object": Effect(
-        ObjectState, lambda m: (m.state.calls, list(m.state.inner.rows)), refused=_REFUSED
-    ),
-    "array": Effect(ArrayState, lambda m: m.histogram.tolist(), refused=_REFUSED),
-    "closure": Effect(closure_counter, lambda m: m.count(), refused=_REFUSED),
-    "class of a helper": Effect(
-        OtherClass, lambda m: (Registry.calls, list(Registry.seen)), refused=_REFUSED
-    ),
-    "helper module": Effect(
-        HelperModule,
-        lambda m: (side_effect_module.CALLS, list(side_effect_module.ROWS)),
-        refused=_REFUSED,
-    ),
-    "module imported in a function": Effect(
-        ModuleInFunction, lambda m: side_effect_module.CALLS, refused=_REFUSED
-    ),
-    "object of a helper": Effect(
-        HelperObject, lambda m: side_effect_module.METER.ticks, refused=_REFUSED
-    ),
-    "thread-local": Effect(
-        ThreadLocal, lambda m: dict(vars(side_effect_module.LOCAL)), refused=_REFUSED
-    ),
-    "default argument": Effect(
-        DefaultArgument,
-        lambda m: [list(d) for d in count_in_default.__defaults__ or ()],
-        refused=_REFUSED,
-    ),
-    "attribute of a function": Effect(
-        FunctionAttribute,
-        lambda m: dict(vars(side_effect_module.count_in_attribute)),
-        refused=_REFUSED,
-    ),
-    "global iterator": Effect(
-        GlobalIterator, lambda m: repr(side_effect_module.NUMBERS), refused=_REFUSED
-    ),
-    "iterators": Effect(Iterators, lambda m: m.same_factors is m.factors, refused=_REFUSED),
-    "stream in memory": Effect(
-        Stream, lambda m: side_effect_module.STREAM.getvalue(), refused=_REFUSED
-    ),
-    "bytes": Effect(Bytes, lambda m: (bytes(m.bytes), list(m.array)), refused=_REFUSED),
-    "big array": Effect(
-        BigArray, lambda m: (m.counts[1:9].tolist(), m.objects.tolist()), refused=_REFUSED
-    ),
-    "deep object": Effect(
-        DeepObject, lambda m: (m.meter().ticks, m.hidden_modules[0].calls), refused=_REFUSED
+        ObservedGradient, lambda m: list(m.norms), refused="in the backward"
     ),
     "first call": Effect(Initialises, lambda m: m.is_ready),
     "stored tensors": Effect(
-        StoredTensor,
-        lambda m: (m.last.clone(), m.statistics["mean"].clone(), m.statistics["rows"]),
+        StoredTensor, lambda m: (m.last.clone(), m.statistics["mean"].clone(), m.statistics["rows"])
     ),
     "stored loss": Effect(
         AuxiliaryLoss,
@@ -955,10 +830,7 @@ EFFECTS: dict[str, Effect] = {
         loss=lambda out, model, args: out + 0.1 * model.auxiliary,
     ),
     "stored loss, unused": Effect(AuxiliaryLoss, lambda m: m.auxiliary.requires_grad),
-    "batch": Effect(
-        Normalising,
-        inputs=lambda x: ({"x": x, "weights": torch.ones(len(x))},),
-    ),
+    "batch": Effect(Normalising, inputs=lambda x: ({"x": x, "weights": torch.ones(len(x))},)),
     "list argument": Effect(Collecting, inputs=lambda x: (x, [[]])),
     "list argument, used": Effect(
         Collecting,
@@ -982,8 +854,7 @@ EFFECTS: dict[str, Effect] = {
     "changed global variable": Effect(GlobalScale, change=_change_global),
     "changed class attribute": Effect(ClassScale, change=_change_class),
     "changed in a block": Effect(
-        BlockScales,
-        change=lambda model, step: setattr(model.blocks[1], "scale", 1.0 + step % 2),
+        BlockScales, change=lambda model, step: setattr(model.blocks[1], "scale", 1.0 + step % 2)
     ),
     "frozen now and then": Effect(Chain, change=_freeze),
     "evaluation mode": Effect(
@@ -1004,7 +875,7 @@ EFFECTS: dict[str, Effect] = {
     "dataclass, checked": Effect(
         WritesFields,
         inputs=lambda x: (CheckedExample(x, torch.ones(len(x))),),
-        refused=dict.fromkeys(("optimize", "model"), "changes the attribute 'hidden'"),
+        refused="changes the attribute 'hidden'",
         observe=_contents,
     ),
     "UserDict": Effect(
@@ -1021,9 +892,8 @@ EFFECTS: dict[str, Effect] = {
     "NumPy's generator in an attribute": Effect(
         OwnNumpyGenerator, lambda m: str(m.numpy.bit_generator.state), refused=_RANDOM
     ),
-    "sparse gradient": Effect(
-        SparseEmbedding, refused=dict.fromkeys(("optimize", "model"), r"is sparse \(sparse=True\)")
-    ),
+    "sparse gradient": Effect(SparseEmbedding, refused=r"is sparse \(sparse=True\)"),
     "transforms of torch.func": Effect(Tangents),
     "exception of the model": Effect(Checks, lambda m: (list(m.errors), m.count.item())),
+    **{name: Effect(*effect, refused=_COUNTS) for name, effect in _COUNTED.items()},
 }

@@ -72,6 +72,9 @@ DOORS: dict[str, Callable[[nn.Module], Callable[..., Any]]] = {
     "compile": by_compile,
 }
 
+WHOLE_MODELS = ("optimize", "model")
+"""Doors that plan a whole model or refuse it."""
+
 QUICK = {
     ("nothing", "optimize"),
     ("counter", "model"),
@@ -171,8 +174,8 @@ def test_side_effects_are_those_of_eager_mode(effect: str, door: str) -> None:
         )
         expected = [copy_of(observed) for observed in eager_moments(kind, door).moments()]
         loop = Loop(kind, DOORS[door])
-        if door in kind.refused:
-            assert_refused(loop, kind, kind.refused[door])
+        if kind.refused and door in WHOLE_MODELS:
+            assert_refused(loop, kind, kind.refused)
             return
         for (moment, now), (_, before) in zip(loop.moments(), expected, strict=True):
             assert_equal(now, before, f"{effect}, {door}, {moment}")
