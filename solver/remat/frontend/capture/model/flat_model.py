@@ -31,7 +31,6 @@ from remat.frontend.capture.model.module_paths import ModulePaths
 from remat.frontend.capture.model.preserved_state import registered_buffers
 from remat.frontend.capture.model.python_state import Change, PythonState
 from remat.frontend.capture.model.stores import (
-    Arguments,
     StoredValue,
     input_leaves_marked,
     stored_arguments,
@@ -94,7 +93,8 @@ class FlatModel(nn.Module):
     def forward(self, *leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Call the model with these tensors as the leaves of its arguments."""
         args, kwargs = unflatten(self.inputs, leaves)
-        arguments = Arguments((args, kwargs), self.inputs)
+        with capture_paused():
+            arguments = PythonState(nn.Module(), (args, kwargs))
         buffers = registered_buffers(self.model)
         cached_inputs = ([leaf] for leaf in compress(leaves, self.are_leaves))
         self.autocast_cache.start_forward([*self._tied_parameters(), *cached_inputs])
@@ -103,10 +103,11 @@ class FlatModel(nn.Module):
         _write_replaced_buffers(self.model, buffers)
         with capture_paused():
             self.changes = self.state.changes()
+            changed_arguments = arguments.changes()
         stored = [
             *stored_attributes(self.model, self.changes),
             *self._constant_writes(),
-            *stored_arguments((args, kwargs), arguments, leaves),
+            *stored_arguments((args, kwargs), changed_arguments),
         ]
         tensors = self._describe_outputs(returned, stored, leaves)
         if any(tensor.retains_grad for tensor in tensors):

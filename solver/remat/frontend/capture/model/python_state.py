@@ -12,7 +12,7 @@ global variables that the model's code names.
 from __future__ import annotations
 
 import random
-from collections import deque
+from collections import UserDict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from operator import is_
@@ -87,6 +87,10 @@ GENERATORS = random.Random, np.random.RandomState, np.random.Generator
 """The classes of the random generators of Python and NumPy."""
 
 
+ARGUMENTS: Path = (None, "arguments", "")
+"""The place of the arguments of a call."""
+
+
 class Change(NamedTuple):
     """A changed value: its place, the value before, and the value now. `key` is its name or key in
     `container`; None if the container is compared as a whole (list, deque, set, array, RNG)."""
@@ -116,7 +120,7 @@ class PythonState:
             self._add_items((None,), [(function.__qualname__, function)], _USER_DEPTH)
         for cls in user_classes(model):
             self._add_class_data(cls)
-        self._add_items((None, "arguments"), [("", arguments)], _USER_DEPTH)
+        self._add_items(ARGUMENTS[:-1], [(ARGUMENTS[-1], arguments)], _USER_DEPTH)
         self._add_hooks(hooks)
         self._search()
 
@@ -231,6 +235,9 @@ class PythonState:
                 self._add_modules(path, value)
                 self._add_class(type(value))
                 return
+        if isinstance(value, UserDict):  # its items are at its own place
+            self._seen[id(value.data)] = value.data
+            self._add_value(path, value.data, depth)
         if is_iterator(value):
             self._add_iterator(path, value)
             return

@@ -21,6 +21,7 @@ from remat.errors import TraceError
 from remat.frontend.capture.model.forward_checks import rng_error
 from remat.frontend.capture.model.preserved_state import is_of_capture
 from remat.frontend.capture.model.python_state import (
+    ARGUMENTS,
     GENERATORS,
     Change,
     contains_capture,
@@ -33,6 +34,8 @@ _REMEDY = (
     "or plan the blocks, so that the code around them runs in each step: "
     'remat.enable(model, budget, scope="blocks")'
 )
+
+_CHANGED_ARGUMENT = "an argument that the forward has changed: "
 
 _OBJECT_DEPTH = 3
 
@@ -50,7 +53,7 @@ class StoredValue(NamedTuple):
         """The beginning of an error message about this value."""
         if self.kind == "attribute":
             return f"the value that the forward stores in {path_label(self.place)}: "
-        return "an argument that the forward has changed: "
+        return _CHANGED_ARGUMENT
 
 
 # -- attributes -----------------------------------------------------------------------------
@@ -166,92 +169,42 @@ def _text(value: Any) -> str:
 # -- arguments ------------------------------------------------------------------------------
 
 
-def stored_arguments(
-    arguments: Any, before: Arguments, inputs: Sequence[torch.Tensor]
-) -> list[StoredValue]:
-    """Return the lists, dicts and dataclasses among the arguments that a call changed. `before` are
-    the arguments before the call, with the tensors `inputs`. Raises `TraceError` for a change that
-    a plan cannot make."""
-    leaves, now = flatten(arguments, "an argument that the forward has changed: ")
+def stored_arguments(arguments: Any, changes: Iterable[Change]) -> list[StoredValue]:
+    """Return the lists, dicts and dataclasses among the arguments that a call changed. `changes`
+    are those since a snapshot of the arguments. Raises `TraceError` for a change that a plan cannot
+    make."""
     places: list[tuple[str | int, ...]] = []
-    _add_changed_places(now, before.structure, (leaves, inputs), (), places)
-    before.check_attributes(arguments, now)
-    return [StoredValue("argument", p, value_at(arguments, p), True) for p in places]
-
-
-class Arguments:
-    """The arguments of a call before it: their structure, and the attributes of their objects that
-    the structure does not describe."""
-
-    def __init__(self, arguments: Any, structure: Structure) -> None:
-        self.structure = structure
-        self._attributes = _undescribed_attributes(arguments, structure)
-
-    def check_attributes(self, arguments: Any, structure: Structure) -> None:
-        """Raise `TraceError` if a call changed an attribute of an argument that `structure`, the
-        one after the call, does not describe."""
-        for place, now in _undescribed_attributes(arguments, structure).items():
-            values = self._attributes.get(place, now)
-            for name in dict.fromkeys((*values, *now)):
-                if not _is_equivalent(values.get(name, ABSENT), now.get(name, ABSENT)):
-                    owner = type(value_at(arguments, place)).__qualname__
-                    raise TraceError(
-                        f"the forward changes the attribute {name!r} of an argument of the class "
-                        f"{owner}, which a planned step would not do. {_REMEDY}"
-                    )
-
-
-def _undescribed_attributes(
-    arguments: Any, structure: Structure
-) -> dict[tuple[str | int, ...], dict[str, Any]]:
-    """Return the attributes of the objects among the arguments that `structure` does not describe,
-    by the places of the objects."""
-    attributes: dict[tuple[str | int, ...], dict[str, Any]] = {}
-    pending: list[tuple[tuple[str | int, ...], Structure]] = [((), structure)]
-    while pending:
-        place, part = pending.pop()
-        keys = part.keys or tuple(range(len(part.children)))
-        pending += [((*place, k), child) for k, child in zip(keys, part.children, strict=True)]
-        if part.type:
+    for change in sorted(changes, key=lambda change: len(change.path)):
+        if change.path[: len(ARGUMENTS)] != ARGUMENTS:
+            continue
+        owner_path = change.path if change.key is None else change.path[:-1]
+        place = tuple(step for step in owner_path[len(ARGUMENTS) :] if step is not None)
+        is_inside = any(place[: len(outer)] == outer for outer in places)  # and stored with it
+        try:
             owner = value_at(arguments, place)
-            described = (*keys, "data") if isinstance(owner, UserDict) else keys
-            values = getattr(owner, "__dict__", {})
-            attributes[place] = {n: v for n, v in values.items() if n not in described}
-    return attributes
+        except (LookupError, AttributeError, TypeError):  # removed from what contained it
+            continue
+        is_attribute = change.container is getattr(owner, "__dict__", None)
+        if is_attribute and not _is_described(owner, change.key):
+            if _is_equivalent(change.before, change.now):
+                continue
+            raise TraceError(
+                f"the forward {'removes' if change.now is ABSENT else 'changes'} the attribute "
+                f"{change.key!r} of an argument of the class {type(owner).__qualname__}, which a "
+                f"planned step would not do. {_REMEDY}"
+            )
+        if not is_inside:
+            places.append(place)
+    return [StoredValue("argument", place, value_at(arguments, place), True) for place in places]
 
 
-def _add_changed_places(
-    now: Structure,
-    before: Structure,
-    tensors: tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]],
-    place: tuple[str | int, ...],
-    places: list[tuple[str | int, ...]],
-) -> bool:
-    """Add the places of the containers whose items changed to `places`. Return True if this value
-    was replaced, so that the container that contains it has changed."""
-    if (now.kind, now.type) != (before.kind, before.type):
-        return True
-    if now.kind == "leaf":
-        return tensors[0][now.leaf] is not tensors[1][before.leaf]
-    if now.kind == "value":
-        return now != before
-    if now.kind == "object" and (removed := set(before.keys) - set(now.keys)):
-        raise TraceError(
-            f"the forward removes the attribute {min(map(str, removed))!r} of an argument, which a "
-            f"planned step would not do. {_REMEDY}"
-        )
-    keys, keys_before = (s.keys or tuple(range(len(s.children))) for s in (now, before))
-    below: list[tuple[str | int, ...]] = []
-    is_changed = keys != keys_before
-    if not is_changed:
-        for key, child, child_before in zip(keys, now.children, before.children, strict=True):
-            is_changed |= _add_changed_places(child, child_before, tensors, (*place, key), below)
-    if not is_changed:
-        places += below
-    elif now.kind not in ("tuple", "namedtuple"):
-        places.append(place)
-        return False
-    return is_changed
+def _is_described(owner: Any, name: Any) -> bool:
+    """True if the structure of an argument has this attribute, so that a planned step can set
+    it."""
+    if isinstance(owner, UserDict):
+        return name == "data"
+    _, structure = flatten(owner, _CHANGED_ARGUMENT)
+    return structure.kind == "object" and name in structure.keys
 
 
 # -- further outputs ------------------------------------------------------------------------
