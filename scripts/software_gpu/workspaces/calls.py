@@ -8,11 +8,10 @@ from typing import Any
 import torch
 from scripts.software_gpu.workspaces.case import Case
 
-from remat.costs.workspaces.call import span_bytes
+from remat.costs.layouts import span_bytes, span_elements
 from remat.documents.arguments import Argument, Literal, Ref, encode_argument
 from remat.documents.records import Node, Result, TensorMeta
 from remat.frontend.common.operators import literal_to_torch, resolve
-from remat.frontend.costs.operands import span_elements
 
 Row = dict[str, Any]
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from math import prod
 
+from remat.costs.layouts import HALF_DTYPES, is_contiguous
 from remat.documents.records import Node, TensorMeta
 
 ELEMENTS_PER_S = 2.5e9
@@ -59,6 +60,25 @@ TALL_RATIO, TALL_LAUNCHES = 4, 5
 """A sum over more than `TALL_RATIO` rows for each result is shared by several blocks, which takes
 as long as `TALL_LAUNCHES` (16,384 rows of 768 to 3,072)."""
 
+CONVERTED_ELEMENTS_PER_S = 2.5e9
+"""Elements per second and multiprocessor that cuDNN converts between NCHW and NHWC."""
+
+CHANNEL_ELEMENTS_PER_S = {"forward": 1.0e9, "backward": 0.53e9}
+"""Elements per second of one channel of a batch norm in bfloat16, which has one block of threads
+for each channel."""
+NORM_ELEMENTS_PER_S = {"forward": 1.3e9, "backward": 1.15e9}
+"""Elements per second and multiprocessor of such a batch norm, if there are many channels."""
+
+_NORMS = {
+    "_batch_norm_with_update": "forward",
+    "_batch_norm_with_update_functional": "forward",
+    "batch_norm_backward": "backward",
+}
+_GROUPS = {"convolution": 8, "convolution_backward": 9}
+"""Position of the number of groups among the arguments."""
+_FEW_CHANNELS, _FEW_CHANNELS_SLOWDOWN = 4, 3
+"""Convolutions of images with up to four channels pad them: their conversions take longer."""
+
 _PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "add_product"})
 _ELEMENTWISE = frozenset(
     {"_to_copy", "clone", "cat", "neg", "add", "sub", "mul", "div", "slice_backward"}
@@ -71,7 +91,7 @@ _WIDTHS = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 def compute_efficiency(node: Node, metas: Mapping[str, TensorMeta]) -> float:
     """Return the share of the attainable arithmetic rate that a product reaches; 1 for others."""
     matrices = [t for t in _tensors(node, metas) if len(t.shape) >= 2]
-    if operation_name(node) not in _PRODUCTS or not _is_half(matrices):
+    if operation_name(node) not in _PRODUCTS or not any(t.dtype in HALF_DTYPES for t in matrices):
         return 1.0
     is_aligned = all(max(t.stride[-2:]) % ALIGNMENT == 0 for t in matrices)
     return 1.0 if is_aligned else MISALIGNED_EFFICIENCY
@@ -127,10 +147,6 @@ def _tensors(node: Node, metas: Mapping[str, TensorMeta]) -> list[TensorMeta]:
     return [*(metas[n] for n in node.operand_names), *(r.tensor for r in node.results)]
 
 
-def _is_half(tensors: Sequence[TensorMeta]) -> bool:
-    return any(t.dtype in ("float16", "bfloat16") for t in tensors)
-
-
 def _converts(operands: Sequence[TensorMeta], results: Sequence[TensorMeta]) -> bool:
     """True if an operand is converted to another dtype, except by a copy to a narrower one, which
     torch vectorizes."""
@@ -146,7 +162,7 @@ def _converts(operands: Sequence[TensorMeta], results: Sequence[TensorMeta]) -> 
 def _is_strided(name: str, operands: Sequence[TensorMeta], results: Sequence[TensorMeta]) -> bool:
     """True if an operand is broadcast, or has other strides than the result."""
     if name in ("cat", "slice_backward"):
-        return any(not _is_dense(t) for t in operands)
+        return not all(map(is_contiguous, operands))
     result = results[0]
     return any(
         prod(t.shape) > 1 and (t.shape != result.shape or _strides(t) != _strides(result))
@@ -159,49 +175,17 @@ def _strides(tensor: TensorMeta) -> list[int]:
     return [s for s, n in zip(tensor.stride, tensor.shape, strict=True) if n > 1]
 
 
-def _is_dense(tensor: TensorMeta) -> bool:
-    """True if a tensor's elements are contiguous."""
-    expected = 1
-    for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride), strict=True):
-        if size > 1 and stride != expected:
-            return False
-        expected *= size
-    return True
-
-
-CONVERTED_ELEMENTS_PER_S = 2.5e9
-"""Elements per second and multiprocessor that cuDNN converts between NCHW and NHWC."""
-
-CHANNEL_ELEMENTS_PER_S = {"forward": 1.0e9, "backward": 0.53e9}
-"""Elements per second of one channel of a batch norm in bfloat16, which has one block of threads
-for each channel."""
-NORM_ELEMENTS_PER_S = {"forward": 1.3e9, "backward": 1.15e9}
-"""Elements per second and multiprocessor of such a batch norm, if there are many channels."""
-
-_NORMS = {
-    "_batch_norm_with_update": "forward",
-    "_batch_norm_with_update_functional": "forward",
-    "batch_norm_backward": "backward",
-}
-_GROUPS = {"convolution": 8, "convolution_backward": 9}
-"""Position of the number of groups among the arguments."""
-_HALF = ("float16", "bfloat16")
-_ALIGNMENT = 8
-_FEW_CHANNELS, _FEW_CHANNELS_SLOWDOWN = 4, 3
-"""Convolutions of images with up to four channels pad them: their conversions take longer."""
-
-
 def image_seconds(node: Node, metas: Mapping[str, TensorMeta], multiprocessors: int) -> float:
     """Return the seconds to add to the roofline's for an operation; 0 for operations without a
     rule."""
-    name = node.target.split(".")[1]
+    name = operation_name(node)
     operands = [metas[operand] for operand in node.operand_names]
     if not operands or len(operands[0].shape) < 4 or not _is_contiguous(operands[0]):
         return 0.0
     if name in _NORMS and operands[0].dtype == "bfloat16":
         return _norm_seconds(operands[0], _NORMS[name], multiprocessors)
     is_plain = name in _GROUPS and len(node.args) > _GROUPS[name] and node.args[_GROUPS[name]] == 1
-    if is_plain and operands[0].dtype in _HALF:
+    if is_plain and operands[0].dtype in HALF_DTYPES:
         elements = _converted_elements(name, operands, [r.tensor for r in node.results])
         return elements / (CONVERTED_ELEMENTS_PER_S * multiprocessors)
     return 0.0
@@ -222,7 +206,7 @@ def _converted_elements(name: str, operands: list[TensorMeta], results: list[Ten
     all_images = [t for t in (*operands, *results) if len(t.shape) > 2 and t.shape != weight.shape]
     result = results[0] if name == "convolution" else operands[0]
     is_product = prod(weight.shape[2:]) == 1 and images.shape[2:] == result.shape[2:]
-    if is_product and prod(images.shape[2:]) % _ALIGNMENT == 0:
+    if is_product and prod(images.shape[2:]) % ALIGNMENT == 0:
         return 0.0
     slowdown = _FEW_CHANNELS_SLOWDOWN if images.shape[1] <= _FEW_CHANNELS else 1
     return slowdown * sum(float(prod(t.shape)) for t in all_images)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
 
-from remat.costs.roofline import item_bytes
+from remat.costs.layouts import tensor_bytes
 from remat.documents.records import TensorMeta
 from remat.errors import RematError
 
@@ -56,15 +56,11 @@ _Formula = Callable[[Sequence[TensorMeta], bool], tuple[_Sizes, _Sizes]]
 """The sizes of state and temporary tensors, from the parameters and whether they are on CUDA."""
 
 
-def _bytes(parameter: TensorMeta) -> int:
-    return prod(parameter.shape) * item_bytes(parameter.dtype)
-
-
 def _moments(count: int) -> _Formula:
     """Return the formula for `count` moments of each parameter, without temporary tensors."""
 
     def formula(parameters: Sequence[TensorMeta], is_cuda: bool) -> tuple[_Sizes, _Sizes]:
-        return tuple(_bytes(p) for p in parameters for _ in range(count)), ()
+        return tuple(tensor_bytes(p) for p in parameters for _ in range(count)), ()
 
     return formula
 
@@ -72,7 +68,7 @@ def _moments(count: int) -> _Formula:
 def _adam(parameters: Sequence[TensorMeta], is_cuda: bool) -> tuple[_Sizes, _Sizes]:
     """Return the sizes of two moments and of the square roots of the second one: on CUDA of all
     parameters at once, on the CPU of one and a quotient as large."""
-    sizes = tuple(map(_bytes, parameters))
+    sizes = tuple(map(tensor_bytes, parameters))
     state = tuple(size for size in sizes for _ in range(2))
     return state, sizes if is_cuda else (max(sizes, default=0),) * 2
 
@@ -82,10 +78,10 @@ def _adafactor(parameters: Sequence[TensorMeta], is_cuda: bool) -> tuple[_Sizes,
     the update of the next one is computed."""
     state: list[int] = []
     for parameter in parameters:
-        size, shape = _bytes(parameter), parameter.shape
+        size, shape = tensor_bytes(parameter), parameter.shape
         matrix = len(shape) > 1
         state += [size // shape[-1], size // shape[-2]] if matrix and size else [size]
-    sizes = list(map(_bytes, parameters))
+    sizes = list(map(tensor_bytes, parameters))
     first, second = max(pairwise([0, *sizes]), key=sum, default=(0, 0))
     return tuple(state), (first, second)
 

@@ -19,8 +19,8 @@ from math import prod
 from typing import Protocol, runtime_checkable
 
 from remat.costs import cuda_kernels
-from remat.costs.cuda_kernels import image_seconds
 from remat.costs.devices import PCIE_4, DeviceSpec, Link, find_device
+from remat.costs.layouts import item_bytes
 from remat.documents.arguments import Argument, Ref, referenced_names
 from remat.documents.records import Node, TensorMeta
 from remat.documents.targets import OFFLOAD_TARGETS, WRITE_ROWS_TARGET
@@ -167,13 +167,6 @@ TFLOP/s measured in steps of GPT-2 and Llama)."""
 BANDWIDTH_EFFICIENCY = 0.85
 """Share of the peak bandwidth that element-wise kernels on large tensors reach (STREAM-like)."""
 
-_ITEM_BYTES = {
-    **dict.fromkeys(("complex128",), 16),
-    **dict.fromkeys(("float64", "complex64", "int64", "uint64"), 8),
-    **dict.fromkeys(("float32", "int32", "uint32", "complex32"), 4),
-    **dict.fromkeys(("float16", "bfloat16", "int16", "uint16"), 2),
-}
-
 _LOOKUPS = frozenset({"embedding", "index_select", "gather", "index", "_unsafe_index"})
 """Operations that read only those elements of their first operand that they return."""
 
@@ -303,7 +296,7 @@ def _cuda_seconds(
     elements_s = elements / (cuda_kernels.ELEMENTS_PER_S * device.multiprocessors)
     launch_s = device.launch_s * cuda_kernels.launches(node, metas)
     seconds = roofline.seconds(int(flops / efficiency), size_bytes, dtype) - device.launch_s
-    images_s = image_seconds(node, metas, device.multiprocessors)
+    images_s = cuda_kernels.image_seconds(node, metas, device.multiprocessors)
     return launch_s + images_s + max(seconds, elements_s)
 
 
@@ -333,7 +326,7 @@ def traffic_bytes(node: Node, metas: Mapping[str, TensorMeta]) -> int:
         return 2 * sum(tensor_traffic_bytes(metas[n]) for n in referenced_names(node.args[1]))
     written_bytes = sum(tensor_traffic_bytes(result.tensor) for result in node.results)
     read_bytes = {name: tensor_traffic_bytes(metas[name]) for name in node.operand_names}
-    name = node.target.split(".")[1]
+    name = cuda_kernels.operation_name(node)
     if is_write(node):
         return traffic_bytes(*call_of_write(node, metas))
     if name in _LOOKUPS and node.args and isinstance(node.args[0], Ref):
@@ -358,8 +351,3 @@ def tensor_traffic_bytes(meta: TensorMeta) -> int:
         for size, stride in zip(meta.shape, meta.stride, strict=True)
     )
     return elements * item_bytes(meta.dtype)
-
-
-def item_bytes(dtype: str) -> int:
-    """Return the bytes of one element (1 for bool, int8 and the 8-bit floats)."""
-    return _ITEM_BYTES.get(dtype, 1)

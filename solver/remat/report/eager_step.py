@@ -11,7 +11,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from math import prod
 
-from remat.costs.roofline import item_bytes
+from remat.costs.layouts import item_bytes
 from remat.documents.arguments import Ref, referenced_names
 from remat.documents.trace import Node, Trace
 from remat.documents.writes import is_write

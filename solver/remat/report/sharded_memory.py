@@ -22,8 +22,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from math import prod
 
+from remat.costs.layouts import item_bytes
 from remat.costs.optimizer_memory import OptimizerMemory
-from remat.costs.roofline import item_bytes
 from remat.documents.trace import (
     Placeholder,
     Trace,

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from remat.costs.devices import DEVICES
-from remat.costs.workspaces.call import span_bytes
+from remat.costs.layouts import span_bytes
 from remat.costs.workspaces.formulas import (
     FORMULAS,
     STORAGES,

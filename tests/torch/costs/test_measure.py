@@ -21,6 +21,7 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import remat
+from remat.costs.layouts import span_elements
 from remat.costs.roofline import Roofline
 from remat.documents.arguments import Argument, Literal, Ref
 from remat.documents.records import Environment, Node, Output, Placeholder, Result, TensorMeta
@@ -33,7 +34,7 @@ from remat.frontend.costs import operation_benchmark as benches
 from remat.frontend.costs import operation_costs as pricing
 from remat.frontend.costs.cost_cache import CostCache
 from remat.frontend.costs.measure import measure
-from remat.frontend.costs.operands import OperandFactory, span_elements
+from remat.frontend.costs.operands import OperandFactory
 from remat.frontend.costs.timers import MIN_COST_S
 
 ITEM = {"uint8": 1, "float32": 4, "int64": 8, "bool": 1, "bfloat16": 2, "float64": 8}

@@ -10,20 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import accumulate
 from math import ceil, prod
 
-from remat.costs.roofline import item_bytes
+from remat.costs.layouts import HALF_DTYPES, dense, is_contiguous_in_order, item_bytes, tensor_bytes
 from remat.costs.workspaces.call import (
     Allocations,
     Formula,
     OperatorCall,
     StorageFormula,
     during,
-    is_contiguous_layout,
-    tensor_bytes,
 )
-from remat.costs.workspaces.reductions import HALF_DTYPES, reduction_buffers
+from remat.costs.workspaces.reductions import reduction_buffers
 from remat.documents.records import TensorMeta
 
 _FLOAT_BYTES = 4
@@ -36,10 +33,7 @@ def _round_up(number: int, multiple: int) -> int:
 def _token_major_copy_bytes(x: TensorMeta) -> int:
     """Return the bytes of the copy that makes (batch, heads, tokens, size) contiguous in the order
     (batch, tokens, heads, size), in which the kernels work; 0 if it is."""
-    order = (0, 2, 1, 3)
-    if is_contiguous_layout([x.shape[d] for d in order], [x.stride[d] for d in order]):
-        return 0
-    return tensor_bytes(x)
+    return 0 if is_contiguous_in_order(x, (0, 2, 1, 3)) else tensor_bytes(x)
 
 
 def flash_forward(call: OperatorCall) -> Allocations:
@@ -62,9 +56,9 @@ def flash_forward(call: OperatorCall) -> Allocations:
     if splits > 1:
         rows = splits * batch * heads * queries
         rounded = _round_up(head_size, 32 if head_size <= 128 else 64)
-        yield from during([_FLOAT_BYTES * rows, _FLOAT_BYTES * rows * rounded], ())
+        yield from during([_FLOAT_BYTES * rows, _FLOAT_BYTES * rows * rounded])
     elif dropout_p:
-        yield from during([16], ())  # the first of two random states
+        yield from during([16])  # the first of two random states
 
 
 def _key_splits(blocks: int, multiprocessors: int, key_blocks: int) -> int:
@@ -99,16 +93,7 @@ def flash_backward(call: OperatorCall) -> Allocations:
     expanded = [2 * batch * keys * heads * head_size] * 2 if heads != key_heads else []
 
     def sums() -> Iterator[int]:
-        grouped = TensorMeta(
-            dtype=key.dtype,
-            shape=(batch, keys, key_heads, heads // key_heads, head_size),
-            stride=tuple(
-                accumulate(
-                    (head_size, heads // key_heads, key_heads, keys), lambda a, b: a * b, initial=1
-                )
-            )[::-1],
-            device=key.device,
-        )
+        grouped = dense(key, (batch, keys, key_heads, heads // key_heads, head_size))
         yield from reduction_buffers(call, grouped, (3,), _FLOAT_BYTES)
 
     inner = during([row_bytes, row_bytes * rounded_size, *expanded], sums() if expanded else ())
@@ -168,7 +153,7 @@ def efficient_backward(call: OperatorCall) -> Allocations:
     def inner() -> Iterator[int]:
         yield from call.result_bytes
         if query.dtype in HALF_DTYPES and capability >= (8, 0):
-            yield from during([row_bytes, workspace], ())
+            yield from during([row_bytes, workspace])
             return
         # Row sums of gradient times output, in separate operations.
         product = tensor_bytes(grad_out, "float32")
@@ -178,7 +163,7 @@ def efficient_backward(call: OperatorCall) -> Allocations:
         yield from ([row_bytes, row_bytes] if is_copied else [row_bytes])
         yield from ([-row_bytes] if is_copied else [])
         yield from (-product, *(-size for size in converted))
-        yield from during([workspace], ())
+        yield from during([workspace])
         yield -row_bytes
 
     yield from during([_token_major_copy_bytes(grad_out)], inner())
@@ -209,7 +194,7 @@ def efficient_forward(call: OperatorCall) -> Allocations:
     yield from call.result_bytes
     if query.dtype in HALF_DTYPES and max(query.shape[3], value.shape[3]) > 128:
         batch, heads, queries, _ = query.shape
-        yield from during([_FLOAT_BYTES * batch * queries * heads * value.shape[3]], ())
+        yield from during([_FLOAT_BYTES * batch * queries * heads * value.shape[3]])
 
 
 def _bias_gradient_storage(call: OperatorCall) -> tuple[int, ...]:

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from math import prod
 from typing import TypeAlias
 
 from remat.costs.devices import DeviceSpec
-from remat.costs.roofline import item_bytes
+from remat.costs.layouts import is_contiguous, span_bytes, tensor_bytes
 from remat.documents.arguments import Argument, Ref
 from remat.documents.records import Node, Result, TensorMeta
 
@@ -132,45 +131,24 @@ def _rounded(size_bytes: int) -> int:
     return rounded_bytes if size_bytes > 0 else -rounded_bytes
 
 
-def tensor_bytes(meta: TensorMeta, dtype: str | None = None) -> int:
-    """Return the bytes of a contiguous tensor of this shape, in `dtype` if that is not None."""
-    return prod(meta.shape) * item_bytes(dtype or meta.dtype)
-
-
-def span_bytes(meta: TensorMeta) -> int:
-    """Return the bytes from a tensor's first element to its last."""
-    if 0 in meta.shape:
-        return 0
-    steps = zip(meta.shape, meta.stride, strict=True)
-    return (1 + sum((size - 1) * step for size, step in steps)) * item_bytes(meta.dtype)
-
-
-def is_contiguous(meta: TensorMeta) -> bool:
-    """True if a tensor's elements are in memory in the order of its dimensions, without gaps."""
-    return is_contiguous_layout(meta.shape, meta.stride)
-
-
-def is_contiguous_layout(shape: Iterable[int], stride: Iterable[int]) -> bool:
-    """True if a tensor with this shape and these strides is contiguous. Strides of dimensions of
-    size 1 do not count."""
-    expected = 1
-    for size, step in reversed(list(zip(shape, stride, strict=True))):
-        if size == 0:
-            return True
-        if size != 1 and step != expected:
-            return False
-        expected *= size
-    return True
-
-
 def contiguous_copy_bytes(meta: TensorMeta) -> int:
     """Return the bytes of the copy that `contiguous()` makes: 0 if the tensor is contiguous."""
     return 0 if is_contiguous(meta) else tensor_bytes(meta)
 
 
-def during(buffers: Iterable[int], allocations: Allocations) -> Allocations:
+def during(buffers: Iterable[int], allocations: Allocations = ()) -> Allocations:
     """Yield allocations between the allocation of temporary buffers and their release."""
     sizes = [size for size in buffers if size]
     yield from sizes
     yield from allocations
     yield from (-size for size in sizes)
+
+
+def results_and(buffers: Callable[[OperatorCall], Iterable[int]]) -> Formula:
+    """Return the formula of an operator that allocates its results, then these buffers at once."""
+
+    def formula(call: OperatorCall) -> Allocations:
+        yield from call.result_bytes
+        yield from during(buffers(call))
+
+    return formula

@@ -6,15 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from remat.costs.devices import DeviceSpec
-from remat.costs.workspaces import (
-    attention,
-    copies,
-    indexing,
-    losses,
-    norms,
-    reductions,
-    sorting,
-)
+from remat.costs.workspaces import attention, indexing, layers, reductions
 from remat.costs.workspaces.call import (
     Formula,
     StorageFormula,
@@ -29,19 +21,12 @@ from remat.errors import DocumentError
 FORMULAS: dict[str, Formula] = {
     **reductions.FORMULAS,
     **attention.FORMULAS,
-    **copies.FORMULAS,
-    **norms.FORMULAS,
-    **losses.FORMULAS,
+    **layers.FORMULAS,
     **indexing.FORMULAS,
-    **sorting.FORMULAS,
 }
 """Formulas by operator. Operators without one allocate nothing but their results."""
 
-STORAGES: dict[str, StorageFormula] = {
-    **attention.STORAGES,
-    **copies.STORAGES,
-    **losses.STORAGES,
-}
+STORAGES: dict[str, StorageFormula] = {**attention.STORAGES, **layers.STORAGES}
 """Storages by operator, for those whose results have larger storages than fake tensors have."""
 
 

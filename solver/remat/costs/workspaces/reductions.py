@@ -17,15 +17,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 
-from remat.costs.roofline import item_bytes
+from remat.costs.layouts import HALF_DTYPES, contiguous, converted, item_bytes, tensor_bytes
 from remat.costs.workspaces.call import (
     Allocations,
     Formula,
     OperatorCall,
     contiguous_copy_bytes,
     during,
-    is_contiguous,
-    tensor_bytes,
 )
 from remat.documents.records import TensorMeta
 
@@ -271,7 +269,6 @@ def _output_vector(iteration: ReduceIteration, input_bytes: int) -> int:
     return vector
 
 
-HALF_DTYPES = ("float16", "bfloat16")
 _INDEX_BYTES = 8
 
 
@@ -352,7 +349,7 @@ def _reduction(
     copies: list[int] = []
     if is_converted:
         copies = [tensor_bytes(x, dtype)]
-        x = with_dtype(x, dtype)
+        x = converted(x, dtype)
     if is_flattened and not dimensions(call.argument(dims_position)):
         copies.append(contiguous_copy_bytes(x))
         x = contiguous(x)
@@ -370,33 +367,10 @@ def _reduction(
     )
 
 
-def with_dtype(meta: TensorMeta, dtype: str) -> TensorMeta:
-    """Return the metadata of a tensor that is converted to a dtype, with a dense layout."""
-    order = sorted(range(len(meta.shape)), key=lambda dim: (-meta.stride[dim], dim))
-    strides, step = [0] * len(meta.shape), 1
-    for dim in reversed(order):
-        strides[dim] = step
-        step *= max(meta.shape[dim], 1)
-    return TensorMeta(
-        dtype=dtype, shape=meta.shape, stride=tuple(strides), offset=0, device=meta.device
-    )
-
-
-def contiguous(meta: TensorMeta) -> TensorMeta:
-    """Return the metadata of a tensor after `contiguous()`."""
-    if is_contiguous(meta):
-        return meta
-    strides, step = [0] * len(meta.shape), 1
-    for dim in reversed(range(len(meta.shape))):
-        strides[dim] = step
-        step *= max(meta.shape[dim], 1)
-    return TensorMeta(dtype=meta.dtype, shape=meta.shape, stride=tuple(strides), device=meta.device)
-
-
 def _count_nonzero(call: OperatorCall) -> Allocations:
     """Count the non-zero elements: a sum of a boolean mask, converted to integers."""
     x = call.tensor(0)
-    counted = with_dtype(x, "int64")
+    counted = converted(x, "int64")
     yield tensor_bytes(x, "bool")
     yield from call.result_bytes
     yield from during(

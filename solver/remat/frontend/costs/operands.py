@@ -10,11 +10,12 @@ index of every table (an invalid index breaks a CUDA context for good).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch._ops import OpOverload
 
+from remat.costs.layouts import span_bytes, span_elements
 from remat.documents.arguments import Argument, Literal, Ref, referenced_names
 from remat.documents.records import Node, Result, TensorMeta
 from remat.errors import RematError
@@ -210,22 +211,12 @@ def _is_forward_of(node: Node, forward: Node) -> bool:
     return forward.target.split(".")[1].removesuffix("_forward") == base_name
 
 
-def span_elements(shape: Sequence[int], stride: Sequence[int]) -> int:
-    """Return the number of elements of memory from a tensor's first element to its last."""
-    if 0 in shape:
-        return 0
-    return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
-
-
 def operand_and_result_bytes(node: Node, metas: Mapping[str, TensorMeta]) -> int:
     """Return the bytes of an operation's operands and results, which running it alone needs."""
     tensors = [metas[name] for name in set(node.operand_names)] + [
         result.tensor for result in node.results
     ]
-    return sum(
-        span_elements(meta.shape, meta.stride) * getattr(torch, meta.dtype).itemsize
-        for meta in tensors
-    )
+    return sum(map(span_bytes, tensors))
 
 
 def index_upper_bound(

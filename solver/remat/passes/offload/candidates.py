@@ -12,7 +12,7 @@ from itertools import pairwise
 from math import prod
 from typing import NamedTuple
 
-from remat.costs.roofline import item_bytes
+from remat.costs.layouts import item_bytes
 from remat.documents.records import TensorMeta
 from remat.documents.targets import OFFLOAD_TARGETS
 from remat.documents.trace import Trace

@@ -1,0 +1,349 @@
+"""Matrix products, pooling, normalisations, softmax and losses.
+
+Many kernels copy operands whose layout they do not support. Matrix products copy an operand without
+a dense row or column, such as an expanded one. Pooling and resizing copy images that are neither
+contiguous nor channels-last, others need contiguous ones.
+
+The result of some losses is the resized element-wise loss: a scalar whose storage is as large as
+the input (`STORAGES`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from itertools import zip_longest
+from math import prod
+
+from remat.costs.layouts import (
+    HALF_DTYPES,
+    channels_last,
+    dense,
+    is_contiguous,
+    is_contiguous_in_order,
+    item_bytes,
+    tensor_bytes,
+)
+from remat.costs.workspaces.call import (
+    Allocations,
+    Formula,
+    OperatorCall,
+    StorageFormula,
+    contiguous_copy_bytes,
+    during,
+    results_and,
+)
+from remat.costs.workspaces.reductions import accumulator_bytes, reduction_buffers
+from remat.documents.records import TensorMeta
+
+# -- copies of operands ---------------------------------------------------------------------
+
+CopyBytes = Callable[[TensorMeta], int]
+"""A function that returns the bytes of the copy of an operand, 0 if it needs none."""
+
+
+def _image(meta: TensorMeta) -> int:
+    """Return the bytes of the copy of an image batch: 0 if it is contiguous or channels-last."""
+    is_supported = is_contiguous(meta) or is_contiguous_in_order(meta, channels_last(meta))
+    return 0 if is_supported else tensor_bytes(meta)
+
+
+def _matrix(meta: TensorMeta) -> int:
+    """Return the bytes of the copy of a matrix for cuBLAS: 0 if its rows or its columns are dense
+    and do not overlap. The dimensions before the last two do not count."""
+    rows, columns = meta.shape[-2:]
+    row_stride, column_stride = meta.stride[-2:]
+    is_row_major = column_stride == 1 and row_stride >= max(1, columns)
+    is_column_major = row_stride == 1 and column_stride >= max(1, rows)
+    return 0 if is_row_major or is_column_major else tensor_bytes(meta)
+
+
+def _vector(meta: TensorMeta) -> int:
+    """Return the bytes of the copy of a vector for cuBLAS: 0 unless it is expanded."""
+    return tensor_bytes(meta) if 0 in meta.stride and meta.shape[0] > 1 else 0
+
+
+_dense = contiguous_copy_bytes
+
+_COPIES: Mapping[str, Mapping[int, CopyBytes]] = {
+    "mm.default": {0: _matrix, 1: _matrix},
+    "mm.dtype": {0: _matrix, 1: _matrix},
+    "bmm.default": {0: _matrix, 1: _matrix},
+    "bmm.dtype": {0: _matrix, 1: _matrix},
+    "addmm.default": {1: _matrix, 2: _matrix},
+    "baddbmm.default": {1: _matrix, 2: _matrix},
+    "_addmm_activation.default": {1: _matrix, 2: _matrix},
+    "mv.default": {0: _matrix, 1: _vector},
+    "addmv.default": {1: _matrix, 2: _vector},
+    "avg_pool2d.default": {0: _image},
+    "avg_pool2d_backward.default": {0: _image, 1: _image},
+    "_adaptive_avg_pool2d.default": {0: _image},
+    "_adaptive_avg_pool2d_backward.default": {0: _image},
+    "max_pool2d_with_indices.default": {0: _image},
+    "max_pool2d_with_indices_backward.default": {0: _image, 1: _image, 7: _image},
+    "upsample_nearest2d.default": {0: _image},
+    "upsample_nearest2d_backward.default": {0: _image},
+    "upsample_bilinear2d_backward.default": {0: _image},
+    "upsample_bicubic2d_backward.default": {0: _dense},
+    "reflection_pad2d.default": {0: _dense},
+    "reflection_pad2d_backward.default": {0: _dense},
+    "native_layer_norm.default": {0: _dense},
+    "_fused_rms_norm.default": {0: _dense},
+    "_softmax.default": {0: _dense},
+    "_log_softmax.default": {0: _dense},
+    "_log_softmax_backward_data.default": {0: _dense, 1: _dense},
+    "nll_loss_forward.default": {0: _dense, 1: _dense},
+    "nll_loss_backward.default": {1: _dense, 2: _dense},
+    "nll_loss2d_forward.default": {0: _dense, 1: _dense},
+}
+"""By operator: how the operands at some positions are copied, while the results exist."""
+
+
+def _operand_copies(call: OperatorCall, copies: Mapping[int, CopyBytes]) -> Iterator[int]:
+    for position, copy_bytes in copies.items():
+        if (meta := call.optional_tensor(position)) is not None:
+            yield copy_bytes(meta)
+
+
+def _adaptive_max_pool(call: OperatorCall) -> Iterator[int]:
+    """Pool a contiguous copy into contiguous results, which are copied if theirs are not."""
+    x = call.tensor(0)
+    yield contiguous_copy_bytes(x)
+    for result in call.results if _image(x) == 0 else ():
+        yield contiguous_copy_bytes(result.tensor)
+
+
+def _roll(call: OperatorCall) -> list[int]:
+    """Roll dimensions one after the other: a tensor for each but the last."""
+    x, dims = call.tensor(0), call.argument(2, ())
+    count = len(dims) if isinstance(dims, (list, tuple)) else 1
+    return [tensor_bytes(x)] if count > 1 else [contiguous_copy_bytes(x)]
+
+
+def _im2col(call: OperatorCall) -> list[int]:
+    """Unfold an image: a contiguous copy of it, and one more as a batch."""
+    x = call.tensor(0)
+    return [tensor_bytes(x), contiguous_copy_bytes(x)]
+
+
+def _grouped_matmul(call: OperatorCall) -> list[int]:
+    """Matrix products of several groups: pointers and shapes of each group, and descriptors for
+    each multiprocessor. Recorded for Hopper."""
+    offsets = call.optional_tensor(2)
+    groups = offsets.shape[0] if offsets is not None else call.tensor(0).shape[0]
+    return [60 * groups, 512 * call.device.multiprocessors]
+
+
+# -- normalisations and softmax: partial sums for the gradients of weights ------------------
+
+_MANY_ROWS = 64 * 1024
+"""Rows above which the gradients of the weights of a layer norm are summed in two steps."""
+_ROWS_OF_A_SUM = 32
+_MAX_SUM_BLOCKS = 32768
+"""Thread blocks of 32 columns that write partial sums."""
+
+
+def _layer_norm_backward(call: OperatorCall) -> Allocations:
+    """The backward of layer norm and RMS norm. With many short rows, the gradients of weight and
+    bias are sums of partial sums over 32 rows each."""
+    grad, x = call.tensor(0), call.tensor(1)
+    axes = call.argument(2)
+    width = prod(axis for axis in axes if isinstance(axis, int)) if isinstance(axes, tuple) else 1
+    rows = prod(x.shape) // max(width, 1)
+    is_short = width // 32 < call.device.multiprocessors // 2
+    mask = call.argument(len(call.args) - 1)
+    weight_gradients = sum(map(bool, mask[1:])) if isinstance(mask, tuple) else 0
+
+    def inner() -> Iterator[int]:
+        yield from call.result_bytes
+        if rows <= _MANY_ROWS or not is_short:
+            return
+        sum_count = min(-(-rows // _ROWS_OF_A_SUM), _MAX_SUM_BLOCKS // -(-width // 32))
+        partial_sums = dense(x, (sum_count, width))
+
+        def sums() -> Iterator[int]:
+            for _ in range(weight_gradients):
+                # The sum replaces the result that was allocated for it.
+                buffers = reduction_buffers(call, partial_sums, (0,), accumulator_bytes(x.dtype))
+                yield from during([width * item_bytes(x.dtype)], buffers)
+
+        yield from during([tensor_bytes(partial_sums)] * weight_gradients, sums())
+
+    yield from during([contiguous_copy_bytes(grad), contiguous_copy_bytes(x)], inner())
+
+
+def _group_norm(call: OperatorCall) -> list[int]:
+    """Group norm: a scale and a shift for each channel of each sample, in float32."""
+    x = call.tensor(0)
+    batch, channels, area, groups = (call.integer(i) for i in (3, 4, 5, 6))
+    item = accumulator_bytes(x.dtype)
+    buffers = [contiguous_copy_bytes(x)]
+    if x.dtype in HALF_DTYPES:
+        buffers += [item * batch * groups] * 2  # the statistics, before they are rounded
+    if area > 1 and not (call.argument(1) is None and call.argument(2) is None):
+        buffers += [item * batch * channels] * 2
+    return buffers
+
+
+def _group_norm_backward(call: OperatorCall) -> list[int]:
+    """The backward of group norm: sums over each channel, and coefficients for each group."""
+    grad, x = call.tensor(0), call.tensor(1)
+    batch, channels, area, groups = (call.integer(i) for i in (5, 6, 7, 8))
+    item = accumulator_bytes(x.dtype)
+    by_group, by_channel = item * batch * groups, item * batch * channels
+    buffers = [contiguous_copy_bytes(grad), contiguous_copy_bytes(x), by_group, by_group]
+    if area > 1:
+        buffers += [by_channel] * (3 if call.argument(4) is not None else 2)
+    return buffers
+
+
+def _is_channels_last(x: TensorMeta) -> bool:
+    """True if an image batch is stored with its channels as the fastest dimension."""
+    return len(x.shape) > 3 and is_contiguous_in_order(x, channels_last(x))
+
+
+def _batch_norm(call: OperatorCall) -> list[int]:
+    """torch's own batch norm in training: four partial sums for each channel of channels-last
+    images."""
+    x = call.tensor(0)
+    if call.argument(5) is not True or not _is_channels_last(x):
+        return []
+    channels = x.shape[1]
+    rows = prod(x.shape) // max(channels, 1)
+    block_width = min(1 << (channels.bit_length() - 1), 32)
+    needed_rows = max(1, -(-rows // 16))
+    block_height = min(1 << (needed_rows.bit_length() - 1), 512 // block_width)
+    blocks = min(-(-rows // (block_height * 16)), 128)
+    if blocks < 8:
+        return []
+    return [4 * channels * blocks * accumulator_bytes(x.dtype), 4 * -(-channels // 32)]
+
+
+def _batch_norm_backward(call: OperatorCall) -> Allocations:
+    """torch's own batch norm: two sums for each channel."""
+    x = call.tensor(1)
+    sums = accumulator_bytes(x.dtype) * x.shape[1] if _is_channels_last(x) else 0
+    yield from during([sums] * 2, call.result_bytes)
+
+
+def _softmax_backward(call: OperatorCall) -> list[int]:
+    """The gradient of softmax: the product of gradient and output, next to their copies."""
+    grad, output = call.tensor(0), call.tensor(1)
+    return [tensor_bytes(grad), contiguous_copy_bytes(grad), contiguous_copy_bytes(output)]
+
+
+# -- losses: an element-wise loss as large as the input, and its reduction ------------------
+
+_MEAN = 1
+
+
+def _element_loss(call: OperatorCall) -> TensorMeta:
+    """Return the metadata of the loss of each element, with the shape of both operands."""
+    x, y = call.tensor(0), call.tensor(1)
+    if x.shape == y.shape and is_contiguous(x):
+        return x
+    sizes = zip_longest(reversed(x.shape), reversed(y.shape), fillvalue=1)
+    return dense(x, tuple(max(pair) for pair in sizes)[::-1])
+
+
+def _is_reduced(call: OperatorCall, position: int) -> bool:
+    """True if a loss is a mean or a sum."""
+    return call.argument(position, _MEAN) != 0
+
+
+def _sum_buffers(call: OperatorCall, loss: TensorMeta) -> Allocations:
+    return reduction_buffers(call, loss, (), accumulator_bytes(loss.dtype))
+
+
+def _resized_loss(call: OperatorCall, position: int, is_copied: bool) -> Allocations:
+    """A loss whose result is the resized element-wise loss. Its mean is of another element-wise
+    loss, or `is_copied` into it."""
+    loss = _element_loss(call)
+    yield tensor_bytes(loss)
+    if _is_reduced(call, position):
+        other = sum(call.result_bytes) if is_copied else tensor_bytes(loss)
+        yield from during([other], _sum_buffers(call, loss))
+
+
+def _huber_loss(call: OperatorCall) -> Allocations:
+    """A loss whose element-wise loss is freed."""
+    loss = _element_loss(call)
+    if not _is_reduced(call, 2):
+        return [tensor_bytes(loss)]
+    return during([tensor_bytes(loss)], (*call.result_bytes, *_sum_buffers(call, loss)))
+
+
+def _bce_with_logits(call: OperatorCall) -> Allocations:
+    """Binary cross entropy of logits: two element-wise tensors, and one more to weigh positives."""
+    loss = _element_loss(call)
+    size = tensor_bytes(loss)
+    is_reduced = _is_reduced(call, 4)
+    yield size
+    if call.optional_tensor(3) is not None:
+        yield from during([size, size])
+    reduction = (*call.result_bytes, *_sum_buffers(call, loss)) if is_reduced else ()
+    yield from during([size], reduction)
+    if is_reduced:
+        yield -size
+
+
+def _soft_margin_backward(call: OperatorCall) -> list[int]:
+    """The gradient of the soft margin loss: two tensors as large as the input."""
+    return [tensor_bytes(call.tensor(1))] * 2
+
+
+_RESIZED_LOSSES = {
+    "aten.mse_loss.default": (2, False),
+    "aten.smooth_l1_loss.default": (2, False),
+    "aten.soft_margin_loss.default": (2, True),
+    "aten.binary_cross_entropy.default": (3, True),
+}
+"""Operators whose result is the resized element-wise loss: the position of `reduction`, and True if
+the mean is copied into that loss."""
+
+
+def _loss_storage(call: OperatorCall, position: int) -> tuple[int, ...]:
+    """Return the bytes of the storage of a loss: the storage of the element-wise loss."""
+    return (tensor_bytes(_element_loss(call)),) if _is_reduced(call, position) else ()
+
+
+def _col2im_storage(call: OperatorCall) -> tuple[int, ...]:
+    """Return the bytes of the storage of a folded image, which is as large as its columns."""
+    return (tensor_bytes(call.tensor(0)),)
+
+
+STORAGES: dict[str, StorageFormula] = {
+    "aten.col2im.default": _col2im_storage,
+    **{
+        name: partial(_loss_storage, position=position)
+        for name, (position, _) in _RESIZED_LOSSES.items()
+    },
+}
+
+_BUFFERS: Mapping[str, Callable[[OperatorCall], Iterable[int]]] = {
+    "aten.adaptive_max_pool2d.default": _adaptive_max_pool,
+    "aten.roll.default": _roll,
+    "aten.im2col.default": _im2col,
+    "aten._grouped_mm.default": _grouped_matmul,
+    "aten.native_group_norm.default": _group_norm,
+    "aten.native_group_norm_backward.default": _group_norm_backward,
+    "aten.native_batch_norm.default": _batch_norm,
+    "aten._softmax_backward_data.default": _softmax_backward,
+    "aten.soft_margin_loss_backward.default": _soft_margin_backward,
+    **{f"aten.{n}": partial(_operand_copies, copies=copies) for n, copies in _COPIES.items()},
+}
+"""The buffers of operators, all of which exist at once with the results."""
+
+FORMULAS: dict[str, Formula] = {
+    **{name: results_and(buffers) for name, buffers in _BUFFERS.items()},
+    "aten.native_layer_norm_backward.default": _layer_norm_backward,
+    "aten._fused_rms_norm_backward.default": _layer_norm_backward,
+    "aten.native_batch_norm_backward.default": _batch_norm_backward,
+    "aten.batch_norm_backward.default": _batch_norm_backward,
+    **{
+        name: partial(_resized_loss, position=position, is_copied=is_copied)
+        for name, (position, is_copied) in _RESIZED_LOSSES.items()
+    },
+    "aten.huber_loss.default": _huber_loss,
+    "aten.binary_cross_entropy_with_logits.default": _bce_with_logits,
+}
