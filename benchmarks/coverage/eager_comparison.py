@@ -65,9 +65,9 @@ def check_enable(kind: str, name: str) -> Row:
     return {"outcome": outcome, "why": "", "error": error, **_how(plan)}
 
 
-def _how(plan: remat.Plan | BlocksPlan) -> Row:
+def _how(plan: remat.Plan) -> Row:
     """Return how a model was planned: as a whole or by blocks, and the modules without a plan."""
-    if isinstance(plan, remat.Plan):
+    if not isinstance(plan, BlocksPlan):
         recomputed = len(plan.schedule) - len(plan.graph)
         smallest = plan.stats.get("unsplit_min_bytes", plan.peak_bytes)
         return {

@@ -27,15 +27,15 @@ __all__ = ["Plan", "Status"]
 class Plan(PlanData, Described):
     """A schedule and its costs; see `PlanData` for the fields."""
 
-    def report(self) -> Report:
+    def report(self, solve: bool = False) -> Report:
         """Return the report of the plan."""
-        return plan_report(self)
+        return plan_report(self, solve)
 
     def describe(self, solve: bool = False) -> str:
         """Return a table: budget, peak, time, bound, and what is recomputed, by module. With
         `solve`, also the steps of the solve: the seconds that each took, and the objective and
         bound after it."""
-        return str(plan_report(self, solve))
+        return str(self.report(solve))
 
     def explain(self, name: str) -> str:
         """Explain why one operation is retained or recomputed, and what the alternative would cost:

@@ -14,11 +14,12 @@ step wait.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 from remat.costs.devices import Link
+from remat.passes.offload.copies import Direction
 
 PLANNED = "planned"
 AS_IT_IS = "as it is"
@@ -78,13 +79,18 @@ class CallVariant:
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
     """The peak and time of a step. `waiting_s` is the part of the time in which it waits for
-    copies, `copies_s` the sum of their seconds. `host_bytes` are the most on the host at once."""
+    copies, `copies_s` the sum of their seconds. `host_bytes` are the most on the host at once.
+    `waits_s` has the seconds of each wait, by the direction of the copy and the number of its call.
+    """
 
     peak_bytes: int
     time_s: float
     waiting_s: float
     copies_s: float
     host_bytes: int
+    waits_s: Mapping[tuple[Direction, int], float] = field(
+        default_factory=dict[tuple[Direction, int], float]
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,9 +215,10 @@ class _Simulation:
                 stay = stays[call]
                 self._released.setdefault(stay.released_after, []).append(call)
                 self._reloaded.setdefault(stay.reloaded_before, []).append(call)
-        self._now_s = self._waiting_s = self._copies_s = 0.0
-        self._free_s = {"to_host": 0.0, "to_device": 0.0}
-        self._end_s: dict[tuple[str, int], float] = {}
+        self._now_s = self._copies_s = 0.0
+        self._free_s: dict[Direction, float] = {"to_host": 0.0, "to_device": 0.0}
+        self._end_s: dict[tuple[Direction, int], float] = {}
+        self._waits_s: dict[tuple[Direction, int], float] = {}
 
     def run(self) -> StepOutcome:
         other_batches = self._step.in_flight - 1
@@ -234,12 +241,14 @@ class _Simulation:
                 saved_bytes -= sum(self._sizes_bytes[c] for c in self._released.get(call, ()))
             elif event.kind == "backward":
                 self._run_backward(call)
+        waiting_s = math.fsum(self._waits_s.values())
         return StepOutcome(
             peak_bytes,
-            math.fsum(o.time_s for o in self._options) + self._waiting_s,
-            self._waiting_s,
+            math.fsum(o.time_s for o in self._options) + waiting_s,
+            waiting_s,
             self._copies_s,
             self._step.in_flight * sum(self._sizes_bytes),
+            self._waits_s,
         )
 
     def _run_forward(self, call: int) -> None:
@@ -254,7 +263,7 @@ class _Simulation:
         self._wait("to_device", call)
         self._now_s += self._options[call].time_s - self._options[call].forward_s
 
-    def _start_copy(self, direction: Literal["to_host", "to_device"], call: int) -> None:
+    def _start_copy(self, direction: Direction, call: int) -> None:
         size_bytes, host = self._sizes_bytes[call], self._step.host
         if size_bytes and host is not None:
             is_leaving = direction == "to_host"
@@ -266,7 +275,8 @@ class _Simulation:
             self._free_s[direction] = max(self._now_s, self._free_s[direction]) + copy_s
             self._end_s[direction, call] = self._free_s[direction]
 
-    def _wait(self, direction: str, call: int) -> None:
+    def _wait(self, direction: Direction, call: int) -> None:
         end_s = max(self._now_s, self._end_s.get((direction, call), 0.0))
-        self._waiting_s += end_s - self._now_s
+        if end_s > self._now_s:
+            self._waits_s[direction, call] = end_s - self._now_s
         self._now_s = end_s

@@ -93,9 +93,8 @@ def option_of_schedule(graph: Graph, schedule: Schedule) -> BlockOption:
 
     The block's constant memory (its parameters and inputs) is not counted.
     """
-    assert graph.boundary is not None
     timeline = simulate(graph, schedule)
-    boundary_run = schedule.runs.index(graph.boundary)
+    boundary_run = schedule.runs.index(boundary_of(graph))
     constant_bytes = graph.constant_bytes
     # Up to the boundary the graph holds the block's outputs; from there on the caller holds them.
     backward = timeline.during_bytes[boundary_run + 1 :]
@@ -112,18 +111,27 @@ def option_of_schedule(graph: Graph, schedule: Schedule) -> BlockOption:
 
 def with_boundary_workspace(graph: Graph, size_bytes: int) -> Graph:
     """Return the graph with `size_bytes` of additional workspace at the end of the forward."""
-    assert graph.boundary is not None
-    operations = list(graph.operations)
-    boundary = operations[graph.boundary]
-    workspace_bytes = boundary.workspace_bytes + size_bytes
-    operations[graph.boundary] = replace(boundary, workspace_bytes=workspace_bytes)
+    operations, index = list(graph.operations), boundary_of(graph)
+    workspace_bytes = operations[index].workspace_bytes + size_bytes
+    operations[index] = replace(operations[index], workspace_bytes=workspace_bytes)
     return replace(graph, operations=tuple(operations))
 
 
-def tangent_bytes(graph: Graph) -> int:
-    """Return the bytes of the tangents, the gradients of the block's outputs."""
+def boundary_of(graph: Graph) -> int:
+    """Return the boundary of a block's graph, which has one."""
     assert graph.boundary is not None
-    return sum(graph.values[v].size_bytes for v in graph.operations[graph.boundary].outputs)
+    return graph.boundary
+
+
+def live_tangents(graph: Graph) -> list[int]:
+    """Return the gradients of the block's outputs, without those that nothing reads."""
+    tangents = graph.operations[boundary_of(graph)].outputs
+    return [v for v in tangents if graph.consumers[v] or v in graph.results]
+
+
+def tangent_bytes(graph: Graph) -> int:
+    """Return the bytes of the tangents that the backward reads."""
+    return sum(graph.values[v].size_bytes for v in live_tangents(graph))
 
 
 def pareto_optimal(
@@ -160,10 +168,27 @@ NEVER_FREED = sys.maxsize
 
 @dataclass(frozen=True, slots=True)
 class HeldInput:
-    """An input that the block holds until run `last_read` of its backward."""
+    """An input that the block holds until run `last_read` of its backward. `index` is its position
+    among the block's input tensors."""
 
     size_bytes: int
     last_read: int
+    index: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SavedTensor:
+    """A saved tensor that may be offloaded: it fills its storage, and is no parameter or output.
+
+    `position` is its index among the tensors that the forward saves, inputs first, as at run time.
+    `input_index` is its index among the block's input tensors, -1 for a result; `value` is a
+    result's index among the values of the block's graph.
+    """
+
+    position: int
+    size_bytes: int
+    input_index: int = -1
+    value: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,9 +207,8 @@ class SavedInputs:
     def of(cls, trace: Trace, schedule: Schedule, program: Program) -> SavedInputs:
         """Return the saved inputs of `program`, which is `trace` rewritten by `schedule`."""
         graph = trace.graph()
-        assert graph.boundary is not None
         timeline = simulate(graph, schedule)
-        first_run = schedule.runs.index(graph.boundary) + 1
+        first_run = schedule.runs.index(boundary_of(graph)) + 1
         last_read_of_storage: dict[int, int] = {}
         for run, index in enumerate(schedule.runs[first_run:]):
             node = trace.operations[index]

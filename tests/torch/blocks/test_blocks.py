@@ -296,7 +296,7 @@ def test_auto_plans_a_capturable_model_as_a_whole() -> None:
     expected = step(model, ids, 1)
     enabled(model, "75%", "auto", split="off")
     assert_same(step(model, ids, 1), expected)
-    assert isinstance(remat.plans(model)[-1], remat.Plan)
+    assert type(remat.plans(model)[-1]) is remat.Plan
 
 
 @pytest.mark.slow
@@ -325,7 +325,7 @@ def test_auto_is_the_free_memory_of_the_device() -> None:
     step(model, ids, 1)
     plan = plan_of(model)
     assert plan.budget_bytes > 10 * plan.peak_bytes
-    assert plan.peak_bytes == plan.baseline_bytes
+    assert plan.peak_bytes == plan.baseline_peak_bytes
 
 
 @pytest.mark.slow
@@ -602,18 +602,6 @@ def test_an_unknown_scope_is_refused() -> None:
     with pytest.raises(ValueError, match="scope is 'block'; near are blocks"):
         enabled(model, "75%", "block")
     step(model, torch.randint(0, 50, (8,)), 1)
-
-
-@pytest.mark.slow
-def test_the_plan_prints_a_table_of_its_blocks() -> None:
-    model, ids = net()
-    enabled(model, "75%")
-    step(model, ids, 1)
-    plan = plan_of(model)
-    text = str(plan)
-    assert "blocks.*  Block, planned" in text
-    assert f"{plan.peak_bytes / plan.baseline_bytes:.1%} of" in text
-    assert "not planned" not in text
 
 
 class _Stateful(Sealed):

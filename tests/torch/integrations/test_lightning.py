@@ -11,7 +11,6 @@ import torch
 from tests.helpers.training.models import gpt2
 
 import remat
-from remat.blockwise.blocks_plan import BlocksPlan
 
 lightning: Any = pytest.importorskip("pytorch_lightning")
 
@@ -123,7 +122,7 @@ def test_a_run_can_be_resumed(tmp_path: Path) -> None:
 def test_a_callback_enables_the_module_for_a_fit(tmp_path: Path) -> None:
     from remat.integrations.lightning import RematCallback
 
-    plans: list[remat.Plan | BlocksPlan] = []
+    plans: list[remat.Plan] = []
 
     class Looking(lightning.Callback):
         def on_train_end(self, _: Any, module: Any) -> None:

@@ -18,7 +18,6 @@ from typing import Any, TypeVar, Unpack
 import torch
 from torch import nn
 
-from remat.blockwise.blocks_plan import BlocksPlan
 from remat.errors import InfeasibleBudget, TraceError
 from remat.frontend.api.nested_plans import FORWARD_ATTRIBUTE, check_no_planned_submodule
 from remat.frontend.api.optimize import checked_options
@@ -112,7 +111,7 @@ def is_enabled(model: nn.Module) -> bool:
     return FORWARD_ATTRIBUTE in model.__dict__
 
 
-def plans(model: nn.Module) -> list[Plan | BlocksPlan]:
+def plans(model: nn.Module) -> list[Plan]:
     """Return the plans of an enabled model; the one that ran last is at the end. Each is a `Plan`
     of the whole model, or a `BlocksPlan`. Raises `TraceError` if remat is not enabled."""
     return [entry.plan for entry in _planned_forward(model).planner.entries]

@@ -10,7 +10,7 @@ from functools import cached_property
 import torch
 
 from remat.blockwise.block_step import BlockOption
-from remat.blockwise.pareto_options import SavedInputs, pareto_options
+from remat.blockwise.pareto_options import SavedInputs, SavedTensor, pareto_options
 from remat.costs.roofline import Roofline
 from remat.costs.trace_costs import roofline_source
 from remat.documents.program import Program
@@ -39,19 +39,6 @@ _TIME_LIMIT_S = 30.0
 """Time limit of the solves of all blocks together."""
 
 _MAX_REASON_LENGTH = 300
-
-
-@dataclass(frozen=True, slots=True)
-class SavedTensor:
-    """A saved tensor that may be offloaded: it fills its storage, and is no parameter or output.
-
-    `position` is its index among the tensors that the forward saves, inputs first, as at run time.
-    `input_index` is its index among the block's input tensors, -1 for a result.
-    """
-
-    position: int
-    size_bytes: int
-    input_index: int = -1
 
 
 @dataclass(frozen=True)
@@ -91,6 +78,7 @@ def _saved_tensors(trace: Trace, program: Program) -> Iterator[SavedTensor]:
     tensors = [tensor_of_variable(name, trace.storage_of) for name in names]
     counts = Counter(trace.storage_of[name] for name in tensors)
     outputs = {trace.storage_of[output.name] for output in trace.outputs}
+    values = {trace.storage_of[v.name]: n for n, v in enumerate(trace.graph().values)}
     for position, name in enumerate(tensors):
         storage = trace.storage_of[name]
         placeholder = placeholders.get(name)
@@ -101,7 +89,7 @@ def _saved_tensors(trace: Trace, program: Program) -> Iterator[SavedTensor]:
             input_index = int(placeholder.target)
         meta = metas[name] if placeholder is None else placeholder.tensor
         if counts[storage] == 1 and storage not in outputs and fills_storage(meta, size_bytes):
-            yield SavedTensor(position, size_bytes, input_index)
+            yield SavedTensor(position, size_bytes, input_index, values.get(storage, -1))
 
 
 @dataclass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -18,15 +19,18 @@ from remat.blockwise.block_step import (
     BlockStep,
     CallVariant,
     HostCopies,
+    StepOutcome,
     host_stays,
 )
-from remat.blockwise.blocks_plan import BlockCall, BlocksPlan
+from remat.blockwise.blocks_plan import BlocksPlan
 from remat.blockwise.choose import (
     NEAR_MINIMUM_FACTOR,
     OptionChoice,
     choose_options,
     minimum_peak_bytes,
 )
+from remat.blockwise.pareto_options import SavedTensor
+from remat.blockwise.step_graph import BlockCall, schedule_of_step
 from remat.choice.offloaded_forms import MIN_BYTES, OffloadLimits
 from remat.errors import InfeasibleBudget, TraceError
 from remat.frontend.blocks.block_options import BlockSolver, PlannedOption
@@ -46,10 +50,13 @@ from remat.frontend.capture.model.wrapped_code import checkpointing_disabled
 from remat.frontend.planning.host_limits import host_limits, reserve_host
 from remat.frontend.planning.schedule_reuse import BlockScheduleCache
 from remat.frontend.runtime.guards import ModelCall
+from remat.graph import Baseline
 from remat.limits.budget import Budget
 from remat.limits.infeasible import plan_or_smallest
 from remat.passes.offload.copies_in_graph import HANDLE_BYTES
 from remat.plan_options import CheckedOptions
+from remat.plan_data import OffloadFigures, PlanTerms, Status
+from remat.simulate import simulate
 
 logger = logging.getLogger("remat")
 
@@ -136,7 +143,8 @@ def plan_blocks(
     traces = (o.trace for a in alternatives for c in a.candidates for o in c.planned)
     if planned.offloaded_sizes_bytes:
         device = torch.device(next(traces).device)
-        reserve_host(device, planned.offloaded_sizes_bytes, planned.plan.host_bytes)
+        host_bytes = sum(planned.offloaded_sizes_bytes)
+        reserve_host(device, planned.offloaded_sizes_bytes, host_bytes)
     return planned
 
 
@@ -280,7 +288,6 @@ def _planned_blocks(
     solver: BlockSolver,
     not_whole_reason: str,
 ) -> PlannedBlocks:
-    peak_bytes = choice.outcome.peak_bytes
     copies = _planned_copies(alternative.step, choice.variants)
     sizes_bytes: list[int] = []
     block_calls: list[BlockCall] = []
@@ -292,9 +299,11 @@ def _planned_blocks(
         block, how = candidate.call.submodule, candidate.option_names[index]
         planned = candidate.planned[index] if candidate.planned else None
         plan = None if planned is None else planned.plan
+        offloaded: tuple[SavedTensor, ...] = ()
         if planned is not None:
             positions = set(variant.tensors)
-            sizes_bytes += [t.size_bytes for t in planned.saved_tensors if t.position in positions]
+            offloaded = tuple(t for t in planned.saved_tensors if t.position in positions)
+        sizes_bytes += [t.size_bytes for t in offloaded]
         block_calls.append(
             BlockCall(
                 path=block.path,
@@ -304,8 +313,8 @@ def _planned_blocks(
                 baseline_option=candidate.options[0],
                 plan=plan,
                 unplanned_reason=candidate.unplanned_reason,
-                offloaded_count=len(variant.tensors),
-                offloaded_bytes=variant.size_bytes,
+                inputs=candidate.held_inputs[index],
+                offloaded=offloaded,
             )
         )
         planned_calls.append(
@@ -321,25 +330,54 @@ def _planned_blocks(
                 guards=AttributeGuards() if planned is None else solver.guards_of(candidate.call),
             )
         )
+    selection, dry_run = alternative.selection, alternative.selection.dry_run
+    baseline_s = math.fsum(call.baseline_option.time_s for call in block_calls)
+    graph, schedule = schedule_of_step(
+        alternative.step,
+        block_calls,
+        choice.outcome,
+        Baseline(baseline_bytes, baseline_s),
+        dry_run.constant_bytes,
+        dry_run.library_bytes,
+    )
+    timeline = simulate(graph, schedule)
+    lowest_s = min(choice.bound_s, timeline.time_s)
     blocks_plan = BlocksPlan(
-        budget_bytes=peak_bytes if budget_bytes is None else budget_bytes,
-        peak_bytes=peak_bytes,
-        baseline_bytes=baseline_bytes,
-        bound_s=choice.bound_s,
+        status=Status.FEASIBLE,
+        budget_bytes=timeline.peak_bytes if budget_bytes is None else budget_bytes,
+        peak_bytes=timeline.peak_bytes,
+        baseline_peak_bytes=baseline_bytes,
+        time_s=timeline.time_s,
+        baseline_time_s=baseline_s,
+        lower_bound=lowest_s / baseline_s - 1 if baseline_s > 0 else 0.0,
+        bound_scope="slots",
+        schedule=schedule,
+        graph=graph,
+        solve={"strategy": "one option for each block"},
+        terms=PlanTerms(cost_source=solver.cost_source),
+        offload=_offload_figures(alternative.step, choice.outcome),
         calls=tuple(block_calls),
-        library_bytes=alternative.selection.dry_run.library_bytes,
-        cost_source=solver.cost_source,
         not_whole_reason=not_whole_reason,
-        replaced=alternative.selection.replaced,
-        waiting_s=choice.outcome.waiting_s,
-        copies_s=choice.outcome.copies_s,
-        host_bytes=choice.outcome.host_bytes,
+        replaced=selection.replaced,
     )
     return PlannedBlocks(
         blocks_plan,
         tuple(planned_calls),
         solver.is_all_reused,
         tuple(sizes_bytes) * alternative.step.in_flight,
+    )
+
+
+def _offload_figures(step: BlockStep, outcome: StepOutcome) -> OffloadFigures | None:
+    if step.host is None or not outcome.host_bytes:
+        return None
+    link = step.host.link
+    return OffloadFigures(
+        outcome.host_bytes,
+        outcome.copies_s,
+        outcome.waiting_s,
+        link.to_host_bytes_per_s,
+        link.to_device_bytes_per_s,
     )
 
 

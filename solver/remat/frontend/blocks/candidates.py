@@ -16,10 +16,10 @@ from remat.blockwise.block_step import (
     host_stays,
     useful_variants,
 )
-from remat.blockwise.pareto_options import NEVER_FREED, HeldInput
+from remat.blockwise.pareto_options import NEVER_FREED, HeldInput, SavedTensor
 from remat.choice.offloaded_forms import MIN_BYTES
 from remat.documents.trace import CUDA_ALIGNMENT_BYTES
-from remat.frontend.blocks.block_options import PlannedOption, SavedTensor
+from remat.frontend.blocks.block_options import PlannedOption
 from remat.frontend.blocks.dry_run import DryRun
 from remat.frontend.blocks.fsdp2 import local_tensor
 from remat.frontend.blocks.step_recorder import DryRunCall
@@ -34,14 +34,16 @@ class CallCandidates:
     """The options among which one is chosen for a block call.
 
     `option_names` has the name of each option, and `planned` its plan; if that is empty (the block
-    runs in eager mode), each option holds all inputs until its backward ends. `unplanned_reason`
-    says why the block could not be planned, if that was tried.
+    runs in eager mode), each option holds all inputs until its backward ends. `held_inputs` are the
+    inputs that count as an option's memory. `unplanned_reason` says why the block could not be
+    planned, if that was tried.
     """
 
     call: DryRunCall
     options: tuple[BlockOption, ...]
     option_names: tuple[str, ...]
     planned: tuple[PlannedOption, ...] = ()
+    held_inputs: tuple[tuple[HeldInput, ...], ...] = ()
     unplanned_reason: str = ""
 
 
@@ -69,12 +71,13 @@ def with_saved_inputs(
         sizes = dict(zip(call.input_storages, call.input_sizes_bytes, strict=True))
         shared = saved_and_shared & sizes.keys() - counted
         options: list[BlockOption] = []
+        held_inputs: list[tuple[HeldInput, ...]] = []
         for index, (option, reads) in enumerate(
             zip(candidate.options, reads_by_option, strict=True)
         ):
             inputs = [
-                HeldInput(sizes[ref], reads.get(ref, NEVER_FREED))
-                for ref in (reads.keys() | shared) - counted
+                HeldInput(sizes[ref], reads.get(ref, NEVER_FREED), call.input_storages.index(ref))
+                for ref in sorted((reads.keys() | shared) - counted, key=call.input_storages.index)
             ]
             input_bytes = sum(i.size_bytes for i in inputs)
             if candidate.planned:
@@ -83,8 +86,9 @@ def with_saved_inputs(
                 backward_bytes = option.backward_bytes + input_bytes
             saved_bytes = option.saved_bytes + input_bytes
             options.append(replace(option, saved_bytes=saved_bytes, backward_bytes=backward_bytes))
+            held_inputs.append(tuple(inputs))
         counted |= shared
-        results.append(replace(candidate, options=tuple(options)))
+        results.append(replace(candidate, options=tuple(options), held_inputs=tuple(held_inputs)))
     return results
 
 

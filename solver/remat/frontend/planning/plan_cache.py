@@ -7,7 +7,6 @@ from typing import NamedTuple, Protocol
 
 from torch import nn
 
-from remat.blockwise.blocks_plan import BlocksPlan
 from remat.documents.trace import Trace
 from remat.frontend.capture.model.attribute_guards import AttributeGuards, BoundGuards
 from remat.frontend.runtime.dispatch import PlannedStep
@@ -40,7 +39,7 @@ class PlanEntry:
 
     step: PlannedStep
     trace: Trace | None
-    plan: Plan | BlocksPlan
+    plan: Plan
     guards: BoundGuards
     captured_storage_bytes: tuple[int, ...] = ()
     is_reused: bool = False
@@ -51,7 +50,6 @@ class PlanEntry:
     def unbound(self) -> UnboundEntry:
         """Return the entry without the model."""
         assert isinstance(self.step, BoundProgram)
-        assert isinstance(self.plan, Plan)
         assert self.trace is not None
         return UnboundModelEntry(
             self.step.lowered,

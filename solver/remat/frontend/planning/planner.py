@@ -291,8 +291,8 @@ class Planner:
 
     def _largest_budget_bytes(self) -> int:
         """Return the largest budget of the earlier plans of the whole model; 0 without one."""
-        plans = [entry.plan for entry in self.entries]
-        return max((p.requested_budget_bytes for p in plans if isinstance(p, Plan)), default=0)
+        plans = [entry.plan for entry in self.entries if entry.trace is not None]
+        return max((plan.requested_budget_bytes for plan in plans), default=0)
 
     def _measure(self, traced: Trace, budget: Budget) -> Trace:
         """Return the trace with costs, unless the service measures them."""

@@ -71,11 +71,11 @@ class ScheduleReuse:
         latest, split = same_step
         assert latest.trace is not None
         matching = [entry for entry in entries if entry.topology_key == latest.topology_key]
-        plans = [entry.plan for entry in matching if isinstance(entry.plan, Plan)]
+        plans = [entry.plan for entry in matching]
         scaled = with_scaled_costs(split, latest.trace, latest.captured_storage_bytes)
         return cls(
             _with_scaled_baseline(scaled, trace, latest.trace),
-            tuple(e.plan for e in matching if not e.is_reused and isinstance(e.plan, Plan)),
+            tuple(e.plan for e in matching if not e.is_reused),
             max(plan.requested_budget_bytes for plan in plans),
         )
 
@@ -143,13 +143,13 @@ def largest_budget(requested: Budget, trace: Trace, max_budget_bytes: int) -> Bu
 def superseded_keys(entry: PlanEntry, entries: Mapping[EntryKey, PlanEntry]) -> list[EntryKey]:
     """Return the keys of plans for smaller sizes that recompute more than they need to: with a
     relative budget they may use as much memory as `entry`, the plan of a larger step."""
-    if not isinstance(entry.plan, Plan):
+    if entry.trace is None:
         return []
     budget_bytes = entry.plan.requested_budget_bytes
     return [
         key
         for key, other in entries.items()
-        if isinstance(other.plan, Plan)
+        if other.trace is not None
         and other.topology_key == entry.topology_key
         and other.plan.overhead > 0
         and other.plan.baseline_peak_bytes < entry.plan.baseline_peak_bytes

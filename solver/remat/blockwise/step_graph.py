@@ -1,0 +1,386 @@
+"""The graph and the schedule of a step that is planned block by block.
+
+Each call of a block contributes the operations of its plan, without their constant memory. A block
+in eager mode contributes two operations: its forward writes what it saves, its backward reads it,
+and a checkpointed block runs its forward twice. So the simulated peak and time are those of
+`BlockStep.outcome`.
+
+Some operations without cost are added. A phase outside of blocks is one, with its memory as
+workspace. The first operation of a block's forward or backward produces what other code has
+allocated: the memory outside of blocks, inputs that the block saves, handles, gradients of outputs.
+The last one reads what that code frees or takes over. Offloaded tensors have the four operations of
+`remat.passes.offload`; the seconds that the step waits are the costs of `release` and `arrive`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+from remat.blockwise.block_step import CHECKPOINTED, BlockOption, BlockStep, StepOutcome, host_stays
+from remat.blockwise.pareto_options import (
+    NEVER_FREED,
+    HeldInput,
+    SavedTensor,
+    boundary_of,
+    live_tangents,
+)
+from remat.graph import Baseline, Graph, Operation, Value
+from remat.plan import Plan
+from remat.schedule import Schedule
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCall:
+    """One call of a block in a training step, and the option that it runs in.
+
+    `path` is the block's module path and `class_name` its class. `how` is "planned" (it follows
+    `plan`), "as it is" (no recomputation) or "checkpointed" (recomputed as a whole). `option` has
+    its time and memory, `baseline_option` those without recomputation. `unplanned_reason` says why
+    the block could not be planned, if that was tried. `inputs` are the inputs that count as the
+    option's memory. Of the tensors that it saves, `offloaded` are on the host between forward and
+    backward.
+    """
+
+    path: str
+    class_name: str
+    how: str
+    option: BlockOption
+    baseline_option: BlockOption
+    plan: Plan | None = None
+    unplanned_reason: str = ""
+    inputs: tuple[HeldInput, ...] = ()
+    offloaded: tuple[SavedTensor, ...] = ()
+
+    @property
+    def offloaded_bytes(self) -> int:
+        """The bytes of the offloaded tensors."""
+        return sum(tensor.size_bytes for tensor in self.offloaded)
+
+    @property
+    def own_saved_bytes(self) -> int:
+        """The bytes that the option saves, without inputs."""
+        return self.option.saved_bytes - sum(held.size_bytes for held in self.inputs)
+
+
+class StepSchedule(NamedTuple):
+    """A graph of a step, and its schedule."""
+
+    graph: Graph
+    schedule: Schedule
+
+
+def schedule_of_step(
+    step: BlockStep,
+    calls: Sequence[BlockCall],
+    outcome: StepOutcome,
+    baseline: Baseline,
+    constant_bytes: int = 0,
+    library_bytes: int = 0,
+) -> StepSchedule:
+    """Return the graph of a step whose block calls run like this, with its schedule.
+
+    `outcome` is the step's. `baseline` is the step without recomputation. `constant_bytes` are
+    allocated during the whole step, `library_bytes` of them by libraries.
+    """
+    writer = _Writer(step, calls, outcome, constant_bytes)
+    writer.write()
+    graph = Graph(
+        tuple(writer.operations),
+        tuple(writer.values),
+        constant_bytes=writer.constant_bytes,
+        boundary=writer.boundary,
+        library_bytes=min(library_bytes, writer.constant_bytes),
+        unsplit=baseline,
+    )
+    return StepSchedule(graph, Schedule(tuple(writer.runs)))
+
+
+class _StartedCopy(NamedTuple):
+    """The operation that started to offload a value, and the value that stands for its copy."""
+
+    offload: int
+    memory: int
+
+
+@dataclass
+class _CallValues:
+    """The operations and values of a call in the step's graph.
+
+    `values` and `operations` have the index of each value and operation of the call's plan,
+    `inputs` the value of each held input, and `outside` the memory outside of blocks while the
+    call's forward or backward runs. `results` are held to the end of its backward. `copies` are
+    the copies of offloaded values.
+    """
+
+    name: str
+    values: dict[int, int] = field(default_factory=dict[int, int])
+    operations: dict[int, int] = field(default_factory=dict[int, int])
+    inputs: dict[int, int] = field(default_factory=dict[int, int])
+    results: list[int] = field(default_factory=list[int])
+    copies: dict[int, _StartedCopy] = field(default_factory=dict[int, "_StartedCopy"])
+    outside: int = -1
+
+
+class _Writer:
+    """Writes the operations of a step and their schedule, event by event."""
+
+    def __init__(
+        self,
+        step: BlockStep,
+        calls: Sequence[BlockCall],
+        outcome: StepOutcome,
+        constant_bytes: int,
+    ) -> None:
+        self._step, self._calls, self._outcome = step, calls, outcome
+        self.operations: list[Operation] = []
+        self.values: list[Value] = []
+        self.runs: list[int] = []
+        self.boundary: int | None = None
+        # The inputs that a call holds are values of their own while it runs.
+        outside_bytes = [
+            event.non_block_bytes
+            - (sum(i.size_bytes for i in calls[event.call].inputs) if is_forward else 0)
+            for event in step.events
+            for is_forward in [event.kind == "forward"]
+        ]
+        common_bytes = max(0, min([constant_bytes, *outside_bytes]))
+        self._outside_bytes = [max(0, size - common_bytes) for size in outside_bytes]
+        handle_bytes = 0 if step.host is None else step.host.handle_bytes
+        self._handles_bytes = [handle_bytes * len(call.offloaded) for call in calls]
+        remaining_bytes = sum(call.option.saved_bytes - call.offloaded_bytes for call in calls)
+        remaining_bytes += sum(self._handles_bytes)
+        other_batches_bytes = step.other_batches_bytes + (step.in_flight - 1) * remaining_bytes
+        self.constant_bytes = common_bytes + other_batches_bytes
+        kinds = [event.kind for event in step.events]
+        self._first_backward = kinds.index("backward") if "backward" in kinds else -1
+        offloading = [number for number, call in enumerate(calls) if call.offloaded]
+        stays = host_stays(step) if offloading else {}
+        self._released = {stays[number].released_after: number for number in offloading}
+        self._reloaded = {stays[number].reloaded_before: number for number in offloading}
+        counts = Counter(call.path for call in calls)
+        numbers: Counter[str] = Counter()
+        self._written: list[_CallValues] = []
+        for call in calls:
+            numbers[call.path] += 1
+            suffix = f"#{numbers[call.path]}" if counts[call.path] > 1 else ""
+            self._written.append(_CallValues(f"{call.path}{suffix}"))
+
+    def write(self) -> None:
+        """Write all events of the step."""
+        for number, event in enumerate(self._step.events):
+            if number + 1 == self._first_backward:
+                self.boundary = len(self.operations)
+            outside_bytes = self._outside_bytes[number]
+            if event.kind == "outside":
+                self._run(self._operation(f"outside_{number}", "", workspace_bytes=outside_bytes))
+                continue
+            written = self._written[event.call]
+            written.outside = self._value(f"{written.name}.outside_{event.kind}", outside_bytes)
+            if event.kind == "forward":
+                self._add_forward(event.call)
+            else:
+                self._add_backward(event.call)
+
+    def _value(self, name: str, size_bytes: int) -> int:
+        self.values.append(Value(name, size_bytes))
+        return len(self.values) - 1
+
+    def _operation(
+        self,
+        name: str,
+        module: str,
+        inputs: Iterable[int] = (),
+        outputs: Iterable[int] = (),
+        cost_s: float = 0.0,
+        workspace_bytes: int = 0,
+    ) -> Operation:
+        """Return an operation that runs once, here."""
+        return Operation(
+            name,
+            tuple(inputs),
+            tuple(outputs),
+            cost_s,
+            workspace_bytes,
+            backward=self.boundary is not None,
+            recomputable=False,
+            module=module,
+        )
+
+    def _run(self, operation: Operation) -> int:
+        self.operations.append(operation)
+        self.runs.append(len(self.operations) - 1)
+        return self.runs[-1]
+
+    def _add_forward(self, number: int) -> None:
+        call, written = self._calls[number], self._written[number]
+        for held in call.inputs:
+            name = f"{written.name}.input_{held.index}"
+            written.inputs[held.index] = self._value(name, held.size_bytes)
+        held_to_end = [written.inputs[i.index] for i in call.inputs if i.last_read == NEVER_FREED]
+        if call.how == CHECKPOINTED:
+            held_to_end.append(self._value(f"{written.name}.checkpoint", call.own_saved_bytes))
+        if call.offloaded:
+            held_to_end.append(self._value(f"{written.name}.handles", self._handles_bytes[number]))
+        produced = dict.fromkeys([written.outside, *written.inputs.values(), *held_to_end])
+        self._run(self._operation(f"{written.name}.enter", call.path, outputs=produced))
+        written.results += held_to_end
+        returned = [written.outside]
+        if call.plan is None:
+            self._add_eager_forward(number)
+        else:
+            runs, boundary = call.plan.schedule.runs, boundary_of(call.plan.graph)
+            self._add_runs(number, runs[: runs.index(boundary)])
+            outputs = call.plan.graph.operations[boundary].inputs
+            returned += [written.values[v] for v in outputs]
+        self._run(self._operation(f"{written.name}.return", call.path, inputs=returned))
+        for tensor in call.offloaded:
+            is_input = tensor.value < 0
+            v = written.inputs[tensor.input_index] if is_input else written.values[tensor.value]
+            written.copies[v] = _StartedCopy(-1, -1)
+            self._copy(number, "offload", v)
+        if number in self._released:
+            self._copy_all(self._released[number], "release")
+
+    def _add_runs(self, number: int, runs: Iterable[int]) -> None:
+        """Add runs of a call's plan: those of its forward, or of its backward."""
+        call, written = self._calls[number], self._written[number]
+        assert call.plan is not None
+        graph = call.plan.graph
+        repeated = call.plan.schedule.recomputed(graph)
+        last_inputs = self._last_inputs(number)
+        for op in runs:
+            if op in written.operations:
+                self.runs.append(written.operations[op])
+                continue
+            old = graph.operations[op]
+            module = f"{call.path}.{old.module}" if old.module else call.path
+            for v in old.outputs:
+                name = f"{written.name}.{graph.values[v].name}"
+                written.values[v] = self._value(name, graph.values[v].size_bytes)
+            new = replace(
+                old,
+                name=f"{written.name}.{old.name}",
+                inputs=(*(written.values[v] for v in old.inputs), *last_inputs.get(op, ())),
+                outputs=tuple(written.values[v] for v in old.outputs),
+                overwrites=tuple(written.values[v] for v in old.overwrites),
+                backward=self.boundary is not None,
+                module=module,
+            )
+            written.operations[op] = self._run(new)
+            for v in graph.results.intersection(old.outputs):
+                if op in repeated:  # later copies of a result are not read
+                    name = f"{written.name}.{graph.values[v].name}.first"
+                    written.values[v] = self._value(name, graph.values[v].size_bytes)
+                    self._run(self._operation(name, module, outputs=[written.values[v]]))
+                written.results.append(written.values[v])
+
+    def _last_inputs(self, number: int) -> dict[int, tuple[int, ...]]:
+        """Return the held inputs that each operation of a call's plan is the last to read."""
+        call, written = self._calls[number], self._written[number]
+        assert call.plan is not None
+        runs = call.plan.schedule.runs
+        first_run = runs.index(boundary_of(call.plan.graph)) + 1
+        inputs: dict[int, tuple[int, ...]] = {}
+        for held in call.inputs:
+            if held.last_read != NEVER_FREED:
+                op = runs[first_run + held.last_read]
+                inputs[op] = (*inputs.get(op, ()), written.inputs[held.index])
+        return inputs
+
+    def _add_eager_forward(self, number: int) -> None:
+        """Add the forward of a block in eager mode. Recomputed, it needs no more memory than its
+        backward: what it needs in addition at its first run is an operation of its own."""
+        call, written = self._calls[number], self._written[number]
+        peak_bytes, recomputed_bytes = call.option.forward_bytes, call.option.forward_bytes
+        output_bytes, cost_s = call.own_saved_bytes, call.option.forward_s
+        if call.how == CHECKPOINTED:
+            cost_s = call.option.time_s - call.baseline_option.time_s
+            peak_bytes -= call.own_saved_bytes
+            recomputed_bytes = min(peak_bytes, call.option.backward_bytes - call.option.saved_bytes)
+            input_bytes = call.option.saved_bytes - call.own_saved_bytes
+            output_bytes = call.baseline_option.saved_bytes - input_bytes
+            output_bytes = max(0, min(output_bytes, recomputed_bytes))
+        written.values[0] = self._value(f"{written.name}.saved", output_bytes)
+        operation = self._operation(
+            f"{written.name}.forward",
+            call.path,
+            outputs=[written.values[0]],
+            cost_s=cost_s,
+            workspace_bytes=max(0, recomputed_bytes - output_bytes),
+        )
+        written.operations[0] = self._run(replace(operation, recomputable=call.how == CHECKPOINTED))
+        if peak_bytes > recomputed_bytes:
+            self._run(
+                self._operation(f"{written.name}.first_run", call.path, workspace_bytes=peak_bytes)
+            )
+
+    def _add_backward(self, number: int) -> None:
+        call, written = self._calls[number], self._written[number]
+        if number in self._reloaded:
+            self._copy_all(self._reloaded[number], "reload")
+        self._copy_all(number, "arrive")
+        name, produced = f"{written.name}.start", [written.outside]
+        if call.plan is None:
+            self._run(self._operation(name, call.path, outputs=produced))
+            self._add_eager_backward(number)
+        else:
+            graph, runs = call.plan.graph, call.plan.schedule.runs
+            for v in live_tangents(graph):
+                tangent = graph.values[v]
+                written.values[v] = self._value(
+                    f"{written.name}.{tangent.name}", tangent.size_bytes
+                )
+                produced.append(written.values[v])
+                written.results += [written.values[v]] if v in graph.results else []
+            cost_s = graph.operations[boundary_of(graph)].cost_s
+            self._run(self._operation(name, call.path, outputs=produced, cost_s=cost_s))
+            self._add_runs(number, runs[runs.index(boundary_of(graph)) + 1 :])
+        results = dict.fromkeys([written.outside, *written.results])
+        self._run(self._operation(f"{written.name}.end", call.path, inputs=results))
+
+    def _add_eager_backward(self, number: int) -> None:
+        call, written = self._calls[number], self._written[number]
+        forward = self.operations[written.operations[0]]
+        cost_s = call.option.time_s - forward.cost_s
+        workspace_bytes = call.option.backward_bytes - call.option.saved_bytes
+        if call.how == CHECKPOINTED:
+            self.runs.append(written.operations[0])
+            cost_s -= forward.cost_s
+            workspace_bytes -= self.values[written.values[0]].size_bytes
+        self._run(
+            self._operation(
+                f"{written.name}.backward",
+                call.path,
+                [written.values[0]],
+                cost_s=cost_s,
+                workspace_bytes=max(0, workspace_bytes),
+            )
+        )
+
+    def _copy_all(self, number: int, kind: str) -> None:
+        """Add an operation of this kind for each offloaded value of a call. The first one waits."""
+        direction = "to_host" if kind == "release" else "to_device"
+        wait_s = 0.0 if kind == "reload" else self._outcome.waits_s.get((direction, number), 0.0)
+        for v in self._written[number].copies:
+            self._copy(number, kind, v, wait_s)
+            wait_s = 0.0
+
+    def _copy(self, number: int, kind: str, v: int, wait_s: float = 0.0) -> None:
+        """Add an operation that starts or awaits a copy of the value `v`."""
+        path, copies = self._calls[number].path, self._written[number].copies
+        size_bytes = self.values[v].size_bytes if kind == "reload" else 0
+        name = f"{kind}_{self.values[v].name}"
+        if kind == "arrive":
+            operation = self._operation(name, path, [copies[v].memory], [v], wait_s)
+            self._run(replace(operation, overwrites=operation.inputs, renews=(v,)))
+            return
+        inputs = {"offload": [v], "release": [v, copies[v].memory], "reload": [copies[v].memory]}
+        memory = self._value(f"{self.values[v].name}_{kind}", size_bytes)
+        operation = self._operation(name, path, inputs[kind], [memory], wait_s)
+        if kind == "release":
+            operation = replace(operation, same_copy_as=copies[v].offload)
+        index = self._run(operation)
+        copies[v] = _StartedCopy(index if kind == "offload" else copies[v].offload, memory)
