@@ -54,8 +54,8 @@ from remat.graph import Baseline
 from remat.limits.budget import Budget
 from remat.limits.infeasible import plan_or_smallest
 from remat.passes.offload.copies_in_graph import HANDLE_BYTES
-from remat.plan_options import CheckedOptions
 from remat.plan_data import OffloadFigures, PlanTerms, Status
+from remat.plan_options import CheckedOptions
 from remat.simulate import simulate
 
 logger = logging.getLogger("remat")
