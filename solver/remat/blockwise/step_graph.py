@@ -62,7 +62,7 @@ class BlockCall:
     @property
     def own_saved_bytes(self) -> int:
         """The bytes that the option saves, without inputs."""
-        return self.option.saved_bytes - sum(held.size_bytes for held in self.inputs)
+        return self.option.saved_bytes - sum(item.size_bytes for item in self.inputs)
 
 
 class StepSchedule(NamedTuple):
@@ -110,7 +110,7 @@ class _CallValues:
     """The operations and values of a call in the step's graph.
 
     `values` and `operations` have the index of each value and operation of the call's plan,
-    `inputs` the value of each held input, and `outside` the memory outside of blocks while the
+    `inputs` the value of each held input, and `external` the memory outside of blocks while the
     call's forward or backward runs. `results` are held to the end of its backward. `copies` are
     the copies of offloaded values.
     """
@@ -121,7 +121,7 @@ class _CallValues:
     inputs: dict[int, int] = field(default_factory=dict[int, int])
     results: list[int] = field(default_factory=list[int])
     copies: dict[int, _StartedCopy] = field(default_factory=dict[int, "_StartedCopy"])
-    outside: int = -1
+    external: int = -1
 
 
 class _Writer:
@@ -178,7 +178,7 @@ class _Writer:
                 self._run(self._operation(f"outside_{number}", "", workspace_bytes=outside_bytes))
                 continue
             written = self._written[event.call]
-            written.outside = self._value(f"{written.name}.outside_{event.kind}", outside_bytes)
+            written.external = self._value(f"{written.name}.outside_{event.kind}", outside_bytes)
             if event.kind == "forward":
                 self._add_forward(event.call)
             else:
@@ -216,18 +216,18 @@ class _Writer:
 
     def _add_forward(self, number: int) -> None:
         call, written = self._calls[number], self._written[number]
-        for held in call.inputs:
-            name = f"{written.name}.input_{held.index}"
-            written.inputs[held.index] = self._value(name, held.size_bytes)
+        for item in call.inputs:
+            name = f"{written.name}.input_{item.index}"
+            written.inputs[item.index] = self._value(name, item.size_bytes)
         held_to_end = [written.inputs[i.index] for i in call.inputs if i.last_read == NEVER_FREED]
         if call.how == CHECKPOINTED:
             held_to_end.append(self._value(f"{written.name}.checkpoint", call.own_saved_bytes))
         if call.offloaded:
             held_to_end.append(self._value(f"{written.name}.handles", self._handles_bytes[number]))
-        produced = dict.fromkeys([written.outside, *written.inputs.values(), *held_to_end])
+        produced = dict.fromkeys([written.external, *written.inputs.values(), *held_to_end])
         self._run(self._operation(f"{written.name}.enter", call.path, outputs=produced))
         written.results += held_to_end
-        returned = [written.outside]
+        returned = [written.external]
         if call.plan is None:
             self._add_eager_forward(number)
         else:
@@ -284,10 +284,10 @@ class _Writer:
         runs = call.plan.schedule.runs
         first_run = runs.index(boundary_of(call.plan.graph)) + 1
         inputs: dict[int, tuple[int, ...]] = {}
-        for held in call.inputs:
-            if held.last_read != NEVER_FREED:
-                op = runs[first_run + held.last_read]
-                inputs[op] = (*inputs.get(op, ()), written.inputs[held.index])
+        for item in call.inputs:
+            if item.last_read != NEVER_FREED:
+                op = runs[first_run + item.last_read]
+                inputs[op] = (*inputs.get(op, ()), written.inputs[item.index])
         return inputs
 
     def _add_eager_forward(self, number: int) -> None:
@@ -322,7 +322,7 @@ class _Writer:
         if number in self._reloaded:
             self._copy_all(self._reloaded[number], "reload")
         self._copy_all(number, "arrive")
-        name, produced = f"{written.name}.start", [written.outside]
+        name, produced = f"{written.name}.start", [written.external]
         if call.plan is None:
             self._run(self._operation(name, call.path, outputs=produced))
             self._add_eager_backward(number)
@@ -338,7 +338,7 @@ class _Writer:
             cost_s = graph.operations[boundary_of(graph)].cost_s
             self._run(self._operation(name, call.path, outputs=produced, cost_s=cost_s))
             self._add_runs(number, runs[runs.index(boundary_of(graph)) + 1 :])
-        results = dict.fromkeys([written.outside, *written.results])
+        results = dict.fromkeys([written.external, *written.results])
         self._run(self._operation(f"{written.name}.end", call.path, inputs=results))
 
     def _add_eager_backward(self, number: int) -> None:

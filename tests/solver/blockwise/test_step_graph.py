@@ -120,7 +120,7 @@ def steps_of_calls(draw_from: st.DrawFn) -> tuple[BlockStep, list[BlockCall]]:
     order += [("backward", number) for number in reversed(range(len(calls)))]
     events = [StepEvent("outside", 10 + draw_from(_SIZES))]
     for kind, number in order:
-        held_bytes = sum(held.size_bytes for held in calls[number].inputs)
+        held_bytes = sum(item.size_bytes for item in calls[number].inputs)
         events.append(StepEvent(kind, 10 + held_bytes + draw_from(_SIZES), number))  # type: ignore[arg-type]
         events.append(StepEvent("outside", 10 + draw_from(_SIZES)))
     step = BlockStep(
@@ -140,9 +140,9 @@ def steps_of_calls(draw_from: st.DrawFn) -> tuple[BlockStep, list[BlockCall]]:
 @settings(max_examples=40, deadline=None)
 @hypothesis.given(steps_of_calls())
 def test_the_graph_has_the_peak_and_time_of_the_step(
-    drawn: tuple[BlockStep, list[BlockCall]],
+    example: tuple[BlockStep, list[BlockCall]],
 ) -> None:
-    step, calls = drawn
+    step, calls = example
     outcome = step.outcome(
         [
             CallVariant(0, (0,), call.offloaded_bytes) if call.offloaded else CallVariant(0)
