@@ -9,13 +9,13 @@ import typer
 
 from remat.commands.common import command_options, files, plan_flags
 from remat.commands.common.exits import UsageError
-from remat.commands.common.frontier_files import FRONTIER_WRITERS, FrontierContent
-from remat.commands.common.interruptible_solve import (
+from remat.commands.common.plots import FRONTIER_WRITERS, FrontierContent
+from remat.commands.common.running import (
+    ProgressLine,
     exit_if_interrupted,
     run_with_progress,
     with_costs_of_pieces,
 )
-from remat.commands.common.progress_line import ProgressLine
 from remat.commands.common.summaries import JsonObject, plan_summary, to_csv_text, to_json_text
 from remat.compare import BUDGETS, Comparison
 from remat.compare import compare as compare_all

@@ -8,12 +8,12 @@ from typing import Annotated, Any
 import typer
 
 from remat.commands.common import command_options, files
-from remat.commands.common.capture_device import capture_device_type
 from remat.commands.common.exits import UsageError
-from remat.commands.common.progress_line import show_progress
+from remat.commands.common.running import show_progress
 from remat.commands.common.step_options import (
     Lengths,
     StepOptions,
+    capture_device_type,
     check_step_device,
     parse_lengths,
     with_step_options,

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from remat.commands.common import command_options, files
 from remat.commands.common.exits import UsageError
-from remat.commands.common.interruptible_solve import (
+from remat.commands.common.plan_flags import PlanFlags, with_plan_options
+from remat.commands.common.running import (
     describe_incumbent,
     exit_if_interrupted,
     plan_interruptibly,
+    show_progress,
     warnings_as_messages,
 )
-from remat.commands.common.plan_flags import PlanFlags, with_plan_options
-from remat.commands.common.progress_line import show_progress
 from remat.commands.common.step_options import StepOptions, with_step_options
 from remat.commands.common.summaries import compiled_plan_summary, plan_summary, to_json_text
 from remat.limits.units import format_bytes
@@ -113,17 +113,19 @@ def run(
 def _run_compiled(step: TrainingStep, options: CheckedOptions, rounds: int, as_json: bool) -> None:
     """Compare plain torch.compile with remat's backend, and print the result."""
     assert options.budget is not None
-    budget = options.budget.requested
+    budget: Any = options.budget.requested
     from remat.frontend.api.trial import run_compiled_trial
 
     with warnings_as_messages(), show_progress("compiling") as line:
+        compile_options: dict[str, Any] = options.for_door(COMPILE)
+        compile_options["progress"] = line.on_solve_progress
         trial = run_compiled_trial(
             step.model,
             budget,
             step.args,
             step.kwargs,
             rounds=rounds,
-            **options.for_door(COMPILE) | {"progress": line.on_solve_progress},
+            **compile_options,
         )
     if as_json:
         plans = [compiled_plan_summary(plan) for plan in trial.compiled_plans]

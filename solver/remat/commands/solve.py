@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from remat.commands.common import command_options, files
-from remat.commands.common.interruptible_solve import (
+from remat.commands.common.plan_flags import PlanFlags, with_plan_options
+from remat.commands.common.running import (
     describe_incumbent,
     exit_if_interrupted,
     hint_how_to_save,
     plan_interruptibly,
 )
-from remat.commands.common.plan_flags import PlanFlags, with_plan_options
 from remat.plan_options import COMMAND_SOLVE
 from remat.rewrite import rewrite
 

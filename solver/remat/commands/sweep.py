@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from remat.choice.offloaded_sweep import sweep_with_offload
 from remat.commands.common import command_options, files
 from remat.commands.common.exits import UsageError
-from remat.commands.common.frontier_files import FRONTIER_WRITERS, FrontierContent
-from remat.commands.common.interruptible_solve import (
+from remat.commands.common.plan_flags import PlanFlags, with_plan_options
+from remat.commands.common.plots import FRONTIER_WRITERS, FrontierContent
+from remat.commands.common.running import (
+    ProgressLine,
     exit_if_interrupted,
     hint_how_to_save,
     offload_limits,
     run_with_progress,
 )
-from remat.commands.common.plan_flags import PlanFlags, with_plan_options
-from remat.commands.common.progress_line import ProgressLine
 from remat.commands.common.summaries import (
     frontier_table,
     plan_summary,

@@ -9,7 +9,6 @@ from typing import Annotated
 import typer
 
 from remat.commands.common import command_options, files
-from remat.commands.common.capture_device import capture_device_type
 from remat.commands.common.command_options import (
     Json,
     Output,
@@ -18,10 +17,14 @@ from remat.commands.common.command_options import (
     check_local_device,
 )
 from remat.commands.common.exits import UsageError
-from remat.commands.common.interruptible_solve import hint_how_to_save
 from remat.commands.common.plan_flags import check_flag, flag
-from remat.commands.common.progress_line import show_progress
-from remat.commands.common.step_options import StepOptions, check_step_device, with_step_options
+from remat.commands.common.running import hint_how_to_save, show_progress
+from remat.commands.common.step_options import (
+    StepOptions,
+    capture_device_type,
+    check_step_device,
+    with_step_options,
+)
 from remat.commands.common.summaries import measured_report, to_json_text, trace_report
 from remat.costs.roofline import Roofline as RooflineModel
 from remat.costs.trace_costs import with_roofline_costs

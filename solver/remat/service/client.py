@@ -42,7 +42,7 @@ from remat.strategies import Auto, Strategy
 if TYPE_CHECKING:
     from torch import nn
 
-    from remat.frontend.api.model_with_loss import Criterion
+    from remat.frontend.api.optimize import Criterion
     from remat.frontend.runtime.module import RematModule
 
 _SERVICE_COSTS = ("measure", "roofline:")

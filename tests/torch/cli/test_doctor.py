@@ -15,8 +15,8 @@ import torch
 from tests.helpers.process_limit import PROCESS_LIMIT_S
 
 import remat
-from remat.commands import diagnosis as doctor
-from remat.commands.diagnosis import Check, Requirement, run_checks
+from remat.commands import doctor
+from remat.commands.doctor import Check, Requirement, run_checks
 from remat.frontend.costs.cost_cache import CostCache, MeasuredCost, default_cache_path
 from remat.milp.solvers.pulp_solvers import IS_PULP_4
 
@@ -116,7 +116,7 @@ def test_a_cost_cache_that_cannot_be_created_is_reported(
 
 def report_of_process(directory: Path) -> dict[str, Check]:
     """Return the report of a process that finds the modules of this directory before all others."""
-    code = "from remat.commands.diagnosis import run_checks\nfor c in run_checks(): print(repr(c))"
+    code = "from remat.commands.doctor import run_checks\nfor c in run_checks(): print(repr(c))"
     root = Path(remat.__file__).parents[1]
     path = os.pathsep.join([str(directory), str(root)])
     ended = subprocess.run(

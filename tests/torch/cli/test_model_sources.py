@@ -15,7 +15,7 @@ import torch
 
 import remat
 from remat.commands.models.batches import BatchSizes
-from remat.commands.models.library_logs import silence_warnings_of
+from remat.commands.models.configurations import silence_warnings_of
 from remat.commands.models.sources import TrainingStep, load_training_step
 from remat.errors import TraceError
 from remat.frontend.api.comparison import loss_of

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,18 +11,55 @@ from typing import TYPE_CHECKING
 
 from remat import view
 from remat.commands.common.exits import UsageError
-from remat.commands.common.frontier_files import FRONTIER_WRITERS, FrontierContent, figure_bytes
-from remat.commands.common.interruptible_solve import with_costs_of_pieces
+from remat.commands.common.running import with_costs_of_pieces
 from remat.commands.common.summaries import frontier_table, plan_summary, to_csv_text
 from remat.documents.program import Program
 from remat.documents.trace import Trace
 from remat.passes.split.splits import with_recorded_splits
 from remat.plan import Plan
+from remat.report.comparison import ComparisonRow
 from remat.report.report import Report
 from remat.rewrite import rewrite
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+
+@dataclass(frozen=True)
+class FrontierContent:
+    """Content of a picture of the frontier: plans as a line, rows of a comparison as marks, and the
+    memory of `device`. A page also has the table `text` below the picture."""
+
+    plans: Sequence[Plan]
+    text: str
+    rows: Sequence[ComparisonRow[Plan]] = ()
+    device: str | None = None
+
+
+def figure_bytes(figure: Figure, suffix: str) -> bytes:
+    """Return a matplotlib figure as the content of a .png or .pdf file."""
+    stream = io.BytesIO()
+    figure.savefig(stream, format=suffix.removeprefix("."))
+    return stream.getvalue()
+
+
+def _figure_writer(suffix: str) -> Callable[[FrontierContent], bytes]:
+    def write(content: FrontierContent) -> bytes:
+        figure = view.frontier_figure(content.plans, content.rows, device=content.device)
+        return figure_bytes(figure, suffix)
+
+    return write
+
+
+FRONTIER_WRITERS: dict[str, Callable[[FrontierContent], str | bytes]] = {
+    ".svg": lambda content: view.frontier_svg(content.plans, content.rows, device=content.device),
+    ".html": lambda content: view.frontier_html(
+        content.plans, content.rows, text=content.text, device=content.device
+    ),
+    ".png": _figure_writer(".png"),
+    ".pdf": _figure_writer(".pdf"),
+}
+"""Functions that return a file's content, by file name ending."""
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 - `sources`: parses a SOURCE and loads the training step; the entry point of this package.
 - `factories`: calls a function of the user's code, and locates its errors.
-- `configurations`: builds a model of transformers from a configuration.
-- `diffusion`: builds a model of diffusers from a configuration.
+- `configurations`: builds a model of transformers or diffusers from a configuration.
 - `batches`: random batches for models of transformers.
 """

@@ -4,7 +4,10 @@ and a random batch for which it returns a loss."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+import logging
+import os
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
@@ -12,9 +15,9 @@ from types import ModuleType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
-from remat.commands.models import diffusion
 from remat.commands.models.batches import (
     SEQ_TO_SEQ,
     SPEECH,
@@ -24,8 +27,6 @@ from remat.commands.models.batches import (
     make_batch,
     special_token_ids,
 )
-from remat.commands.models.library_logs import silence_warnings_of
-from remat.commands.models.model_sizes import LAYERS, SIZES, check_sizes
 from remat.errors import TraceError, one_line, similar_names_hint
 from remat.frontend.memory.device_memory import free_bytes
 from remat.limits.units import format_bytes
@@ -70,10 +71,10 @@ def step_from_configuration(file: str, sizes: BatchSizes, overrides: Sequence[st
 
 def _build_step(
     data: ConfigData, source: str, sizes: BatchSizes, overrides: Sequence[str]
-) -> diffusion.ModelCall:
+) -> ModelCall:
     changes = dict(_parse_override(text) for text in overrides)
     if "model_type" not in data and "_class_name" in data:
-        return diffusion.denoising_step(_import_package("diffusers"), data, source, sizes, changes)
+        return denoising_step(_import_package("diffusers"), data, source, sizes, changes)
     if not isinstance(data.get("model_type"), str):
         raise TraceError(
             f'{source} has no "model_type" (transformers) and no "_class_name" (diffusers), so '
@@ -172,7 +173,7 @@ def _build_configuration(
         unchanged = config_class.from_dict(data)
         for key in changes:
             if not hasattr(unchanged, key):
-                raise diffusion.unknown_field_error(
+                raise unknown_field_error(
                     key, [*unchanged.to_dict(), *unchanged.attribute_map], source
                 )
         aliases = config_class.attribute_map
@@ -290,3 +291,156 @@ def _check_positions(model: nn.Module, config: Any, sizes: BatchSizes, source: s
             f"{sizes.tokens:,}; use at most {max_tokens} tokens, or more positions: --set "
             f"max_position_embeddings={2 * sizes.tokens}"
         )
+
+
+LAYERS = frozenset(
+    {
+        "decoder_layers",
+        "encoder_layers",
+        "layers_per_block",
+        "num_decoder_layers",
+        "num_hidden_layers",
+    }
+)
+"""Fields with a number of layers."""
+
+SIZES = LAYERS | {
+    "cross_attention_dim",
+    "hidden_size",
+    "image_size",
+    "in_channels",
+    "num_attention_heads",
+    "num_channels",
+    "num_key_value_heads",
+    "out_channels",
+    "patch_size",
+    "sample_size",
+    "vocab_size",
+}
+"""Fields of transformers and diffusers that no model has with 0."""
+
+_MAX_LAYERS = 10_000
+_MAX_SIZE = 100_000_000
+
+
+def check_sizes(
+    fields: Mapping[str, object], source: str, layers: Set[str] = LAYERS, sizes: Set[str] = SIZES
+) -> None:
+    """Raise `TraceError` if a size is below 1, or so large that building the model takes hours.
+    `layers` and `sizes` are the names of such fields."""
+    for name, value in fields.items():
+        if name not in sizes or isinstance(value, bool) or not isinstance(value, (int, float)):
+            continue
+        limit = _MAX_LAYERS if name in layers else _MAX_SIZE
+        if not 1 <= value <= limit:
+            raise TraceError(
+                f"the configuration of {source} has {name}={value}, and no model of that size can "
+                f"be built; set it to a number from 1 to {limit:,}"
+            )
+
+
+_IMPORTED_BY_TRANSFORMERS = ("bitsandbytes",)
+
+
+def silence_warnings_of(package: str) -> None:
+    """Let transformers or diffusers log errors only, for as long as the process runs, unless their
+    environment variable says otherwise: `TRANSFORMERS_VERBOSITY=warning`."""
+    variable = f"{package.upper()}_VERBOSITY"
+    if variable in os.environ:
+        return
+    os.environ[variable] = "error"  # their import sets the level
+    if package in sys.modules:
+        logging.getLogger(package).setLevel(logging.ERROR)
+    for name in _IMPORTED_BY_TRANSFORMERS:
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
+ModelCall = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
+
+_MODEL_CLASSES = ("UNet2DModel", "UNet2DConditionModel")
+_CONDITIONS = (
+    "class_embed_type",
+    "num_class_embeds",
+    "addition_embed_type",
+    "encoder_hid_dim_type",
+    "time_cond_proj_dim",
+)
+"""Configuration fields of conditions other than text, which this training step does not provide."""
+
+
+class Denoiser(nn.Module):
+    """A U-Net that returns its training loss: the mean squared error of the predicted noise."""
+
+    def __init__(self, unet: nn.Module) -> None:
+        super().__init__()
+        self.unet = unet
+
+    def forward(
+        self,
+        noisy: torch.Tensor,
+        times: torch.Tensor,
+        noise: torch.Tensor,
+        text: torch.Tensor | None = None,
+    ) -> dict[str, torch.Tensor]:
+        """Return the loss. `noisy` and `noise` are (batch, channels, height, width), `times` is
+        (batch,), and `text` is (batch, tokens, width)."""
+        condition = () if text is None else (text,)
+        predicted = self.unet(noisy, times, *condition).sample
+        return {"loss": F.mse_loss(predicted, noise)}
+
+
+def denoising_step(
+    diffusers: ModuleType,
+    data: dict[str, Any],
+    source: str,
+    sizes: BatchSizes,
+    changes: dict[str, Any],
+) -> ModelCall:
+    """Return the model of a configuration with "_class_name", and the arguments of one call. Raises
+    `TraceError`."""
+    name = data["_class_name"]
+    if name not in _MODEL_CLASSES:
+        raise TraceError(
+            f"{source} is a configuration of diffusers' {name}; remat builds only "
+            f"{', '.join(_MODEL_CLASSES)} from a file: for others, write a function that returns "
+            "(model, args)"
+        )
+    model_class = getattr(diffusers, name)
+    check_sizes(data | changes, source)
+    try:
+        unet = model_class.from_config(data | changes)
+    except Exception as error:
+        raise TraceError(f"cannot build {name} from {source}: {one_line(error)}") from error
+    config = unet.config
+    for key in changes:
+        if key not in config:
+            raise unknown_field_error(key, config, source)
+    for key in _CONDITIONS:
+        if config.get(key) is not None:
+            raise TraceError(
+                f"{source} needs a condition that remat does not provide ({key} is "
+                f"{config[key]!r}); write a function that returns (model, args)"
+            )
+    noisy = torch.randn(sizes.batch, config["in_channels"], *_image_size(config, source, sizes))
+    noise = torch.randn(sizes.batch, config["out_channels"], *noisy.shape[2:])
+    args = [noisy, torch.randint(0, 1000, (sizes.batch,)), noise]
+    if name == "UNet2DConditionModel":
+        width = config["cross_attention_dim"]
+        widths = width if isinstance(width, (list, tuple)) else [width]
+        args.append(torch.randn(sizes.batch, sizes.tokens, widths[0]))
+    return Denoiser(unet).train(), tuple(args), {}
+
+
+def unknown_field_error(key: str, fields: Iterable[str], source: str) -> TraceError:
+    """Return the error for a changed field that the configuration does not have."""
+    return TraceError(
+        f"the configuration of {source} has no {key!r}{similar_names_hint(key, fields)}"
+    )
+
+
+def _image_size(config: Any, source: str, sizes: BatchSizes) -> tuple[int, int]:
+    size = sizes.image or config["sample_size"]
+    if size is None:
+        raise TraceError(f"{source} has no sample_size; pass the image size, as in --image 64")
+    height, width = size if isinstance(size, (list, tuple)) else (size, size)
+    return height, width

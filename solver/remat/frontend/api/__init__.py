@@ -2,6 +2,5 @@
 
 `optimize` and `enable` plan a model's training step; `estimate` predicts its peak; `max_batch`
 finds the largest batch within a budget, with the search in `batch_search`; `trial` compares a step
-with and without remat, with the measurements in `comparison`; `nested_plans` rejects models with a
-submodule that is planned already.
+with and without remat, with the measurements in `comparison`.
 """

@@ -19,8 +19,11 @@ import torch
 from torch import nn
 
 from remat.errors import InfeasibleBudget, TraceError
-from remat.frontend.api.nested_plans import FORWARD_ATTRIBUTE, check_no_planned_submodule
-from remat.frontend.api.optimize import checked_options
+from remat.frontend.api.optimize import (
+    FORWARD_ATTRIBUTE,
+    check_no_planned_submodule,
+    checked_options,
+)
 from remat.frontend.blocks.fsdp2 import check_unsharded, is_sharded, local_tensor
 from remat.frontend.blocks.planner import ScopedPlanner
 from remat.frontend.capture.trace import check_differentiable, normalise_inputs
