@@ -1,4 +1,4 @@
-"""Sizes, costs and budgets at the ends of their ranges, and the arithmetic of a plan."""
+"""Sizes, costs, budgets and options at the ends of their ranges, and the arithmetic of a plan."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ import os
 from dataclasses import dataclass, replace
 
 import hypothesis
+import networkx as nx
 import pytest
-from hypothesis import HealthCheck, assume, settings
+from hypothesis import assume, settings
 from hypothesis import strategies as st
 from tests.helpers import brute_force
 from tests.helpers.graphs import chain, small_graphs, training_graphs, uneven_layers
+from tests.helpers.laws import LAWS, peak_of
 
 from remat.errors import BudgetError, InfeasibleBudget, RematError
 from remat.graph import Graph, Operation, Value
@@ -19,18 +21,11 @@ from remat.plan import Plan, Status
 from remat.schedule import Schedule
 from remat.simulate import simulate
 from remat.solve import solve
-from remat.strategies import Auto, Exact, KeepAll, Solution, Strategy, Task
+from remat.strategies import Auto, Exact, KeepAll, LpRounding, Revolve, Solution, Strategy, Task
 
 pytestmark = pytest.mark.usefixtures("short_eviction")
 
 EXAMPLES = min(10, int(os.environ.get("REMAT_EXAMPLES", "5")))
-LAWS = settings(
-    max_examples=25,
-    derandomize=True,
-    database=None,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-)
 FEW = settings(LAWS, max_examples=10)
 """Fewer examples, for tests that solve programs."""
 STRATEGIES: tuple[Strategy, ...] = (Exact(threads=1), Auto(order="off", threads=1, gap=0.0))
@@ -77,7 +72,7 @@ def peaks(graph: Graph) -> tuple[int, int]:
     """Return the smallest peak of any schedule, and the peak without recomputation."""
     return (
         brute_force.smallest_budget(graph),
-        simulate(graph, Schedule.keep_all(graph)).peak_bytes,
+        peak_of(graph),
     )
 
 
@@ -119,7 +114,7 @@ def test_budgets_are_exact_to_the_byte() -> None:
     assert sum(cases) >= len(cases) / 2 >= 10
 
 
-@LAWS
+@settings(LAWS, max_examples=25)
 @hypothesis.given(small_graphs(max_operations=6), st.integers(0, 50), st.integers(-2, 2))
 def test_budgets_are_exact_to_the_byte_on_random_graphs(
     graph: Graph, power: int, more: int
@@ -195,7 +190,7 @@ def test_the_unit_of_cost_does_not_matter(unit: float) -> None:
 @pytest.mark.parametrize("unit", [3, 2**20, 10**9 + 7, 2**50])
 def test_the_unit_of_size_does_not_matter(unit: int) -> None:
     graph = uneven_layers(4)
-    budget = int(0.75 * simulate(graph, Schedule.keep_all(graph)).peak_bytes)
+    budget = int(0.75 * peak_of(graph))
     plan = solve(graph, budget, Exact(threads=1))
     other = solve(scaled(graph, unit, 1.0), budget * unit, Exact(threads=1))
     assert other.time_s == pytest.approx(plan.time_s)
@@ -302,3 +297,66 @@ def test_the_gap_is_relative_to_total_time(bound: float | None, gap: float | Non
     assert plan.time_s == 9
     assert plan.overhead == pytest.approx(1 / 8)
     assert plan.gap == (gap if gap is None else pytest.approx(gap))
+
+
+def inference() -> Graph:
+    """Return a graph without a backward, for which any order is allowed."""
+    return Graph(
+        (Operation("a", (), (0,), 1.0), Operation("b", (0,), (1,), 1.0)),
+        (Value("x", 4), Value("y", 4)),
+        frozenset({1}),
+    )
+
+
+def test_an_infinite_time_limit_is_allowed() -> None:
+    for graph in (inference(), chain(6)):
+        assert solve(graph, "100%", Auto(time_limit=math.inf)).overhead == 0
+
+
+def test_sizes_that_no_float_represents_are_exact() -> None:
+    size_bytes = 2**53 + 1
+    graph = Graph((Operation("f", (), (0,), 1.0),), (Value("x", size_bytes),))
+    assert solve(graph, "min", KeepAll()).peak_bytes == size_bytes
+
+
+def test_a_relaxation_with_less_memory_gives_no_bound() -> None:
+    plan = solve(chain(6), "100%", LpRounding(allowances=(0.3,)))
+    assert plan.overhead > 0
+    assert plan.lower_bound is None or plan.lower_bound == 0
+    assert plan.status is Status.FEASIBLE
+
+
+def test_more_checkpoints_than_stages_are_allowed() -> None:
+    many = solve(chain(20), "100%", Revolve(1_000_000))
+    assert many.schedule == solve(chain(20), "100%", Revolve(20)).schedule
+
+
+def adversary() -> Graph:
+    """Return a graph in which `a`, `g` and what is computed from them do not fit into memory
+    together; `z` is expensive."""
+    graph: nx.DiGraph[str] = nx.DiGraph()
+    sizes = {"a": 10, "u": 4, "g": 10, "h": 1, "w": 4, "z": 4, "M": 0, "T": 1}
+    for name, size in sizes.items():
+        cost, workspace = (100 if name == "z" else 1), (19 if name == "M" else 0)
+        graph.add_node(
+            name,
+            size=size,
+            cost=cost,
+            workspace=workspace,
+            result=name == "T",
+            backward=name in "MT",
+        )
+    pairs = ("au", "gh", "aw", "hw", "uT", "wT", "zT")
+    graph.add_edges_from((one, other) for one, other in pairs)
+    return Graph.from_networkx(graph, order=list(sizes))
+
+
+def test_the_bound_scope_order_excludes_other_orders() -> None:
+    """The bound is for Checkmate's space (decision 8). A schedule outside of it, which recomputes
+    in another order, is cheaper."""
+    graph = adversary()
+    outside_order = Schedule.of([0, 1, 2, 3, 4, 5, 6, 2, 3, 0, 1, 4, 7])
+    timeline = simulate(graph, outside_order)
+    assert (timeline.peak_bytes, timeline.time_s) == (23, 112)
+    plan = solve(graph, 23, Exact())
+    assert (plan.status, plan.bound_scope, plan.time_s) == (Status.OPTIMAL, "order", 209)

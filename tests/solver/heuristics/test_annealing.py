@@ -12,6 +12,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from tests.helpers.graphs import chain, random_forward_graph, small_graphs
+from tests.helpers.laws import peak_of
 
 from remat.errors import GraphError
 from remat.graph import Graph, Operation, Value
@@ -90,7 +91,7 @@ def test_profile_agrees_with_the_simulator(
     operations = tuple(replace(o, overwrites=()) for o in graph.operations)
     graph = replace(graph, operations=operations)
     random = Random(seed)
-    budget_bytes = int(0.7 * simulate(graph, Schedule.keep_all(graph)).peak_bytes)
+    budget_bytes = int(0.7 * peak_of(graph))
     profile = ScheduleProfile(frame(graph), budget_bytes, range(len(graph)))
     for _ in range(60):
         runs = profile.runs
@@ -176,7 +177,7 @@ def test_search_in_a_fixed_order_is_valid_and_never_worse(
 def test_search_in_a_fixed_order_finds_the_optimum(seed: int) -> None:
     graph = random_forward_graph(14, seed)
     floor_bytes = peak_lower_bound_bytes(graph)
-    budget_bytes = (floor_bytes + 3 * peak_and_time(graph, Schedule.keep_all(graph))[0]) // 4
+    budget_bytes = (floor_bytes + 3 * peak_of(graph)) // 4
     best = Exact(gap=0.0).run(Task(graph, budget_bytes)).schedule
     result = anneal_recomputations(graph, budget_bytes, Schedule.keep_all(graph), max_moves=20_000)
     assert peak_and_time(graph, result)[0] <= budget_bytes
@@ -194,7 +195,7 @@ def test_search_in_a_fixed_order_refuses_a_start_in_another_order() -> None:
 @pytest.mark.slow
 def test_auto_anneals_in_the_graph_order() -> None:
     graph = random_forward_graph(60, seed=1)
-    budget_bytes = int(0.75 * peak_and_time(graph, Schedule.keep_all(graph))[0])
+    budget_bytes = int(0.75 * peak_of(graph))
     solution = Auto(order="off", time_limit=3.0, gap=1e-6).run(Task(graph, budget_bytes))
     assert solution.schedule.keeps_order()
     assert peak_and_time(graph, solution.schedule)[0] <= budget_bytes
@@ -207,7 +208,7 @@ def test_auto_anneals_in_the_graph_order() -> None:
 def test_search_drops_recomputations_that_a_better_order_does_not_need() -> None:
     graph = random_forward_graph(30, seed=1)
     peak_bytes, _ = peak_and_time(graph, Schedule.of(small_peak_order(graph, target_bytes=0)))
-    assert peak_bytes < peak_and_time(graph, Schedule.keep_all(graph))[0]
+    assert peak_bytes < peak_of(graph)
     result = anneal_schedule(graph, peak_bytes, Schedule.keep_all(graph), max_moves=60_000)
     assert peak_and_time(graph, result)[0] <= peak_bytes
     assert peak_and_time(graph, result)[1] == graph.total_cost_s
@@ -241,7 +242,7 @@ def test_small_peak_order_is_never_below_the_optimum(graph: Graph) -> None:
     order = small_peak_order(graph, target_bytes=0, max_moves=500)
     peak_bytes, _ = peak_and_time(graph, Schedule.of(order))
     assert is_allowed(graph, Schedule.of(order))
-    assert min(peaks) <= peak_bytes <= peak_and_time(graph, Schedule.keep_all(graph))[0]
+    assert min(peaks) <= peak_bytes <= peak_of(graph)
 
 
 @pytest.mark.parametrize("seed", range(20))

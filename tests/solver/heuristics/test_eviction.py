@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import hypothesis
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from tests.helpers import brute_force
 from tests.helpers.graphs import chain, runs, small_graphs, training_graphs
+from tests.helpers.laws import LAWS, peak_of
 
-from remat.errors import InfeasibleBudget
 from remat.graph import Graph, Operation, Value
 from remat.heuristics.eviction import EVICTION_RULES, evict
 from remat.heuristics.local_search import schedules_within_budget, smallest_peak_schedule
@@ -17,21 +17,13 @@ from remat.heuristics.peak_bounds import peak_lower_bound_bytes
 from remat.heuristics.polish import polish
 from remat.schedule import Schedule
 from remat.simulate import simulate
-from remat.solve import solve
 from remat.strategies import RecomputeAll, Task
 
-laws = settings(
-    max_examples=60,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-)
 
-
-@laws
+@settings(LAWS, max_examples=60)
 @hypothesis.given(small_graphs(), st.sampled_from(EVICTION_RULES), st.floats(0, 1))
 def test_evicted_schedules_fit_the_budget(graph: Graph, rule: object, share: float) -> None:
-    baseline = simulate(graph, Schedule.keep_all(graph)).peak_bytes
+    baseline = peak_of(graph)
     budget = int(baseline * share)
     schedule = evict(graph, budget, rule)
     if schedule is not None:
@@ -42,7 +34,7 @@ def test_evicted_schedules_fit_the_budget(graph: Graph, rule: object, share: flo
     assert evict(graph, baseline, rule) == Schedule.keep_all(graph)
 
 
-@laws
+@settings(LAWS, max_examples=60)
 @hypothesis.given(small_graphs())
 def test_no_schedule_has_a_peak_below_the_bound(graph: Graph) -> None:
     bound = peak_lower_bound_bytes(graph)
@@ -53,7 +45,7 @@ def test_no_schedule_has_a_peak_below_the_bound(graph: Graph) -> None:
     )
 
 
-@laws
+@settings(LAWS, max_examples=60)
 @hypothesis.given(small_graphs(), st.data())
 def test_polished_schedules_fit_and_are_no_slower(graph: Graph, data: st.DataObject) -> None:
     """Whatever the schedule was, in any budget that it fits, polishing keeps it within the
@@ -65,12 +57,12 @@ def test_polished_schedules_fit_and_are_no_slower(graph: Graph, data: st.DataObj
     assert after.time_s <= before.time_s + 1e-9
 
 
-@laws
+@settings(LAWS, max_examples=60)
 @hypothesis.given(small_graphs(), st.floats(0, 1))
 def test_polished_schedules_have_no_needless_recomputation(graph: Graph, share: float) -> None:
     """Leaving out any one recomputation saves no time, breaks the schedule or exceeds the
     budget."""
-    budget = int(simulate(graph, Schedule.keep_all(graph)).peak_bytes * share)
+    budget = int(peak_of(graph) * share)
     schedule = evict(graph, budget)
     if schedule is None:
         return
@@ -87,7 +79,7 @@ def test_polish_retains_a_copy_for_all_its_later_readers() -> None:
     graph = chain(6)
     recompute_all = [*range(7), *range(6), 7, *range(5), 8, *range(4), 9, *range(3), 10, 0, 1, 11]
     schedule = Schedule.of(recompute_all)
-    keep_all = simulate(graph, Schedule.keep_all(graph)).peak_bytes
+    keep_all = peak_of(graph)
     budgets = range(simulate(graph, schedule).peak_bytes, keep_all + 1)
     polished = [polish(graph, schedule, budget) for budget in budgets]
     peaks = [simulate(graph, runs).peak_bytes for runs in polished]
@@ -126,7 +118,7 @@ def test_eviction_reaches_the_peak_of_recomputing_everything() -> None:
         everything = simulate(graph, RecomputeAll().run(Task(graph)).schedule).peak_bytes
         return smallest_peak_schedule(graph, target_bytes=everything).peak_bytes > everything
 
-    @settings(laws, max_examples=300, derandomize=True)
+    @settings(LAWS, max_examples=300)
     @hypothesis.given(training_graphs(max_operations=8))
     def law(graph: Graph) -> None:
         misses.append(is_missed(graph))
@@ -143,11 +135,3 @@ def test_eviction_is_deterministic() -> None:
     schedules = schedules_within_budget(graph, first.peak_bytes * 2)
     assert schedules == schedules_within_budget(graph, first.peak_bytes * 2)
     assert [rated.time_s for rated in schedules] == sorted(rated.time_s for rated in schedules)
-
-
-def test_a_budget_below_the_bound_is_proved_infeasible() -> None:
-    graph = chain(8, size=100)
-    with pytest.raises(InfeasibleBudget, match="is proved infeasible") as error:
-        solve(graph, peak_lower_bound_bytes(graph) - 1)
-    smallest_bytes = error.value.min_feasible_bytes
-    assert (smallest_bytes or 0) >= peak_lower_bound_bytes(graph)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hypothesis
 import pytest
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from tests.helpers.graphs import chain, small_graphs
+from tests.helpers.laws import LAWS
 
 from remat.graph import Graph
 from remat.heuristics.recompute_costs import RecomputeCosts
@@ -16,12 +16,7 @@ MIN_COST_S = 1e-12
 
 
 @pytest.mark.slow
-@settings(
-    derandomize=True,
-    database=None,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow],
-)
+@LAWS
 @hypothesis.given(small_graphs(), st.data())
 def test_costs_follow_what_is_in_memory(graph: Graph, data: st.DataObject) -> None:
     count = len(graph.values)

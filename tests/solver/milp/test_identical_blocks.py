@@ -8,8 +8,9 @@ from dataclasses import replace
 
 import hypothesis
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 from tests.helpers.graphs import chain, small_graphs
+from tests.helpers.laws import LAWS, part_of_peak
 
 from remat.graph import Graph, Operation, Value
 from remat.milp import slots
@@ -28,13 +29,6 @@ from remat.strategies import Auto, PerBlock, Task
 from remat.strategies.search import block_programs
 from remat.strategies.search.runner import MilpRunner
 
-LAWS = settings(
-    derandomize=True,
-    database=None,
-    deadline=None,
-    max_examples=60,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
-)
 FORWARD, BACKWARD = 3, 4
 """The numbers of operations of a block of `stack`."""
 
@@ -78,10 +72,6 @@ def blocks(layers: int = 20) -> tuple[Graph, IdenticalBlocks]:
     identical = find_identical_blocks(graph, 8)
     assert identical is not None
     return graph, identical
-
-
-def budget_of(graph: Graph, share: float) -> int:
-    return int(share * simulate(graph, Schedule.keep_all(graph)).peak_bytes)
 
 
 def shared_decisions_of(
@@ -133,7 +123,7 @@ def test_graphs_without_repeats_have_none() -> None:
     assert block_programs.find_repeated_blocks(graph) is None, "too small to be worth it"
 
 
-@LAWS
+@settings(LAWS, max_examples=60)
 @hypothesis.given(small_graphs())
 def test_detection_never_fails(graph: Graph) -> None:
     identical = find_identical_blocks(graph, 2)
@@ -168,8 +158,8 @@ def test_all_blocks_have_the_same_slots() -> None:
 def test_groups_of_one_block_share_no_decisions(share: float) -> None:
     graph, identical = blocks(12)
     shared = shared_decisions_of(graph, identical, tuple(range(identical.count)))
-    free = MilpModel(graph, shared.slots, budget_of(graph, share))
-    bound = MilpModel(graph, shared.slots, budget_of(graph, share), shared)
+    free = MilpModel(graph, shared.slots, part_of_peak(graph, share))
+    bound = MilpModel(graph, shared.slots, part_of_peak(graph, share), shared)
     assert all(shared.has_rows)
     assert len(free.program.rows) == len(bound.program.rows)
     assert len(free.program.columns) == len(bound.program.columns)
@@ -178,11 +168,11 @@ def test_groups_of_one_block_share_no_decisions(share: float) -> None:
 @pytest.mark.parametrize("groups", [1, 3])
 @pytest.mark.parametrize("share", [0.35, 0.5, 0.7])
 def test_schedules_of_a_tied_program_fit(groups: int, share: float) -> None:
-    graph, identical = blocks()
+    graph, identical = blocks(14)
     inner = identical.count - 2
     group = (0, *(1 + i * groups // inner for i in range(inner)), groups + 1)
     shared = shared_decisions_of(graph, identical, group)
-    budget_bytes = budget_of(graph, share)
+    budget_bytes = part_of_peak(graph, share)
     schedule = programs(graph).minimize_shared_cost(
         shared, budget_bytes, None, 8.0, lambda _: False, 1e-3
     )
@@ -202,7 +192,7 @@ def test_nothing_is_recomputed_where_everything_fits() -> None:
     graph, identical = blocks()
     shared = shared_decisions_of(graph, identical, (0,) * identical.count)
     schedule = programs(graph).minimize_shared_cost(
-        shared, budget_of(graph, 1.0), None, 2.0, lambda _: False, 0.0
+        shared, part_of_peak(graph, 1.0), None, 2.0, lambda _: False, 0.0
     )
     assert schedule == Schedule.keep_all(graph)
 
@@ -222,7 +212,7 @@ def test_a_tied_program_is_no_worse_than_checkpointing_each_block() -> None:
 
 def test_a_tied_program_obeys_cancellation_and_its_time_limit() -> None:
     graph, identical = blocks(24)
-    budget_bytes = budget_of(graph, 0.5)
+    budget_bytes = part_of_peak(graph, 0.5)
     cancel = threading.Event()
     cancel.set()
     for clock in (Clock.of(60.0, cancel), Clock.of(0.0)):
@@ -239,7 +229,7 @@ def test_auto_is_no_worse_with_identical_blocks(
 ) -> None:
     graph, _ = blocks(20)
     auto = Auto(time_limit=5.0, gap=0.002, complete_slots=100)
-    budget_bytes = budget_of(graph, share)
+    budget_bytes = part_of_peak(graph, share)
     without = solve(graph, budget_bytes, auto)
     monkeypatch.setattr(block_programs, "_MIN_OPERATIONS", 10)
     with_blocks = solve(graph, budget_bytes, auto)

@@ -8,9 +8,10 @@ from dataclasses import replace
 
 import hypothesis
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from tests.helpers.graphs import chain, runs, small_graphs
+from tests.helpers.laws import LAWS
 
 import remat
 from remat.graph import Graph, Operation, Value
@@ -24,14 +25,6 @@ from remat.strategies.base import Task
 from remat.strategies.search.eviction import evict_for_cost, relax, reserve_small_values
 from remat.strategies.search.slot_programs import recombine_relaxation, relaxation_support
 from remat.strategies.search.state import SearchState
-
-LAWS = settings(
-    max_examples=40,
-    derandomize=True,
-    database=None,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-)
 
 
 def with_statistics(length: int = 12) -> Graph:
@@ -52,7 +45,7 @@ def with_statistics(length: int = 12) -> Graph:
     return Graph(tuple(operations), tuple(values), frozenset({len(values) - 1}))
 
 
-@LAWS
+@settings(LAWS, max_examples=40)
 @hypothesis.given(small_graphs(), st.data())
 def test_schedules_that_fit_without_small_values_fit_with_them(
     graph: Graph, data: st.DataObject
@@ -120,7 +113,7 @@ def test_nothing_is_sifted_where_nothing_fits() -> None:
 @pytest.mark.slow_cases("40%")
 @pytest.mark.parametrize("budget", ["60%", "40%"])
 def test_a_plan_that_retains_small_values_fits_and_is_near_the_optimum(budget: str) -> None:
-    graph = with_statistics()
+    graph = with_statistics(9)
     near_best = remat.Auto(gap=0.1, time_limit=20.0, threads=1, complete_slots=0, near_slots=10_000)
     search = remat.solve(graph, budget, near_best)
     assert search.peak_bytes <= search.budget_bytes

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 
 import hypothesis
+import networkx as nx
 import pytest
-from hypothesis import HealthCheck, assume, settings
+from hypothesis import assume, settings
 from hypothesis import strategies as st
 from tests.helpers.graphs import (
     chain,
@@ -14,8 +15,10 @@ from tests.helpers.graphs import (
     random_stages,
     small_graphs,
     stages,
+    training_graphs,
     uneven_layers,
 )
+from tests.helpers.laws import LAWS, peak_of
 from tests.helpers.strategies import QUICK
 
 from remat.compare import compare
@@ -31,19 +34,13 @@ from remat.strategies.baselines.saved_values import Knapsack, Selective
 from remat.strategies.baselines.schedule_builder import (
     checkpoint_segments,
     eager_backward_order,
+    segmented_count,
 )
 from remat.strategies.baselines.uniform import PerBlock
 from remat.strategies.published.chain_checkpoints import Revolve, Rotor
 from remat.strategies.published.checkmate import CheckmateMilp, LpRounding
 
 pytestmark = pytest.mark.usefixtures("short_eviction")
-
-LAWS = settings(
-    derandomize=True,
-    database=None,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
-)
 
 
 @st.composite
@@ -105,7 +102,7 @@ def within(graph: Graph, strategy: Strategy, budget_bytes: int) -> Schedule | in
 @settings(LAWS, max_examples=40)
 @hypothesis.given(layered_graphs(), st.floats(0.3, 1.1))
 def test_baseline_schedules_are_valid_and_fit(graph: Graph, share: float) -> None:
-    budget = max(1, int(share * simulate(graph, Schedule.keep_all(graph)).peak_bytes))
+    budget = max(1, int(share * peak_of(graph)))
     for strategy in QUICK:
         schedule = least(graph, strategy)
         if schedule is None:
@@ -119,47 +116,6 @@ def test_baseline_schedules_are_valid_and_fit(graph: Graph, share: float) -> Non
             assert within_budget > budget
             assert within_budget == least_bytes or isinstance(strategy, Rotor | Selective)
             assert within_budget <= least_bytes or isinstance(strategy, Rotor)
-
-
-@settings(LAWS, max_examples=15)
-@hypothesis.given(small_graphs(max_operations=8, max_values=10), st.floats(0, 1))
-def test_no_baseline_is_cheaper_than_the_optimum(graph: Graph, share: float) -> None:
-    try:
-        smallest = solve(graph, "min", Exact())
-    except BudgetError:
-        return
-    low, high = smallest.peak_bytes, smallest.baseline_peak_bytes
-    budget = max(1, round(low + share * (high - low)))
-    exact = solve(graph, budget, Exact())
-    assert exact.lower_bound is not None
-    bound_s = exact.baseline_time_s * (1 + exact.lower_bound)
-    for strategy in (*QUICK, LpRounding(samples=2)):
-        schedule = least(graph, strategy)
-        if schedule is None:
-            continue
-        assert simulate(graph, schedule).peak_bytes >= low
-        try:
-            plan = solve(graph, budget, strategy)
-        except InfeasibleBudget:
-            continue
-        assert plan.time_s >= bound_s * (1 - 1e-9)
-        if plan.lower_bound is not None:
-            assert plan.lower_bound <= exact.overhead + 1e-6
-
-
-@pytest.mark.slow_cases("0.5")
-@pytest.mark.parametrize("share", [0.85, 0.7, 0.5])
-def test_no_baseline_is_cheaper_than_auto_on_a_chain(share: float) -> None:
-    graph = random_stages(7)
-    budget = f"{share:.0%}"
-    auto = solve(graph, budget, Auto(order="off", gap=0.0, time_limit=2))
-    assert auto.lower_bound is not None
-    for strategy in QUICK:
-        try:
-            plan = solve(graph, budget, strategy)
-        except RematError:
-            continue
-        assert plan.overhead >= auto.lower_bound - 1e-9, strategy.name
 
 
 @settings(LAWS, max_examples=8)
@@ -335,6 +291,31 @@ def test_two_diamonds_have_the_expected_articulation_points() -> None:
     assert articulation_points(graph) == [3]
 
 
+def separated_by_removal(graph: Graph) -> list[int]:
+    """Return the points by removing each operation from the graph."""
+    count = segmented_count(graph)
+    g: nx.Graph[int] = nx.Graph()
+    g.add_nodes_from(range(count))
+    for op in range(count):
+        g.add_edges_from((graph.producer[v], op) for v in graph.operations[op].inputs)
+    points: list[int] = []
+    for point in set(nx.articulation_points(g)).intersection(range(1, count - 1)):
+        rest = g.copy()
+        rest.remove_node(point)
+        connected = nx.node_connected_component(rest, count - 1)
+        cost_s = sum(graph.operations[op].cost_s for op in set(range(point)) - connected)
+        before_s = sum(graph.operations[op].cost_s for op in range(point))
+        if cost_s >= 0.5 * before_s:
+            points.append(point)
+    return sorted(points)
+
+
+@LAWS
+@hypothesis.given(st.one_of(small_graphs(), training_graphs()))
+def test_points_are_those_of_removing_each_operation(graph: Graph) -> None:
+    assert articulation_points(graph) == separated_by_removal(graph)
+
+
 @pytest.mark.parametrize(
     ("strategy", "graph", "message"),
     [
@@ -403,7 +384,7 @@ def test_selective_recomputes_each_value_once_at_its_first_backward_use(
     graph: Graph, share: float
 ) -> None:
     assume(any(operation.backward for operation in graph.operations))
-    budget = int(share * simulate(graph, Schedule.keep_all(graph)).peak_bytes)
+    budget = int(share * peak_of(graph))
     schedule = within(graph, Selective(choices=4, time_limit=2.0), max(1, budget))
     if not isinstance(schedule, Schedule):
         return

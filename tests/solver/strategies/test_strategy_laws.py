@@ -10,8 +10,8 @@ from itertools import pairwise
 
 import hypothesis
 import pytest
-from hypothesis import HealthCheck, Phase, settings
-from tests.helpers import brute_force
+from hypothesis import Phase, settings
+from tests.helpers import brute_force, laws
 from tests.helpers.case_counts import Tally
 from tests.helpers.graphs import tight_cases
 from tests.helpers.strategies import QUICK
@@ -36,16 +36,10 @@ pytestmark = pytest.mark.usefixtures("short_eviction")
 DEFAULT = 6
 EXAMPLES = int(os.environ.get("REMAT_EXAMPLES", str(DEFAULT)))
 LAWS = settings(
+    laws.LAWS,
     phases=(Phase.explicit, Phase.reuse, Phase.generate),
     max_examples=EXAMPLES,
     derandomize=EXAMPLES <= DEFAULT,
-    database=None,
-    deadline=None,
-    suppress_health_check=[
-        HealthCheck.too_slow,
-        HealthCheck.filter_too_much,
-        HealthCheck.data_too_large,
-    ],
 )
 NEAR = Auto(order="off", threads=1, complete_slots=0)
 """A strategy with few slots, mostly too few on graphs of a dozen operations: its programs prove
@@ -114,40 +108,74 @@ def smallest_plan(graph: Graph) -> Plan | None:
     return plan
 
 
+def test_exact_finds_the_optimum_of_brute_force() -> None:
+    """The cheapest schedule and the smallest peak; it proves that nothing fits less memory."""
+    tally = Tally()
+
+    @settings(LAWS, max_examples=min(30, max(15, EXAMPLES)))
+    @hypothesis.given(tight_cases())
+    def law(case: tuple[Graph, int]) -> None:
+        graph, budget = case
+        low = brute_force.smallest_budget(graph)
+        smallest = smallest_plan(graph)
+        if smallest is None:
+            return
+        assert smallest.peak_bytes == low
+        assert smallest.time_s == pytest.approx(brute_force.cheapest(graph, low), abs=1e-6)
+        optimum = brute_force.cheapest(graph, budget)
+        plan = plan_of(graph, budget, EXACT)
+        tally.add(plan)
+        assert (plan is None) == (optimum is None) == (budget < low)
+        if plan is not None:
+            assert plan.status is Status.OPTIMAL
+            assert plan.time_s == pytest.approx(optimum, rel=ROUNDING, abs=1e-9)
+            assert plan.gap == pytest.approx(0, abs=1e-6)
+        for limit in {low - 1, min(budget, low - 1)} - {0}:
+            with pytest.raises(InfeasibleBudget) as error:
+                solve(graph, limit, EXACT)
+            assert error.value.min_feasible_bytes == low
+            assert error.value.is_proved
+
+    law()
+    tally.check()
+
+
 def test_no_strategy_beats_brute_force_on_small_graphs() -> None:
     """No strategy beats the optimum of brute force, and no bound of the order exceeds it."""
-    tally = Tally()
 
     @LAWS
     @hypothesis.given(tight_cases())
     def law(case: tuple[Graph, int]) -> None:
         graph, budget = case
-        smallest = smallest_plan(graph)
-        if smallest is None:
-            return
-        low = smallest.peak_bytes
-        assert low == brute_force.smallest_budget(graph)
-        optimum = brute_force.cheapest(graph, budget)
-        exact = plan_of(graph, budget, EXACT)
-        tally.add(exact)
-        assert (exact is None) == (optimum is None) == (budget < low)
-        if exact is not None:
-            assert exact.status is Status.OPTIMAL
-            assert exact.time_s == pytest.approx(optimum, rel=ROUNDING, abs=1e-9)
-        for strategy in (EXACT, *BASELINES, *(SLOW if len(graph) <= 5 else ())):
-            for limit in (budget, "min"):
+        low = brute_force.smallest_budget(graph)
+        for strategy in (*BASELINES, *(SLOW if len(graph) <= 5 else ())):
+            for limit in (budget, "min") if low else ():
                 plan = plan_of(graph, limit, strategy)
                 if plan is None:
                     continue
                 assert plan.peak_bytes >= low, strategy.name
-                best = (
-                    optimum if limit == budget else brute_force.cheapest(graph, plan.budget_bytes)
-                )
+                best = brute_force.cheapest(graph, plan.budget_bytes)
                 assert best is not None
                 check_claims(plan, best)
 
     law()
-    tally.check()
+
+
+@pytest.mark.slow
+@settings(LAWS, max_examples=min(30, max(15, EXAMPLES)))
+@hypothesis.given(tight_cases(max_operations=6))
+def test_recomputing_in_any_order_is_never_more_expensive(case: tuple[Graph, int]) -> None:
+    """Recomputing in any order, any number of times, is never more expensive than in the graph's
+    order, and no plan for any order of first runs is cheaper than that."""
+    graph, budget = case
+    ordered = brute_force.cheapest(graph, budget)
+    free = brute_force.cheapest(graph, budget, free=True)
+    assert brute_force.smallest_budget(graph, free=True) <= brute_force.smallest_budget(graph)
+    if ordered is None:
+        return
+    assert free is not None
+    assert graph.total_cost_s <= free <= ordered
+    assert solve(graph, budget, EXACT).time_s >= free - 1e-6
 
 
 def check_claims(plan: Plan, optimum_s: float) -> None:

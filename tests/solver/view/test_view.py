@@ -13,6 +13,7 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 from tests.helpers.graphs import chain
+from tests.helpers.laws import peak_of
 from tests.helpers.plans import (
     SVG,
     half_recomputed,
@@ -27,7 +28,6 @@ from remat.graph import Graph, Operation, Value
 from remat.plan import Plan
 from remat.report.comparison import ComparisonRow
 from remat.schedule import Schedule
-from remat.simulate import simulate
 from remat.solve import solve, sweep
 from remat.strategies.auto import Auto
 from remat.strategies.baselines.uniform import PerBlock, RecomputeAll
@@ -219,7 +219,7 @@ def test_the_frontier_has_plans_bounds_baselines_and_the_device() -> None:
 def test_the_frontier_has_steps_within_which_the_optimum_lies() -> None:
     graph = chain(8, size=1 << 20, cost=0.001)
     shown = frontier_data(sweep(graph, ["60%", "80%"]))
-    eager = simulate(graph, Schedule.keep_all(graph)).peak_bytes
+    eager = peak_of(graph)
     assert shown.plan_steps()[-1] == (eager, 0.0)
     assert len(shown.plan_steps()) == 2 * len(shown.bound_points()) + 1 == 5
     for corners in (shown.plan_steps(), shown.bound_steps()):

@@ -4,33 +4,25 @@ from __future__ import annotations
 
 import hypothesis
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 from tests.helpers.graphs import small_graphs, uneven_layers
+from tests.helpers.laws import LAWS, peak_of
 
-from remat.errors import RematError, SolverError
+from remat.errors import RematError
 from remat.graph import Graph
 from remat.heuristics.eviction import evict
 from remat.heuristics.local_search import schedules_within_budget
-from remat.schedule import Schedule
-from remat.simulate import peak_and_time, simulate
+from remat.simulate import peak_and_time
 from remat.solve import solve
 from remat.strategies import Auto, EveryK, Task
 from remat.strategies.baselines.quick import QUICK_BASELINES, quick_baseline_schedules
-
-LAWS = settings(
-    derandomize=True,
-    database=None,
-    deadline=None,
-    max_examples=25,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
-)
 
 
 def never() -> bool:
     return False
 
 
-@LAWS
+@settings(LAWS, max_examples=25)
 @hypothesis.given(small_graphs())
 def test_auto_is_never_worse_than_a_quick_baseline(graph: Graph) -> None:
     for strategy in QUICK_BASELINES:
@@ -46,10 +38,10 @@ def test_auto_is_never_worse_than_a_quick_baseline(graph: Graph) -> None:
         assert smallest.peak_bytes <= smallest_bytes * (1 + Auto().peak_gap)
 
 
-@LAWS
+@settings(LAWS, max_examples=25)
 @hypothesis.given(small_graphs())
 def test_quick_baseline_schedules_fit_their_budget(graph: Graph) -> None:
-    peak_bytes = simulate(graph, Schedule.keep_all(graph)).peak_bytes
+    peak_bytes = peak_of(graph)
     for share in (0.5, 0.8):
         budget_bytes = int(share * peak_bytes)
         for schedule in quick_baseline_schedules(graph, budget_bytes, never):
@@ -59,7 +51,7 @@ def test_quick_baseline_schedules_fit_their_budget(graph: Graph) -> None:
 
 def test_an_attempt_that_becomes_too_expensive_is_abandoned() -> None:
     graph = uneven_layers(6)
-    budget_bytes = int(0.7 * simulate(graph, Schedule.keep_all(graph)).peak_bytes)
+    budget_bytes = int(0.7 * peak_of(graph))
     schedule = evict(graph, budget_bytes)
     assert schedule is not None
     time_s = peak_and_time(graph, schedule)[1]
@@ -69,11 +61,6 @@ def test_an_attempt_that_becomes_too_expensive_is_abandoned() -> None:
     assert schedules_within_budget(graph, budget_bytes, stop=lambda: True), (
         "the first attempts ignore the clock"
     )
-
-
-def test_a_missing_solver_is_an_error_even_where_no_program_is_solved() -> None:
-    with pytest.raises(SolverError, match="not available here"):
-        solve(uneven_layers(3), "100%", Auto(solver="GLPK_CMD"))
 
 
 def test_quick_baselines_end_at_the_time_limit() -> None:

@@ -10,7 +10,6 @@ import pytest
 from tests.helpers.graphs import random_stages
 
 import remat
-from remat.errors import InfeasibleBudget
 from remat.graph import Graph, Operation, Value
 from remat.plan import Plan, Status
 from remat.solution import Solution
@@ -80,23 +79,6 @@ def test_complete_slots_prove_the_bound_for_the_order(narrow: Graph) -> None:
     assert plan.lower_bound == pytest.approx(plan.overhead)
     assert "slots_bound" not in plan.stats
     assert "over the slots" not in plan.describe()
-
-
-def test_incomplete_slots_prove_no_infeasibility(missed: Graph) -> None:
-    assert remat.solve(missed, 27, Exact(threads=1)).peak_bytes <= 27
-    with pytest.raises(InfeasibleBudget, match="no proof that there is none") as error:
-        remat.solve(missed, 27, NEAR)
-    assert not error.value.is_proved
-    smallest = error.value.min_feasible_bytes
-    assert smallest is not None
-    assert remat.solve(missed, smallest, NEAR).peak_bytes <= smallest
-
-
-def test_a_budget_below_every_schedule_is_proved_infeasible(missed: Graph) -> None:
-    smallest = remat.solve(missed, "min", Exact(threads=1)).peak_bytes
-    with pytest.raises(InfeasibleBudget) as error:
-        remat.solve(missed, smallest - 1, Exact(threads=1))
-    assert error.value.is_proved
 
 
 @pytest.mark.slow
