@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -18,22 +18,21 @@ import torch
 from torch import nn
 
 from remat.blockwise.block_step import AS_IT_IS, CHECKPOINTED
-from remat.errors import TraceError, no_loss_returned
+from remat.errors import TraceError
 from remat.frontend.blocks.module_state import (
     layer_checkpointing_disabled,
     patched_forwards,
     run_checkpointed,
 )
 from remat.frontend.capture.model.attribute_guards import AttributeGuards, BoundGuards
-from remat.frontend.capture.model.flat_model import outputs_to_differentiate
 from remat.frontend.capture.model.wrapped_code import checkpointing_disabled
-from remat.frontend.common.pytree import DroppedOutput, flatten, tensors_in, unflatten
+from remat.frontend.common.pytree import tensors_in
+from remat.frontend.common.step_outputs import without_other_outputs
 from remat.frontend.runtime.dispatch import is_in_function_transform
 from remat.frontend.runtime.guards import CallSignature, ModelCall, ModelTracker, call_signature
 from remat.frontend.runtime.lower import LoweredProgram
 from remat.frontend.runtime.module import BoundProgram
 from remat.frontend.runtime.offload import arrive, offload, release, reload
-from remat.limits.options import SCALARS
 from remat.plan import Plan
 
 
@@ -169,47 +168,6 @@ def _is_whole(tensor: torch.Tensor | None) -> bool:
         and tensor.untyped_storage().nbytes() == tensor.nbytes
         and torch.ops.aten.is_non_overlapping_and_dense(tensor)
     )
-
-
-def without_other_outputs(output: Any, differentiate: str | Sequence[str]) -> Any:
-    """Return a model's output with a `DroppedOutput` in place of each tensor that no gradient comes
-    from, unless it has one element. Raises `TraceError` if there is no loss."""
-    try:
-        tensors, structure = flatten(output, "the model's output")
-    except TraceError:  # it contains an object such as a cache, which stays as it is
-        return _with_scalars(output, differentiate)
-    selected = outputs_to_differentiate(structure, tensors, differentiate)
-    if all(t.numel() != 1 for t, is_selected in zip(tensors, selected, strict=True) if is_selected):
-        raise no_loss_returned("the model")
-    returned = [s or t.numel() == 1 for t, s in zip(tensors, selected, strict=True)]
-    dropped = {number for number, is_returned in enumerate(returned) if not is_returned}
-    remaining = [t for t, is_returned in zip(tensors, returned, strict=True) if is_returned]
-    return unflatten(structure.without_leaves(dropped), remaining)
-
-
-def _with_scalars(output: Any, differentiate: str | Sequence[str]) -> Any:
-    """Return an output of mappings, tuples and other objects, in which the tensors of more than one
-    element are dropped, unless `differentiate` names them."""
-    names = [differentiate] if isinstance(differentiate, str) else list(differentiate)
-    losses: list[str] = []
-
-    def replaced(value: Any, path: str) -> Any:
-        if isinstance(value, torch.Tensor):
-            if value.numel() == 1 and value.requires_grad:
-                losses.append(path)
-            return value if value.numel() == 1 or path in names else DroppedOutput(path)
-        if isinstance(value, MutableMapping):
-            for key, item in value.items():
-                value[key] = replaced(item, f"{path}.{key}" if path else str(key))
-            return value
-        if type(value) in (tuple, list):
-            return type(value)(replaced(item, f"{path}[{n}]") for n, item in enumerate(value))
-        return value
-
-    result = replaced(output, "")
-    if not losses and SCALARS in names:
-        raise no_loss_returned("the model")
-    return result
 
 
 logger = logging.getLogger("remat")

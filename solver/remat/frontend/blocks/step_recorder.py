@@ -22,7 +22,6 @@ from remat.errors import TraceError
 from remat.frontend.blocks.discovery import Submodule, trainable_parameters
 from remat.frontend.blocks.module_state import differentiable_attributes
 from remat.frontend.blocks.profile import ModuleInvocation, non_leaf_alias, requires_gradient
-from remat.frontend.capture.model.flat_model import outputs_to_differentiate
 from remat.frontend.capture.model.hooks import hooks_inside
 from remat.frontend.capture.model.python_state import PythonState
 from remat.frontend.common.pytree import (
@@ -32,6 +31,7 @@ from remat.frontend.common.pytree import (
     tensors_in,
     unflatten_objects,
 )
+from remat.frontend.common.step_outputs import differentiated_tensors
 from remat.frontend.common.torch_modes import autocast_cache_disabled
 from remat.frontend.memory.meter import Gauge, allocated_size_bytes, storage_bytes
 from remat.frontend.runtime.dispatch import is_in_function_transform
@@ -343,7 +343,7 @@ class StepRecorder:
     ) -> None:
         """Run the backward from the model's outputs, which are the only item of `outputs`. The
         list is emptied first if the caller drops the outputs."""
-        differentiated = _differentiated_tensors(outputs[0], differentiate)
+        differentiated = differentiated_tensors(outputs[0], differentiate)
         if outputs_dropped:
             outputs.clear()
         # Inputs of blocks that are still alive are held by code outside of blocks.
@@ -438,22 +438,6 @@ def _tensor_paths(result: object) -> list[str]:
     path = {id(leaf): structure.path_of(number) for number, leaf in enumerate(leaves)}
     paths = [path.get(id(tensor), "") for tensor in tensors_in(result)]
     return paths if all(paths) else []
-
-
-def _differentiated_tensors(outputs: Any, differentiate: str | Sequence[str]) -> list[torch.Tensor]:
-    """Return the model's outputs from which the backward starts.
-
-    For outputs that cannot be described (such as those with a KV cache) it is the loss, or all
-    tensors that require a gradient.
-    """
-    try:
-        tensors, structure = flatten(outputs, "the model's output")
-    except TraceError:
-        loss = getattr(outputs, "loss", None)
-        candidates = [loss] if isinstance(loss, torch.Tensor) else tensors_in(outputs)
-        return [t for t in candidates if requires_gradient(t)]
-    selected = outputs_to_differentiate(structure, tensors, differentiate)
-    return [t for t, is_selected in zip(tensors, selected, strict=True) if is_selected]
 
 
 def _storages(

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import copy
 import logging
+import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 from torch.fx.graph import _BoxedCodeGen
 
 from remat.errors import InfeasibleBudget
 from remat.frontend.common.planning_line import planning_line
 from remat.frontend.common.pytree import DroppedOutput
+from remat.frontend.common.step_outputs import (
+    drop_other_outputs,
+    other_outputs,
+    with_dropped_outputs,
+)
 from remat.frontend.compile import disk_cache
 from remat.frontend.compile.candidates import prepare_host
 from remat.frontend.compile.compat import cause_of_type, without_frames
@@ -26,19 +32,13 @@ from remat.frontend.compile.compile_options import (
     check_no_cuda_graphs,
     read_options,
 )
-from remat.frontend.compile.fx_utils import device_of
+from remat.frontend.compile.fx_utils import device_of, storage_bytes
 from remat.frontend.compile.inductor.cpp_batching import batched_cpp_files
 from remat.frontend.compile.inductor.fusion_control import (
     PlannedFusionChoices,
     immediate_buffer_reuse,
     non_lazy_backward,
     separate_cpu_kernel_calls,
-)
-from remat.frontend.compile.loss_only import (
-    drop_other_outputs,
-    loss_only_hint,
-    set_default_loss_types,
-    with_dropped_outputs,
 )
 from remat.frontend.compile.partitioner import Partitioner
 from remat.frontend.compile.registry import (
@@ -65,6 +65,9 @@ logger = logging.getLogger("remat")
 
 _DYNAMO_ATTRIBUTES = ("_param_name_to_source", "_dynamo_source")
 """Attributes that Dynamo sets on its graph and on the graph's inputs; a copy does not have them."""
+
+_DEFAULT_LOSS_TYPE = "ForCausalLM"
+"""The loss type of those models of Transformers whose class has none."""
 
 
 def remat_backend(
@@ -113,12 +116,31 @@ def compile(
     compile_options, inductor_options = read_options(options)
     check_no_cuda_graphs(compile_options, _with_mode(inductor_options, mode))
     model_bytes = ModelBytes.of(model)
-    set_default_loss_types(model)
+    _set_default_loss_types(model)
 
     def remat_backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
         return _compile_graph(gm, example_inputs, model_bytes, mode, options)
 
     return torch.compile(model, backend=remat_backend, dynamic=dynamic, fullgraph=fullgraph)
+
+
+def _set_default_loss_types(model: object) -> None:
+    """Give the models of Transformers that have no loss type the one that they use then.
+
+    They warn about it, and Dynamo breaks the graph at the warning: between the logits and the loss,
+    so that both have to exist as a whole.
+    """
+    transformers = sys.modules.get("transformers.modeling_utils")
+    if not isinstance(model, nn.Module) or transformers is None:
+        return
+    pretrained_model: Any = getattr(transformers, "PreTrainedModel", None)
+    for module in model.modules():
+        if (
+            pretrained_model is not None
+            and isinstance(module, pretrained_model)
+            and getattr(module, "loss_type", "") is None
+        ):
+            module.loss_type = _DEFAULT_LOSS_TYPE  # type: ignore[assignment]
 
 
 def _compile_graph(
@@ -172,7 +194,7 @@ def _compile_graph(
             infeasible = cause_of_type(error, InfeasibleBudget)
             if infeasible is None:
                 raise
-        for hint in filter(None, (breaks_hint, loss_only_hint(gm, options.outputs))):
+        for hint in filter(None, (breaks_hint, _loss_only_hint(gm, options.outputs))):
             infeasible = infeasible.with_hint(hint)
         raise without_frames(infeasible)
 
@@ -188,6 +210,19 @@ def _compile_graph(
         prepare_host(compiled.plan, device_of(example_inputs))
         code = _with_calls_counted(code, compiled.title)
     return with_dropped_outputs(code, dropped)
+
+
+def _loss_only_hint(gm: fx.GraphModule, outputs: str) -> str:
+    """Return a sentence without its full stop that recommends `outputs="loss"`; "" where Dynamo's
+    graph has no loss, or no other outputs with a gradient that can be left out."""
+    others = other_outputs(gm)
+    if outputs == OUTPUTS_LOSS or not others:
+        return ""
+    others_bytes = sum(storage_bytes(node.meta["example_value"]) for node in others.values())
+    return (
+        f'With outputs="loss" the graph returns only its loss: {format_bytes(others_bytes)} of '
+        "other outputs, and as much for their gradients, need not be in memory as a whole"
+    )
 
 
 def _with_calls_counted(

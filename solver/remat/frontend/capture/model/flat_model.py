@@ -23,7 +23,7 @@ from torch import nn
 
 from remat.documents.records import Store
 from remat.documents.structure import Structure
-from remat.errors import TraceError, no_loss_returned
+from remat.errors import TraceError
 from remat.frontend.capture.eager_kernels.autocast import AutocastCache
 from remat.frontend.capture.model.attribute_access import AttributeAccess
 from remat.frontend.capture.model.forward_checks import CallLimit
@@ -37,8 +37,8 @@ from remat.frontend.capture.model.stores import (
     stored_attributes,
 )
 from remat.frontend.common.pytree import flatten, unflatten
+from remat.frontend.common.step_outputs import outputs_to_differentiate
 from remat.frontend.common.torch_modes import capture_paused
-from remat.limits.options import SCALARS
 
 
 @dataclass
@@ -179,40 +179,6 @@ class FlatModel(nn.Module):
         current = dict(self.model.named_parameters(remove_duplicate=False))
         for names in names_by_id.values():
             yield [current[name] for name in names]
-
-
-def outputs_to_differentiate(
-    structure: Structure, tensors: list[torch.Tensor], differentiate: str | Sequence[str]
-) -> list[bool]:
-    """Return for each output tensor if the step computes gradients from it.
-
-    "all" is every output that requires a gradient, "scalars" those of one element; names select
-    some. "auto" is the output named `loss`, or the first of a tuple, if that is the only scalar
-    one; else the same as "all".
-    """
-    requires_grad = [t.requires_grad for t in tensors]
-    if not any(requires_grad):
-        raise TraceError(
-            "no output of the model depends on a parameter or input that requires a gradient; "
-            "unfreeze a parameter, or call the model with inputs that require grad"
-        )
-    if differentiate == "all":
-        return requires_grad
-    is_scalar = [r and t.numel() == 1 for r, t in zip(requires_grad, tensors, strict=True)]
-    if differentiate == SCALARS:
-        if not any(is_scalar):
-            raise no_loss_returned("the model")
-        return is_scalar
-    paths = [structure.path_of(i) for i in range(len(tensors))]
-    if differentiate != "auto":
-        names = [differentiate] if isinstance(differentiate, str) else list(differentiate)
-        if missing := [n for n in names if n not in paths]:
-            raise TraceError(f"the model has no output {missing[0]!r}; it returns {paths}")
-        return [r and p in names for r, p in zip(requires_grad, paths, strict=True)]
-    for path in ("loss", "[0]"):
-        if path in paths and is_scalar[paths.index(path)] and sum(is_scalar) == 1:
-            return [p == path for p in paths]
-    return requires_grad
 
 
 def _numbered_leaf(

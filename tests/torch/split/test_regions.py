@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import product
 from math import prod
 from typing import Any
 
@@ -15,12 +16,29 @@ from hypothesis import settings
 from tests.helpers.training.models import WithParts
 from tests.helpers.training.steps import Step, assert_same, step
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
 import remat
+from remat.costs.roofline import operation_flops, operation_seconds
+from remat.documents.arguments import Ref
+from remat.documents.records import Node, Result
+from remat.documents.targets import (
+    ADD_PRODUCT_TARGET,
+    ADD_TARGET,
+    OVERWRITING_TARGETS,
+    WRITE_ROWS_TARGET,
+)
 from remat.documents.trace import Trace
+from remat.frontend.runtime.operations import write_rows
 from remat.passes.split.regions import Region, TraceIndex, find_region
 from remat.passes.split.rewriting import split_regions
-from remat.passes.split.stages import stages
+from remat.passes.split.splits import (
+    find_peak_region,
+    large_operations,
+    split_largest_operations,
+    with_recorded_splits,
+)
+from remat.passes.split.stages import split_bytes, stages
 from remat.passes.split.states import PartialSum, Rows, candidate_rows
 
 BATCH, TOKENS, WIDTH, CLASSES = 3, 4, 6, 40
@@ -327,3 +345,236 @@ def test_the_number_of_pieces_is_checked(pieces: int) -> None:
     region = head_region(remat.trace(model, batch))
     with pytest.raises(remat.RematError, match="12 rows cannot be split into"):
         split_regions([region], [pieces])
+
+
+# -- several regions ------------------------------------------------------------------------------
+
+IDENTICAL_LAYERS = 3
+
+
+def wide_layers() -> tuple[Model, Batch]:
+    """Return a model whose layers need the same memory, and more than the head does."""
+    _, batch = built([], "mean")
+    layers: list[nn.Module] = [
+        nn.Sequential(nn.Linear(WIDTH, 300), nn.GELU(), nn.Linear(300, WIDTH))
+        for _ in range(IDENTICAL_LAYERS)
+    ]
+    return Model(layers, Head()).double(), batch
+
+
+def test_identical_layers_are_split_at_once() -> None:
+    """Each layer is a region; the step computes the same, retained or recomputed."""
+    model, batch = wide_layers()
+    trace = remat.trace(model, batch)
+    split = split_largest_operations(trace, 3)
+    assert [record.with_previous for record in split.splits] == [False] + [True] * (
+        IDENTICAL_LAYERS - 1
+    )
+    assert_same_in_pieces(split, model, batch, ["", "75%"])
+
+
+def test_layers_split_at_once_are_those_split_one_after_the_other() -> None:
+    """The same operations, with the same names, in another order."""
+    model, batch = wide_layers()
+    trace = remat.trace(model, batch)
+    split = split_largest_operations(trace, 2)
+    one_by_one = with_recorded_splits(
+        trace, [r.model_copy(update={"with_previous": False}) for r in split.splits]
+    )
+    assert {n.name: n.target for n in split.nodes} == {n.name: n.target for n in one_by_one.nodes}
+    assert with_recorded_splits(trace, split.splits).nodes == split.nodes
+
+
+def overlapping(trace: remat.Trace) -> tuple[Region, Region]:
+    """Return two regions with tensors in common."""
+    pairs = product(regions(trace), repeat=2)
+    return next(
+        (one, other) for one, other in pairs if one.seed != other.seed and one.depends_on(other)
+    )
+
+
+def test_regions_with_tensors_in_common_are_not_split_at_once() -> None:
+    trace = remat.trace(*wide_layers())
+    with pytest.raises(remat.RematError, match="tensors in common"):
+        split_regions(overlapping(trace), [2, 2])
+
+
+def test_recorded_splits_of_one_region_are_not_applied_at_once() -> None:
+    trace = remat.trace(*wide_layers())
+    (record,) = split_regions([regions(trace)[0]], [2]).splits
+    with pytest.raises(remat.RematError, match="tensors in common"):
+        with_recorded_splits(trace, [record, record.model_copy(update={"with_previous": True})])
+
+
+# -- the region around the largest operation -------------------------------------------------------
+
+
+def measured(model: nn.Module, batch: tuple[torch.Tensor, ...]) -> Trace:
+    return remat.measure(remat.trace(model, batch, differentiate="all"), remat.Roofline("cpu"))
+
+
+def region_at_peak(trace: Trace) -> Region | None:
+    """Return the region around the operation that needs the most memory."""
+    return find_peak_region(TraceIndex(trace), large_operations(trace.graph_of_sizes, 0)[0])
+
+
+def test_the_region_of_a_head_has_the_most_rows() -> None:
+    """All tokens of all sequences, though batch and tokens are two dimensions."""
+    _, (x, _) = built([], "mean")
+    model = Model([nn.LayerNorm(6)], Head(400)).double()
+    trace = measured(model, (x, torch.zeros(3, 4, dtype=torch.long)))
+    region = region_at_peak(trace)
+    assert region is not None
+    assert region.rows == 12
+    logits_bytes = 12 * 400 * 8
+    assert split_bytes(region) >= 4 * logits_bytes
+    operation = trace.graph().operations[large_operations(trace.graph(), 0)[0]]
+    assert operation.name in {trace.nodes[index].name for index in region.split_calls}
+
+
+def test_a_large_gradient_of_the_caller_is_read_by_rows() -> None:
+    """The largest tensors are an output and its tangent, which no operation produces. What is
+    computed from the tangent can be split."""
+
+    def large(layer: nn.Module, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return layer(x).sum(-1, keepdim=True).expand(3, 4, 4000) * 1.0
+
+    batch = torch.randn(3, 4, 6), torch.zeros(3, 4)
+    trace = measured(Called(large, nn.Linear(6, 8)), batch)
+    values = trace.graph().values
+    operation = trace.graph().operations[large_operations(trace.graph(), 0)[0]]
+    sizes = [values[v].size_bytes for v in (*operation.inputs, *operation.outputs)]
+    assert max(sizes) == 3 * 4 * 4000 * 4
+    region = region_at_peak(trace)
+    assert region is not None
+    tangent = next(p.name for p in trace.placeholders if p.kind == "tangent")
+    assert isinstance(region.states[tangent], Rows)
+    assert tangent not in region.produced
+
+
+# -- operations that put pieces together in place --------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def split() -> Trace:
+    model, batch = built(["mlp"], "mean")
+    return split_regions([head_region(remat.trace(model, batch))], [4])
+
+
+def test_sums_and_buffers_take_their_memory_once(split: Trace) -> None:
+    graph = remat.measure(split, remat.Roofline("cpu")).graph()
+    timeline = remat.simulate(graph, remat.Schedule.keep_all(graph))
+    targets = [None if node is None else node.target for node in split.operations]
+    overwriting = [
+        run
+        for run, operation in enumerate(graph.operations)
+        if operation.overwrites and targets[run] in OVERWRITING_TARGETS
+    ]
+    assert len(overwriting) == 6  # gradients of weight and input: three further pieces of each
+    for run in overwriting:
+        operation = graph.operations[run]
+        (before,) = operation.overwrites
+        assert graph.consumers[before] == (run,)
+        assert not operation.recomputable
+        assert timeline.during_bytes[run] == timeline.before_bytes[run]
+
+
+def test_a_tensor_cannot_be_read_after_it_was_overwritten(split: Trace) -> None:
+    total = next(
+        node.args[0]
+        for node in split.nodes
+        if node.target in OVERWRITING_TARGETS and isinstance(node.args[0], Ref)
+    )
+    meta = next(r.tensor for n in split.nodes for r in n.results if Ref(r.name) == total)
+    storage = len(split.storage_bytes)
+    reader = Node(
+        name="reader",
+        target="aten.neg.default",
+        args=(total,),
+        results=(Result(name="reader", tensor=meta, storage=storage),),
+        backward=True,
+    )
+    with pytest.raises(ValueError, match=r"reader reads .* after it was overwritten"):
+        split.replace(
+            nodes=(*split.nodes, reader), storage_bytes=(*split.storage_bytes, meta.shape[0] * 8)
+        )
+
+
+def test_a_tensor_of_the_caller_cannot_be_overwritten(split: Trace) -> None:
+    product = next(n for n in split.nodes if n.target == ADD_PRODUCT_TARGET)
+    parameter = next(p for p in split.placeholders if p.kind == "parameter")
+    changed = product.model_copy(update={"args": (Ref(parameter.name), *product.args[1:])})
+    nodes = tuple(changed if node is product else node for node in split.nodes)
+    with pytest.raises(ValueError, match="overwrites a tensor of the caller"):
+        split.replace(nodes=nodes)
+
+
+def test_a_gradient_cannot_be_overwritten_nor_a_tensor_added_to_itself(split: Trace) -> None:
+    gradient, parameter = split.gradients[0].name, split.gradients[0].placeholder
+    meta = next(r.tensor for n in split.nodes for r in n.results if r.name == gradient)
+    result = Result(name="doubled", tensor=meta, storage=len(split.storage_bytes))
+    addition = Node(
+        name="doubled", target=ADD_TARGET, args=(Ref(gradient), Ref(gradient)), results=(result,),
+        backward=True, recomputable=False,
+    )  # fmt: skip
+    changes = {"storage_bytes": (*split.storage_bytes, 8), "nodes": (*split.nodes, addition)}
+    with pytest.raises(ValueError, match="doubled reads the tensor that it overwrites"):
+        split.replace(**changes)
+    other = addition.model_copy(update={"args": (Ref(gradient), Ref(parameter))})
+    with pytest.raises(ValueError, match="doubled overwrites a tensor of the caller"):
+        split.replace(**changes | {"nodes": (*split.nodes, other)})
+
+
+def test_costs_are_those_of_a_piece(split: Trace) -> None:
+    """A product counts its arithmetic; rows that are written into a buffer, their own traffic."""
+    metas = {p.name: p.tensor for p in split.placeholders}
+    metas.update((r.name, r.tensor) for n in split.nodes for r in n.results)
+    roofline = remat.Roofline("h100")
+    product = next(n for n in split.nodes if n.target == ADD_PRODUCT_TARGET)
+    rows, classes, width = 3, 40, 6
+    assert operation_flops(product, metas.__getitem__) == 2 * rows * classes * width
+    (writing, *_) = (n for n in split.nodes if n.target == WRITE_ROWS_TARGET)
+    piece_bytes = rows * width * 8
+    expected_s = roofline.seconds(0, 2 * piece_bytes, "float64")
+    assert operation_seconds(writing, metas, roofline) == pytest.approx(expected_s)
+
+
+def test_rows_are_written_in_the_buffers_layout() -> None:
+    """Also where several dimensions are the rows, and where they are the columns of a matrix."""
+    whole = torch.arange(24.0).reshape(2, 3, 4)
+    buffer = None
+    for start in (0, 2, 4):
+        piece = whole.reshape(6, 4)[start : start + 2].unsqueeze(0)
+        buffer = write_rows(buffer, piece, (2, 3, 4), (12, 4, 1), 0, 2, start)
+    assert buffer is not None
+    assert torch.equal(buffer, whole)
+    columns = whole.reshape(6, 4).t()
+    buffer = None
+    for start in (0, 4):
+        part = columns[:, start : start + (4 if start == 0 else 2)]
+        buffer = write_rows(buffer, part, (4, 6), (1, 4), 1, 1, start)
+    assert buffer is not None
+    assert torch.equal(buffer, columns)
+    assert buffer.stride() == (1, 4)
+
+
+class LargeHead(WithParts, layer=(256, 256), head=lambda: nn.Linear(256, 2048, bias=False)):
+    """A projection to many classes and the loss, large enough that products take most time."""
+
+    def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return cross_entropy(self.head(self.layer(x)), target)
+
+
+def test_a_product_that_is_added_is_timed_like_any_product() -> None:
+    batch = (torch.randn(1024, 256), torch.randint(0, 2048, (1024,)))
+    whole = remat.trace(LargeHead(), batch)
+    trace = remat.measure(split_regions([head_region(whole)], [2]), cache=False)
+    (added,) = (n for n in trace.nodes if n.target == ADD_PRODUCT_TARGET)
+    product = next(
+        node
+        for node in trace.nodes
+        if node.target == "aten.mm.default" and node.results[0].tensor == added.results[0].tensor
+    )
+    assert added.cost_s is not None
+    assert product.cost_s is not None
+    assert 0.4 <= added.cost_s / product.cost_s <= 2.5
