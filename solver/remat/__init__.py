@@ -5,7 +5,7 @@
 
 The functions, the main classes and the errors are here. The baseline strategies are in
 `remat.strategies`; other types are in their modules. Importing remat does not import torch: the
-names that need it are loaded when first used.
+names that need it are loaded when first used, as is the client of the service.
 """
 
 from __future__ import annotations
@@ -38,7 +38,6 @@ from remat.plan import Plan
 from remat.progress import Progress
 from remat.rewrite import rewrite
 from remat.schedule import Schedule
-from remat.service.client import Client
 from remat.simulate import simulate
 from remat.solve import solve, sweep
 from remat.strategies import Auto, Exact, Selective
@@ -58,24 +57,26 @@ if TYPE_CHECKING:
     from remat.frontend.costs.measure import measure
     from remat.frontend.emit.emit import emit
     from remat.frontend.runtime.module import RematModule, lower
+    from remat.service.client import Client
 
-_TORCH_MODULES = {
-    "Partitioner": "compile.partitioner",
-    "compile": "compile.backend",
-    "compiled_plans": "compile.registry",
-    "estimate": "api.estimate",
-    "max_batch": "api.max_batch",
-    "RematModule": "runtime.module",
-    "lower": "runtime.module",
-    "measure": "costs.measure",
-    "disable": "api.enable",
-    "emit": "emit.emit",
-    "enable": "api.enable",
-    "fit": "api.fit",
-    "optimize": "api.optimize",
-    "solve_step": "api.solve_step",
-    "plans": "api.enable",
-    "trace": "capture.trace",
+_LOADED_LATER = {
+    "Client": "service.client",
+    "Partitioner": "frontend.compile.partitioner",
+    "compile": "frontend.compile.backend",
+    "compiled_plans": "frontend.compile.registry",
+    "estimate": "frontend.api.estimate",
+    "max_batch": "frontend.api.max_batch",
+    "RematModule": "frontend.runtime.module",
+    "lower": "frontend.runtime.module",
+    "measure": "frontend.costs.measure",
+    "disable": "frontend.api.enable",
+    "emit": "frontend.emit.emit",
+    "enable": "frontend.api.enable",
+    "fit": "frontend.api.fit",
+    "optimize": "frontend.api.optimize",
+    "solve_step": "frontend.api.solve_step",
+    "plans": "frontend.api.enable",
+    "trace": "frontend.capture.trace",
 }
 
 __all__ = [
@@ -133,8 +134,8 @@ __version__ = VERSION
 
 
 def __getattr__(name: str) -> object:
-    if name in _TORCH_MODULES:
-        value = getattr(import_module(f"remat.frontend.{_TORCH_MODULES[name]}"), name)
+    if name in _LOADED_LATER:
+        value = getattr(import_module(f"remat.{_LOADED_LATER[name]}"), name)
         globals()[name] = value
         return value
     raise AttributeError(f"module 'remat' has no attribute {name!r}")

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
-from remat.choice.split import solve_with_splits
 from remat.documents.trace import Trace
 from remat.errors import InfeasibleBudget, RematError, wrong_type
 from remat.graph import Graph
@@ -126,6 +125,8 @@ def _row(
         if measure is None:
             plan = solved(graph)
         else:
+            from remat.choice.split import solve_with_splits  # only this needs the passes
+
             assert isinstance(graph, Trace)
             plan = solve_with_splits(
                 graph, budget, PIECES, solve_in_full=solved, measure=measure, cancel=cancel

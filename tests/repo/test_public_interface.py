@@ -5,6 +5,8 @@ ones are added to the list. The current code reads documents of the earlier code
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,14 @@ LISTS: dict[str, Any] = json.loads((FOLDER / "lists.json").read_text())
 
 def test_exported_names_are_those_listed() -> None:
     assert sorted(remat.__all__) == LISTS["names"]
+
+
+def test_importing_remat_loads_no_torch_and_few_modules() -> None:
+    code = "import remat, sys; print(*sys.modules)"
+    process = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+    modules = process.stdout.decode().split()
+    assert "torch" not in modules
+    assert len([name for name in modules if name.startswith("remat.")]) <= 120
 
 
 def test_every_exported_name_exists() -> None:

@@ -15,7 +15,6 @@ from dataclasses import replace
 from remat.allocator.replay import AllocationEvent, replay_events
 from remat.costs.devices import DEVICES
 from remat.costs.optimizer_memory import OptimizerMemory
-from remat.costs.workspaces.formulas import workspace_buffers
 from remat.documents.trace import Trace, trained_parameters
 from remat.graph import Graph
 from remat.plan_data import AllocatorPrediction, P
@@ -147,6 +146,8 @@ def step_allocation_events(
 def _workspace_buffers(trace: Trace, graph: Graph) -> list[list[int]]:
     """Return the buffers of each operation's workspace. A large one and a small one fit
     where one block as large as both does not."""
+    from remat.costs.workspaces.formulas import workspace_buffers  # only traces have workspaces
+
     device, metas = DEVICES.get(trace.gpu), trace.tensors
     buffers: list[list[int]] = []
     for node, operation in zip(trace.operations, graph.operations, strict=True):
