@@ -27,10 +27,13 @@ from benchmarks.harness import machine, report
 from benchmarks.models.traced import TRACED_MODELS
 from benchmarks.splitting import Loss
 from remat.choice.offloaded_forms import OffloadLimits
-from remat.choice.step import solve_step
+from remat.choice.plan_request import PlanRequest
+from remat.choice.step import plan_step
 from remat.costs.roofline import Roofline
 from remat.limits.budget import Budget
+from remat.limits.limits import Limits
 from remat.limits.options import PIECES
+from remat.progress import Clock
 
 Row = dict[str, Any]
 Build = Callable[[], tuple[torch.nn.Module, dict[str, Any]]]
@@ -44,7 +47,9 @@ WITHOUT_PIECES = ("llama3-8b-128k",)
 pieces, which take minutes to solve."""
 
 TIME_LIMIT_S = 10.0
-CHOICE_LIMIT_S = 15.0
+"""The limit of each solve; all solves of a plan together have `LIMIT_S`."""
+
+LIMIT_S = 60.0
 
 
 def _llama(rows: int, tokens: int) -> Build:
@@ -114,14 +119,17 @@ def row_of(name: str, gpu: str, budget: str, method: str) -> Row:
     row: Row = {"model": name, "gpu": gpu, "budget": budget, "method": method}
     row["operations"] = len(trace.operations)
     try:
-        step = solve_step(
-            trace,
-            Budget.parse(budget),
+        request = PlanRequest(
+            Limits(Budget.parse(budget)),
+            remat.Auto(time_limit=TIME_LIMIT_S),
             pieces=PIECES if method == "both and split" else (),
             offload=None if method == "recompute" else OffloadLimits(costs.link),
-            solve_in_full=lambda t, b: remat.solve(t, b, remat.Auto(time_limit=TIME_LIMIT_S)),
+        )
+        step = plan_step(
+            trace,
+            request,
             measure=lambda t: remat.measure(t, costs),
-            limit_s=CHOICE_LIMIT_S,
+            clock=Clock.of(LIMIT_S),
         )
     except remat.RematError as error:
         failure = type(error).__name__

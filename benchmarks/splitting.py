@@ -14,6 +14,7 @@ the CPU; costs on a real GPU may differ.
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -25,12 +26,15 @@ from torch import nn
 
 import remat
 from benchmarks.harness import machine, report
-from remat.choice.split import solve_with_splits
+from remat.choice.plan_request import PlanRequest
+from remat.choice.step import plan_step
 from remat.limits.budget import Budget
+from remat.limits.limits import Limits
 from remat.limits.options import PIECES as SPLIT_CHOICES
 from remat.passes.split.regions import TraceIndex
 from remat.passes.split.rewriting import split_regions
 from remat.passes.split.splits import find_peak_region, large_operations
+from remat.progress import Clock
 
 Row = dict[str, Any]
 
@@ -150,12 +154,13 @@ def chosen_figures(trace: remat.Trace, budget: str) -> Row:
     """Choose the number of pieces for a budget, and return the plan's figures."""
     started_s = time.perf_counter()
     try:
-        split = solve_with_splits(
+        split = plan_step(
             trace,
-            Budget.parse(budget),
-            SPLIT_CHOICES,
-            solve_in_full=lambda t: remat.solve(t, budget, remat.Auto(time_limit=TIME_LIMIT_S)),
+            PlanRequest(
+                Limits(Budget.parse(budget)), remat.Auto(time_limit=TIME_LIMIT_S), SPLIT_CHOICES
+            ),
             measure=lambda t: remat.measure(t, COSTS),
+            clock=Clock.of(math.inf),
         )
     except remat.InfeasibleBudget as error:
         least_bytes = error.min_feasible_bytes

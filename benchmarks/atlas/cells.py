@@ -24,12 +24,14 @@ from benchmarks.atlas.results import (
 )
 from benchmarks.atlas.tracing import measured, trace_of
 from remat.choice.offloaded_forms import OffloadLimits
-from remat.choice.step import solve_step
-from remat.choice.trace_plan import TracePlan
+from remat.choice.plan_request import PlanRequest, TracePlan
+from remat.choice.step import plan_step
 from remat.costs.roofline import Roofline
 from remat.limits.budget import Budget
+from remat.limits.limits import Limits
 from remat.limits.options import PIECES
 from remat.plan import Plan
+from remat.progress import Clock
 from remat.strategies.base import Strategy
 from remat.strategies.baselines.chen import ChenSqrt
 from remat.strategies.baselines.saved_values import Knapsack, Selective
@@ -55,6 +57,7 @@ GAP = 0.005
 less extra time than that, nothing is split or offloaded instead."""
 
 TIME_LIMIT_S = 10.0
+STRATEGY = remat.Auto(gap=GAP, time_limit=TIME_LIMIT_S, threads=1)
 CHOICE_LIMIT_S = 15.0
 
 
@@ -157,7 +160,7 @@ class _Cells:
     def recompute(self) -> Plan:
         """Return the plan of recomputation only."""
         try:
-            self._whole = _solve_in_full(self._graph, Budget.parse(self._budget))
+            self._whole = remat.solve(self._graph, self._budget, STRATEGY)
         except remat.RematError as error:
             self._whole = error
             raise
@@ -177,15 +180,15 @@ class _Cells:
         return self._solve_step(OffloadLimits(self._link)).plan
 
     def _solve_step(self, offload: OffloadLimits | None) -> TracePlan:
-        return solve_step(
+        limits = Limits(Budget.parse(self._budget))
+        request = PlanRequest(limits, STRATEGY, pieces=PIECES, offload=offload)
+        return plan_step(
             self._trace,
-            Budget.parse(self._budget),
-            pieces=PIECES,
-            offload=offload,
-            solve_in_full=self._solve_in_full,
+            request,
             measure=lambda trace: measured(trace, self._gpu),
-            limit_s=CHOICE_LIMIT_S,
+            solve_trace=self._solve_trace,
             solve_without=None if offload is None else self._solved_split,
+            clock=Clock.of(2 * CHOICE_LIMIT_S * request.choices),
         )
 
     def _solved_split(self) -> TracePlan:
@@ -194,20 +197,15 @@ class _Cells:
         assert self._split is not None
         raise self._split
 
-    def _solve_in_full(self, trace: remat.Trace, budget: Budget) -> Plan:
+    def _solve_trace(self, trace: remat.Trace, budget: Budget, strategy: Strategy) -> Plan:
         """Return the plan of a trace: for the one that is neither split nor offloaded, the plan of
         recomputation."""
         is_whole = trace is self._trace and budget == Budget.parse(self._budget)
         if not is_whole or self._whole is None:
-            return _solve_in_full(trace, budget)
+            return remat.solve(trace, budget, strategy)
         if isinstance(self._whole, remat.RematError):
             raise self._whole
         return self._whole
-
-
-def _solve_in_full(graph: remat.Graph | remat.Trace, budget: Budget) -> Plan:
-    strategy = remat.Auto(gap=GAP, time_limit=TIME_LIMIT_S, threads=1)
-    return remat.solve(graph, budget, strategy)
 
 
 def _figures(plan: Plan) -> dict[str, object]:

@@ -19,8 +19,10 @@ from transformers.initialization import no_init_weights
 import remat
 from remat import view
 from remat.choice.offloaded_forms import OffloadLimits
-from remat.choice.step import solve_step
+from remat.choice.plan_request import PlanRequest
+from remat.choice.step import plan_step
 from remat.limits.budget import Budget
+from remat.limits.limits import Limits
 
 HERE = Path(__file__).parent
 BUDGETS = ("40%", "55%", "70%", "85%", "100%")
@@ -59,13 +61,11 @@ def offloading_plan_of_llama() -> remat.Plan:
         trace = remat.trace(
             model, (), {"input_ids": ids, "labels": ids}, device="h100"
         )
-    return solve_step(
-        remat.measure(trace, costs),
-        Budget.parse("35%"),
-        pieces=(),
-        offload=OffloadLimits(costs.link),
-        solve_in_full=remat.solve,
-        measure=lambda step: step,
+    request = PlanRequest(
+        Limits(Budget.parse("35%")), offload=OffloadLimits(costs.link)
+    )
+    return plan_step(
+        remat.measure(trace, costs), request, measure=lambda step: step
     ).plan
 
 

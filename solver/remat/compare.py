@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -10,9 +11,10 @@ from remat.documents.trace import Trace
 from remat.errors import InfeasibleBudget, RematError, wrong_type
 from remat.graph import Graph
 from remat.limits.budget import Budget
+from remat.limits.limits import Limits
 from remat.limits.options import PIECES
 from remat.plan import Plan
-from remat.progress import Cancel, ProgressCallback, is_cancelled
+from remat.progress import Cancel, Clock, ProgressCallback, is_cancelled
 from remat.report.comparison import ComparisonData, ComparisonRow
 from remat.simulate import baseline_of
 from remat.solve import HasGraph, check_budgets, check_graph, solve
@@ -118,18 +120,22 @@ def _row(
     reason = ""
     is_applicable = True
 
-    def solved(graph: Graph | HasGraph) -> Plan:
-        return solve(graph, budget, strategy, progress=progress, cancel=cancel)
-
     try:
         if measure is None:
-            plan = solved(graph)
+            plan = solve(graph, budget, strategy, progress=progress, cancel=cancel)
         else:
-            from remat.choice.split import solve_with_splits  # only this needs the passes
+            from remat.choice.plan_request import PlanRequest  # only this needs the passes
+            from remat.choice.step import plan_step
 
             assert isinstance(graph, Trace)
-            plan = solve_with_splits(
-                graph, budget, PIECES, solve_in_full=solved, measure=measure, cancel=cancel
+            request = PlanRequest(Limits(budget), strategy, PIECES)
+            plan = plan_step(
+                graph,
+                request,
+                measure=measure,
+                clock=Clock.of(math.inf, cancel),
+                progress=progress,
+                cancel=cancel,
             ).plan
     except InfeasibleBudget as error:
         reason = str(error)

@@ -303,6 +303,7 @@ class CheckedOptions:
             pieces_to_try(self.split),
             offload,
             self.infeasible,
+            self.in_flight,
         )
 
 

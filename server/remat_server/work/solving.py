@@ -11,8 +11,8 @@ from dataclasses import asdict, replace
 from pydantic import ValidationError
 
 from remat.choice.offloaded_forms import OffloadLimits
+from remat.choice.plan_request import TracePlan
 from remat.choice.step import plan_step
-from remat.choice.trace_plan import TracePlan
 from remat.costs.roofline import Roofline
 from remat.costs.trace_costs import with_roofline_costs
 from remat.documents.base import validate_json

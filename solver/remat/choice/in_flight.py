@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
-from remat.choice.trace_plan import TracePlan
+from remat.choice.plan_request import TracePlan
 from remat.documents.records import BaselineRecord
 from remat.documents.trace import Trace
 from remat.errors import InfeasibleBudget, SolverTimeout

@@ -11,7 +11,6 @@ memory has room (`remat.passes.offload.shorter_waits`).
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -24,7 +23,7 @@ from remat.choice.offload_search import (
     limits_at_cut,
     offloaded_forms,
 )
-from remat.choice.offloadable_step import S, StepPlan
+from remat.choice.offloadable_step import FormSolver, S, StepPlan
 from remat.choice.offloaded_forms import (
     CANDIDATE_CUTS,
     INSTANT_COPIES_FACTOR,
@@ -42,7 +41,7 @@ from remat.limits.budget import Budget
 from remat.milp.checkpoint_cuts import OffloadCut, candidate_operations, relax_offload_cut
 from remat.passes.offload.copies_in_graph import HostStay
 from remat.plan import Plan
-from remat.progress import Cancel, is_cancelled
+from remat.progress import Clock
 from remat.schedule import Schedule
 from remat.simulate import simulate
 
@@ -52,6 +51,9 @@ has a solution."""
 
 _FIRST_HALVINGS, _MAX_HALVINGS = 2, 7
 """How often the bytes on the host are halved after the first solution, and at most."""
+
+_LEAST_SEARCH_S = 1.0
+"""The minimum time limit of the last search for forms, also after the end of the clock."""
 
 _FASTER_LINK = 1000.0
 """For a link that is faster by this factor, the relaxation offloads as few bytes as the memory
@@ -63,21 +65,20 @@ def plan_with_late_copies(
     budget: Budget,
     budget_bytes: int,
     limits: OffloadLimits,
-    solve_in_full: Callable[[S, Budget], Plan],
-    cancel: Cancel | None,
-    deadline: float,
+    solver: FormSolver[S],
+    clock: Clock,
 ) -> StepPlan[S] | None:
     """Return the fastest plan that is found; None if there is none, or if the step fits without
     recomputation. Of several forms of the step, the first that fits is solved. Once a plan fits, no
-    solve starts after `deadline`; until then, all forms are tried, since no other plan may fit. No
-    solve starts once `cancel` is set."""
+    solve starts after the end of `clock`; until then, all forms are tried, since no other plan may
+    fit. No solve starts after the end of the solver's clock."""
 
     def search_host_bytes(forms: _Forms[S]) -> StepPlan[S] | None:
         """Return the fastest plan that is found, with more or fewer bytes on the host."""
         best = faster_plan(forms.with_host_share(1.0), None)
         halvings, direction = _FIRST_HALVINGS, 1
-        while 0 < halvings <= _MAX_HALVINGS and not is_cancelled(cancel):
-            if best is not None and time.monotonic() >= deadline:
+        while 0 < halvings <= _MAX_HALVINGS and not solver.clock.is_set():
+            if best is not None and clock.is_set():
                 break
             candidates = forms.with_host_share(0.5**halvings)
             plan = faster_plan(candidates, best)
@@ -91,12 +92,12 @@ def plan_with_late_copies(
                 # fewer bytes on the host are too few, too: the halvings before were tried
                 direction, halvings = -1, min(halvings, _FIRST_HALVINGS)
             halvings += direction
-        remaining_s = deadline - time.monotonic()
-        if is_cancelled(cancel):
+        if solver.clock.is_set():
             return best
-        if best is None or (_waits_most(best.plan) and remaining_s > 0):
+        if best is None or (_waits_most(best.plan) and not clock.is_set()):
             late = replace(limits, link=limits.link.scaled(_FASTER_LINK))
-            few = offloaded_forms([forms.step], budget_bytes, late, cancel, max(remaining_s, 1.0))
+            search_clock = solver.clock.limited_to(max(clock.remaining_s, _LEAST_SEARCH_S))
+            few = offloaded_forms([forms.step], budget_bytes, late, search_clock)
             last = [*few[:1], *forms.with_everything()]
             last = [replace(form, bound_s=max(form.bound_s, forms.bound_s)) for form in last]
             best = faster_plan(last, best) or best
@@ -108,15 +109,15 @@ def plan_with_late_copies(
         """Return the plan of the first of these forms that fits, if it is faster than `best`."""
         best_s = math.inf if best is None else best.plan.time_s
         for form in forms:
-            if form.score_s < best_s and not is_cancelled(cancel):
-                plan = best_plan([form], budget, limits.link, solve_in_full, deadline)
+            if form.score_s < best_s and not solver.clock.is_set():
+                plan = best_plan([form], budget, limits.link, solver, clock)
                 if plan is not None:
                     return plan if plan.plan.time_s < best_s else None
         return None
 
     for step in steps:
         if smallest_need_bytes(step.graph()) <= budget_bytes:
-            forms = _Forms(step, budget_bytes, limits, lambda: is_cancelled(cancel))
+            forms = _Forms(step, budget_bytes, limits, solver.clock.is_set)
             if forms.cuts and (plan := search_host_bytes(forms)) is not None:
                 return plan
     return None

@@ -2,31 +2,40 @@
 
 The most promising steps with offloaded tensors (`offload_search`) are solved in full
 (`offloaded_plans`). The plan without offloading is returned where it is as fast.
+
+For the budget "min", everything is offloaded first, which takes the least memory and waits for most
+copies. Then the fastest plan within 1% of that peak is taken, with fewer tensors on the host or
+none.
 """
 
 from __future__ import annotations
 
-import math
-import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
 
 from remat.choice.late_copies import plan_with_late_copies
 from remat.choice.offload_search import CLOSE_SHARE, offloaded_forms
-from remat.choice.offload_smallest import solve_smallest
-from remat.choice.offloadable_step import S, StepPlan, TraceStep
+from remat.choice.offloadable_step import FormSolver, S, StepPlan
 from remat.choice.offloaded_forms import (
     LEAST_GAIN,
     OffloadedForm,
     OffloadLimits,
+    form_with_everything_offloaded,
     least_time_s,
 )
-from remat.choice.offloaded_plans import best_plan, is_as_fast, reason_to_decline, with_reason
-from remat.choice.trace_plan import TracePlan
-from remat.documents.trace import Trace
+from remat.choice.offloaded_plans import (
+    best_plan,
+    is_as_fast,
+    is_within_reach,
+    reason_to_decline,
+    with_reason,
+)
 from remat.errors import InfeasibleBudget, SolverTimeout
+from remat.heuristics.peak_bounds import peak_lower_bound_bytes
 from remat.limits.budget import Budget
-from remat.plan import Plan
-from remat.progress import Cancel
+from remat.plan_data import Status
+from remat.progress import Clock
 from remat.simulate import baseline_of
 
 MAX_OPERATIONS = 10_000
@@ -37,75 +46,49 @@ _LATE_COPIES_SHARE = 0.5
 
 _TOO_LARGE = f"the step has more than {MAX_OPERATIONS:,} operations"
 
+_PEAK_TOLERANCE = 0.01
+"""For "min", a plan may exceed the smallest peak by this share if it is faster, as in a solve
+without offloading. Within the smallest, where everything leaves the device, most copies are waited
+for."""
 
-def solve_with_offload(
-    traces: Sequence[Trace],
-    budget: Budget,
-    limits: OffloadLimits,
-    *,
-    solve_in_full: Callable[[Trace, Budget], Plan],
-    solve_without: Callable[[], TracePlan],
-    cancel: Cancel | None = None,
-    limit_s: float = math.inf,
-) -> TracePlan:
-    """Return the fastest plan of a trace, with tensors on the host or without: see
-    `choose_offloading`."""
-
-    def solve_step_without() -> StepPlan[TraceStep]:
-        trace, plan = solve_without()
-        return StepPlan(TraceStep(trace), plan)
-
-    chosen = choose_offloading(
-        [*map(TraceStep, traces)],
-        budget,
-        limits,
-        solve_in_full=lambda step, budget: solve_in_full(step.trace, budget),
-        solve_without=solve_step_without,
-        cancel=cancel,
-        limit_s=limit_s,
-    )
-    return TracePlan(chosen.step.trace, chosen.plan)
+_NO_FASTER_PLAN = "no faster plan with a peak as small was found"
 
 
 def choose_offloading(
     steps: Sequence[S],
     budget: Budget,
     limits: OffloadLimits,
-    *,
-    solve_in_full: Callable[[S, Budget], Plan],
+    solver: FormSolver[S],
     solve_without: Callable[[], StepPlan[S]],
-    cancel: Cancel | None = None,
-    limit_s: float = math.inf,
 ) -> StepPlan[S]:
     """Return the fastest plan, with tensors on the host or without.
 
     `steps` are forms of one measured step, such as whole and with operations split. Waiting for
     copies is part of the plan's time, as costs of the operations that wait. `solve_without` solves
-    without offloading; it is not called if no such plan of `steps` can be faster. `cancel` and
-    `limit_s` end the choice early: no solve starts after that time (half as much again for budgets
-    that no copies in time fit). Raises the errors of
-    `solve_without` if no plan with offloading fits the budget either. For "min", only the first of
-    `steps` is solved.
+    without offloading; it is not called if no such plan of `steps` can be faster. No solve starts
+    after the solver's time limit of a choice (half as much again for budgets that no copies in time
+    fit). Raises the errors of `solve_without` if no plan with offloading fits the budget either.
+    For "min", only the first of `steps` is solved.
     """
+    clock = solver.clock.limited_to(solver.choice_limit_s)
     graph = steps[0].graph()
     budget_bytes = budget.in_bytes(baseline_of(graph).peak_bytes, graph.library_bytes)
     if budget_bytes is None:
         if len(graph) > MAX_OPERATIONS:
             return with_reason(solve_without(), _TOO_LARGE)
-        return solve_smallest(steps[0], limits, solve_in_full, solve_without, cancel, limit_s)
-    deadline = time.monotonic() + limit_s
+        return _choose_for_min(steps[0], limits, solver, solve_without, clock)
     solvable = [step for step in steps if len(step.graph()) <= MAX_OPERATIONS]
-    choices = offloaded_forms(solvable, budget_bytes, limits, cancel, limit_s)
-    offloaded = best_plan(choices, budget, limits.link, solve_in_full, deadline)
-    if _is_misjudged(choices, offloaded) and time.monotonic() < deadline:
-        remaining_s = deadline - time.monotonic()
-        choices = offloaded_forms(solvable, budget_bytes, limits, cancel, remaining_s, LEAST_GAIN)
-        plans = [offloaded, best_plan(choices, budget, limits.link, solve_in_full, deadline)]
+    choices = offloaded_forms(solvable, budget_bytes, limits, clock)
+    offloaded = best_plan(choices, budget, limits.link, solver, clock)
+    if _is_misjudged(choices, offloaded) and not clock.is_set():
+        choices = offloaded_forms(solvable, budget_bytes, limits, clock, LEAST_GAIN)
+        plans = [offloaded, best_plan(choices, budget, limits.link, solver, clock)]
         offloaded = min((p for p in plans if p), key=lambda p: p.plan.time_s, default=None)
     if offloaded is None:
-        until = max(deadline, time.monotonic() + _LATE_COPIES_SHARE * limit_s)
+        late_s = max(clock.remaining_s, _LATE_COPIES_SHARE * solver.choice_limit_s)
+        late_clock = solver.clock.limited_to(late_s)
         offloaded = plan_with_late_copies(
-            solvable, budget, budget_bytes, limits, solve_in_full, cancel, until
+            solvable, budget, budget_bytes, limits, solver, late_clock
         )
     if (
         offloaded is not None
@@ -132,3 +115,55 @@ def _is_misjudged(choices: Sequence[OffloadedForm[S]], solved: StepPlan[S] | Non
     if not choices or choices[0].score_s > (1 + CLOSE_SHARE) * choices[0].bound_s:
         return False
     return solved is None or solved.plan.time_s > (1 + 2 * CLOSE_SHARE) * choices[0].bound_s
+
+
+def _choose_for_min(
+    step: S,
+    limits: OffloadLimits,
+    solver: FormSolver[S],
+    solve_without: Callable[[], StepPlan[S]],
+    clock: Clock,
+) -> StepPlan[S]:
+    """Return the fastest plan that was found within 1% of the smallest peak, with offloading or
+    without. It is not proved that there is no smaller peak.
+
+    `solve_without` takes most of the time. It is called only if its plan may have a peak that is
+    smaller by more than 1%, or may be the fastest.
+    """
+    graph = step.graph()
+    everything = [form_with_everything_offloaded(step, limits, overlaps=False)]
+    smallest = best_plan(everything, Budget.parse("min"), limits.link, solver, clock)
+    without: StepPlan[S] | None = None
+    least_bytes = peak_lower_bound_bytes(graph)  # of plans without offloading
+    if smallest is None or smallest.plan.peak_bytes > _with_tolerance(least_bytes):
+        without = solve_without()
+        least_bytes = without.plan.peak_bytes
+    if smallest is not None:
+        least_bytes = min(least_bytes, smallest.plan.peak_bytes)
+    limit_bytes = _with_tolerance(least_bytes)
+    forms = offloaded_forms([step], limit_bytes, limits, clock)
+    forms.append(form_with_everything_offloaded(step, limits, overlaps=True))
+    budget = Budget.parse(limit_bytes)
+    plans = [smallest, best_plan(forms, budget, limits.link, solver, clock)]
+    plans.append(plan_with_late_copies([step], budget, limit_bytes, limits, solver, clock))
+    fitting = [p for p in plans if p is not None and p.plan.peak_bytes <= limit_bytes]
+    offloaded = min(fitting, key=lambda p: p.plan.time_s, default=None)
+    if (
+        without is None
+        and offloaded is not None
+        and least_time_s(graph, limit_bytes, offloaded.plan.time_s) < offloaded.plan.time_s
+        and is_within_reach(graph, limit_bytes)
+    ):
+        with suppress(InfeasibleBudget, SolverTimeout):
+            without = solve_without()
+    if without is None:
+        assert offloaded is not None
+    elif offloaded is None or (
+        without.plan.peak_bytes <= limit_bytes and is_as_fast(without.plan, offloaded.plan)
+    ):
+        return with_reason(without, _NO_FASTER_PLAN)
+    return offloaded._replace(plan=replace(offloaded.plan, status=Status.FEASIBLE))
+
+
+def _with_tolerance(peak_bytes: int) -> int:
+    return int((1 + _PEAK_TOLERANCE) * peak_bytes)

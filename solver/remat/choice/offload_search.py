@@ -15,7 +15,6 @@ step does not wait for copies. Without that, ResNet-152 took 6 s instead of 0.3.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
@@ -41,7 +40,7 @@ from remat.milp.checkpoint_cuts import (
 )
 from remat.passes.offload.candidates import idle_spans
 from remat.passes.offload.copies import copy_times
-from remat.progress import Cancel, is_cancelled
+from remat.progress import Clock
 from remat.schedule import Schedule
 from remat.simulate import simulate
 
@@ -86,23 +85,17 @@ def offloaded_forms(
     steps: Sequence[S],
     budget_bytes: int,
     limits: OffloadLimits,
-    cancel: Cancel | None,
-    limit_s: float,
+    clock: Clock,
     close_share: float = CLOSE_SHARE,
 ) -> list[OffloadedForm[S]]:
     """Return forms of a step with offloaded tensors, the most promising first. Empty if the step
-    fits without recomputation, or one operation does not fit. `cancel` ends the search, or the end
-    of `limit_s`, or a form whose score is above the bound by at most `close_share`."""
-    deadline_s = time.monotonic() + limit_s
-
-    def has_ended() -> bool:
-        return is_cancelled(cancel) or time.monotonic() >= deadline_s
-
+    fits without recomputation, or one operation does not fit. `clock` ends the search, or a form
+    whose score is above the bound by at most `close_share`."""
     results = [
         result
         for step in steps
         if smallest_need_bytes(step.graph()) <= budget_bytes
-        for result in _Search(step, budget_bytes, limits, has_ended, close_share).results()
+        for result in _Search(step, budget_bytes, limits, clock.is_set, close_share).results()
         if result.score_s < math.inf
     ]
     return sorted(results, key=lambda result: result.score_s)

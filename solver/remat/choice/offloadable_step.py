@@ -12,13 +12,15 @@ from remat.allocator.prediction import with_prediction
 from remat.choice.stays import PlannedStays
 from remat.costs.devices import Link
 from remat.documents.memory_reuse import reusable_arguments
-from remat.documents.targets import ARRIVE_TARGET, RELEASE_TARGET
+from remat.documents.targets import ARRIVE_TARGET, OFFLOAD_TARGET, RELEASE_TARGET
 from remat.documents.trace import Trace, storages_live_at_end
 from remat.graph import Graph
+from remat.limits.budget import Budget
 from remat.passes.offload.candidates import offloadable_values
 from remat.passes.offload.copies_in_graph import offload_values
 from remat.passes.offload.copies_in_trace import offload_tensors
 from remat.plan import Plan
+from remat.progress import Clock
 from remat.schedule import Schedule
 
 
@@ -59,6 +61,22 @@ _RESERVED_FACTOR = 1.1
 memory; with the same reserved memory, a model with 131,072 tokens waited for 22% of its step."""
 
 S = TypeVar("S", bound=OffloadableStep)
+S_contra = TypeVar("S_contra", bound=OffloadableStep, contravariant=True)
+
+
+class FormSolver(Protocol[S_contra]):
+    """Solves the forms of a step, such as whole, in pieces, and with tensors offloaded.
+
+    No solve starts after the time limit of all solves, `clock`; a choice ends after
+    `choice_limit_s`.
+    """
+
+    clock: Clock
+    choice_limit_s: float
+
+    def solve(self, step: S_contra, budget: Budget) -> Plan:
+        """Return the plan of a form. Raises `InfeasibleBudget` and `SolverTimeout`."""
+        ...
 
 
 class StepPlan(NamedTuple, Generic[S]):
@@ -73,6 +91,11 @@ class TraceStep:
     """A trace as an `OffloadableStep`."""
 
     trace: Trace
+
+    def __str__(self) -> str:
+        pieces = max((split.pieces for split in self.trace.splits), default=1)
+        offloads = sum(node.target == OFFLOAD_TARGET for node in self.trace.nodes)
+        return f"in {pieces} pieces, {offloads} tensors offloaded"
 
     def graph(self) -> Graph:
         """Return the trace's graph."""

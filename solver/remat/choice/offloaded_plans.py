@@ -7,11 +7,10 @@ be faster.
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
-from remat.choice.offloadable_step import OffloadableStep, S, StepPlan
+from remat.choice.offloadable_step import FormSolver, OffloadableStep, S, StepPlan
 from remat.choice.offloaded_forms import LEAST_GAIN, OffloadedForm
 from remat.costs.devices import Link
 from remat.errors import GraphError, InfeasibleBudget, SolverTimeout
@@ -23,6 +22,7 @@ from remat.passes.offload.copies import copy_times
 from remat.passes.offload.shorter_waits import with_shorter_waits
 from remat.plan import Plan
 from remat.plan_data import OffloadFigures, Status
+from remat.progress import Clock
 from remat.simulate import baseline_of, simulate
 
 
@@ -84,12 +84,12 @@ def best_plan(
     choices: Sequence[OffloadedForm[S]],
     budget: Budget,
     link: Link,
-    solve_in_full: Callable[[S, Budget], Plan],
-    deadline: float,
+    solver: FormSolver[S],
+    clock: Clock,
 ) -> StepPlan[S] | None:
-    """Return the fastest plan of the most promising choices that fit the budget, or that of a
-    choice without recomputation if it is faster. No second choice is solved after the
-    deadline."""
+    """Return the fastest plan of the most promising choices that fit the budget, or the plan of a
+    choice without recomputation if it is faster. Once `clock` is set, no second choice is
+    solved."""
 
     def solve(choice: OffloadedForm[S]) -> StepPlan[S] | None:
         step = choice.step()
@@ -97,7 +97,7 @@ def best_plan(
             infeasible.append(choice)
             return None
         try:
-            plan = solve_in_full(step, budget)
+            plan = solver.solve(step, budget)
             limit_bytes = plan.peak_bytes if is_smallest else plan.budget_bytes
             return _with_waiting(step, choice.bound_s, plan, limit_bytes, link)
         except InfeasibleBudget:
@@ -120,7 +120,7 @@ def best_plan(
             or choice.score_s > (1 - _WORTHWHILE_GAIN) * best_s
         ):
             break
-        if tried and time.monotonic() > deadline:
+        if tried and clock.is_set():
             break
         tried.append(choice)
         if (plan := solve(choice)) is not None:
@@ -128,7 +128,7 @@ def best_plan(
             best_s = min(best_s, plan.plan.time_s)
     others = (c for c in choices if not any(c is choice for choice in tried))
     retaining = min(others, key=lambda choice: choice.without_recompute_s, default=None)
-    is_in_time = not tried or time.monotonic() <= deadline
+    is_in_time = not tried or not clock.is_set()
     if retaining is not None and is_in_time and retaining.without_recompute_s < best_s:
         plans += [plan for plan in [solve(retaining)] if plan is not None]
     return min(plans, key=lambda plan: plan.plan.time_s, default=None)

@@ -1,5 +1,5 @@
-"""`PlanRequest`: the memory that the plan of a step may take, and what it may do to the step; and
-`StepClock`: one time limit for all solves of a step.
+"""`PlanRequest`: the memory that the plan of a step may take, and what it may do to the step;
+`TraceSolver`: solves the forms of the step, all within one time limit; and `TracePlan`, the answer.
 
 Choosing pieces or tensors to offload takes several quick solves and several full ones. All of them
 end at the time limit of the strategy. Each full solve may take a share of the remaining time, so
@@ -8,27 +8,34 @@ that some is left for the next one; most solves reach their gap earlier.
 
 from __future__ import annotations
 
-import time
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
+from remat.choice.offloadable_step import TraceStep
 from remat.choice.offloaded_forms import OffloadLimits
-from remat.choice.split import CHOICE_LIMIT_S
+from remat.documents.trace import Trace
+from remat.errors import InfeasibleBudget, SolverTimeout, one_line
+from remat.limits.budget import Budget
 from remat.limits.infeasible import INFEASIBLE_ERROR
 from remat.limits.limits import Limits
-from remat.progress import Cancel, is_cancelled
+from remat.plan import Plan
+from remat.progress import Cancel, Clock
 from remat.strategies.auto import Auto
 from remat.strategies.base import Strategy, with_limits
+
+logger = logging.getLogger("remat")
 
 
 @dataclass(frozen=True)
 class PlanRequest:
     """The input of `plan_step`, for all entry points.
 
-    `limits` are the budget and what others need of it; `segments_bytes`, if given, limits what
-    torch's allocator reserves. Operations may be split into one of these numbers of `pieces`, and
-    tensors offloaded within the limits of `offload`: () splits nothing, None offloads nothing. All
-    solves together take the time limit of `strategy`. `infeasible` is "error" or "smallest".
+    `limits` are the budget and what others need of it. Operations may be split into one of these
+    numbers of `pieces`, and tensors offloaded within the limits of `offload`: () splits nothing,
+    None offloads nothing. All solves together take the time limit of `strategy`. `infeasible` is
+    "error" or "smallest". The budget is for `in_flight` calls of the model before a backward.
     """
 
     limits: Limits
@@ -36,8 +43,32 @@ class PlanRequest:
     pieces: tuple[int, ...] = ()
     offload: OffloadLimits | None = None
     infeasible: str = INFEASIBLE_ERROR
-    segments_bytes: int | None = None
+    in_flight: int = 1
 
+    @property
+    def choices(self) -> int:
+        """The number of choices to make: pieces, and tensors to offload."""
+        return bool(self.pieces) + (self.offload is not None)
+
+    def clock(self, cancel: Cancel | None = None) -> Clock:
+        """Return the time limit of all solves together, from now. A strategy without a time limit
+        gets one of twice `CHOICE_LIMIT_S`, which limits the choices."""
+        limit_s = getattr(self.strategy, "time_limit", None)
+        if not isinstance(limit_s, int | float):
+            limit_s = CHOICE_LIMIT_S / _CHOICE_SHARE
+        return Clock.of(limit_s, cancel)
+
+
+class TracePlan(NamedTuple):
+    """A plan and the trace that it is for, in which operations may be split and tensors
+    offloaded."""
+
+    trace: Trace
+    plan: Plan
+
+
+CHOICE_LIMIT_S = 60.0
+"""The largest time limit of a choice."""
 
 _CHOICE_SHARE = 0.5
 """The share of the time limit for choosing pieces and tensors to offload."""
@@ -48,51 +79,43 @@ _SOLVE_SHARES = (1.0, 0.6, 0.4)
 _LEAST_SOLVE_S = 0.1
 """The minimum time limit of a solve, also after the deadline."""
 
+SolveTrace = Callable[[Trace, Budget, Strategy], Plan]
+"""Solves a step in one form within a budget, by a strategy."""
 
-@dataclass(frozen=True)
-class StepClock:
-    """The time limit of a step. It is a `Cancel`, which is set after `deadline` or when `cancel` is
-    set. `choices` is the number of choices (pieces, tensors to offload). `now` returns the time."""
 
-    strategy: Strategy
-    deadline: float
-    choices: int
-    cancel: Cancel | None = None
-    now: Callable[[], float] = time.monotonic
+class TraceSolver:
+    """Solves the forms of a step (a `FormSolver`). All solves end with `clock`, and each of the
+    choices ends after `choice_limit_s`.
 
-    @classmethod
-    def of(
-        cls,
-        strategy: Strategy,
-        choices: int,
-        cancel: Cancel | None = None,
-        now: Callable[[], float] = time.monotonic,
-    ) -> StepClock:
-        """Return a clock that starts now. A strategy without a time limit gets one of twice
-        `CHOICE_LIMIT_S`, which limits the choices."""
-        limit_s = getattr(strategy, "time_limit", None)
-        if not isinstance(limit_s, int | float):
-            limit_s = CHOICE_LIMIT_S / _CHOICE_SHARE
-        return cls(strategy, now() + limit_s, choices, cancel, now)
+    `solve_trace` solves one form. `measure` adds costs to the operations of a form that have none.
+    """
 
-    @property
-    def remaining_s(self) -> float:
-        """Seconds until the deadline, zero after it."""
-        return max(0.0, self.deadline - self.now())
+    def __init__(
+        self,
+        request: PlanRequest,
+        clock: Clock,
+        solve_trace: SolveTrace,
+        measure: Callable[[Trace], Trace],
+    ) -> None:
+        self.clock = clock
+        self.measure = measure
+        self._strategy = request.strategy
+        self._solve_trace = solve_trace
+        self._share = _SOLVE_SHARES[request.choices]
+        choice_s = _CHOICE_SHARE / max(1, request.choices) * max(0.0, clock.remaining_s)
+        self.choice_limit_s = min(CHOICE_LIMIT_S, choice_s)
 
-    @property
-    def choice_limit_s(self) -> float:
-        """The time limit of each choice in seconds, if it starts now."""
-        share = _CHOICE_SHARE / max(1, self.choices)
-        return min(CHOICE_LIMIT_S, share * self.remaining_s)
+    def next_strategy(self) -> Strategy:
+        """Return the strategy for a full solve that starts now."""
+        limit_s = max(_LEAST_SOLVE_S, self._share * self.clock.remaining_s)
+        return with_limits(self._strategy, time_limit=limit_s)
 
-    def next_strategy(self, *, is_last: bool = False) -> Strategy:
-        """Return the strategy for a full solve that starts now. With `is_last`, it may take all of
-        the remaining time."""
-        share = 1.0 if is_last else _SOLVE_SHARES[self.choices]
-        limit_s = max(_LEAST_SOLVE_S, share * self.remaining_s)
-        return with_limits(self.strategy, time_limit=limit_s)
-
-    def is_set(self) -> bool:
-        """True if the step is cancelled or its time limit is reached."""
-        return is_cancelled(self.cancel) or self.now() >= self.deadline
+    def solve(self, step: TraceStep, budget: Budget) -> Plan:
+        """Return the plan of a form of the step. Raises the errors of `remat.solve`."""
+        try:
+            plan = self._solve_trace(step.trace, budget, self.next_strategy())
+        except (InfeasibleBudget, SolverTimeout) as error:
+            logger.debug("candidate %s: %s", step, one_line(error))
+            raise
+        logger.debug("candidate %s: %r", step, plan)
+        return plan

@@ -8,12 +8,11 @@ solved in full.
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from remat.allocator.prediction import with_prediction
-from remat.choice.trace_plan import TracePlan
+from remat.choice.offloadable_step import StepPlan, TraceStep
+from remat.choice.plan_request import TraceSolver
 from remat.documents.trace import Trace
 from remat.errors import InfeasibleBudget, SolverTimeout
 from remat.limits.budget import Budget
@@ -21,7 +20,7 @@ from remat.limits.options import PIECES
 from remat.passes.split.splits import split_largest_operations
 from remat.plan import Plan
 from remat.plan_data import SplitFigures
-from remat.progress import Cancel, is_cancelled
+from remat.progress import Clock
 from remat.simulate import baseline_of
 from remat.solve import solve
 from remat.strategies.auto import Auto
@@ -32,9 +31,6 @@ _ESTIMATE = Auto(gap=0.99, peak_gap=0.99, time_limit=5.0)
 
 _LEAST_ESTIMATE_S = 0.1
 """The minimum time limit of an estimate, also after the deadline of the choice."""
-
-CHOICE_LIMIT_S = 60.0
-"""After this time no more numbers of pieces are tried."""
 
 _MAX_ROUNDS = 4
 """The maximum number of times that the largest operations are split to reach a budget."""
@@ -92,69 +88,54 @@ class _Estimate:
 
 
 def solve_with_splits(
-    trace: Trace,
-    budget: Budget,
-    pieces: tuple[int, ...],
-    *,
-    solve_in_full: Callable[[Trace], Plan],
-    measure: Callable[[Trace], Trace],
-    cancel: Cancel | None = None,
-    limit_s: float = CHOICE_LIMIT_S,
-) -> TracePlan:
-    """Return the plan of a measured trace, or of it with operations split where that is faster.
+    step: TraceStep, budget: Budget, pieces: tuple[int, ...], solver: TraceSolver
+) -> StepPlan[TraceStep]:
+    """Return the plan of a measured step, or of it with operations split where that is faster.
 
-    With one number of `pieces`, the largest operations are split if they can be. `measure` adds
-    costs to a trace, and `solve_in_full` returns its plan within `budget`. Statistics of the plan
-    of a split trace have the bound of the unsplit step's time, or the smallest peak found for it.
-    After `limit_s`, or once `cancel` is set, no more numbers are tried. Raises the errors of
-    `solve_in_full`.
+    With one number of `pieces`, the largest operations are split if they can be. Statistics of the
+    plan of a split step have the bound of the unsplit step's time, or the smallest peak found for
+    it. Raises the errors of `solver`.
     """
 
-    def plan_of(estimate: _Estimate) -> Plan:
+    def plan_of(estimate: _Estimate) -> StepPlan[TraceStep]:
         """Return the full plan of an estimated trace or, if there is no time left to reach as small
         a peak, the estimate's."""
-        plan = solve_in_full(estimate.trace)
-        if not budget.is_min or estimate.plan is None:
-            return plan
-        if plan.peak_bytes <= estimate.plan.peak_bytes:
-            return plan
-        return with_prediction(estimate.plan, estimate.trace)
+        form, quick = TraceStep(estimate.trace), estimate.plan
+        plan = solver.solve(form, budget)
+        if budget.is_min and quick is not None and plan.peak_bytes > quick.peak_bytes:
+            plan = with_prediction(quick, form.trace)
+        return StepPlan(form, plan)
 
-    search = _Search(budget, measure, cancel, time.monotonic() + limit_s)
-    unsplit = search.estimate(trace)
+    search = _Search(budget, solver, solver.clock.limited_to(solver.choice_limit_s))
+    unsplit = search.estimate(step.trace)
     if unsplit.plan is not None and unsplit.plan.overhead <= 0 and pieces == PIECES:
-        return TracePlan(trace, plan_of(unsplit))
-    best = search.best_split(trace, unsplit, pieces)
+        return plan_of(unsplit)
+    best = search.best_split(step.trace, unsplit, pieces)
     if best is unsplit:
-        return TracePlan(trace, plan_of(unsplit))
+        return plan_of(unsplit)
     try:
-        split_plan = plan_of(best)
+        split = plan_of(best)
     except (InfeasibleBudget, SolverTimeout):
         if unsplit.plan is None or len(pieces) == 1:
             raise
-        return TracePlan(trace, plan_of(unsplit))
+        return plan_of(unsplit)
     unsplit_plan = unsplit.plan
-    if len(pieces) > 1 and _may_be_better(unsplit, split_plan, budget):
-        unsplit_plan = plan_of(unsplit)
-        if not _is_better(split_plan, unsplit_plan, budget):
-            return TracePlan(trace, unsplit_plan)
-    return TracePlan(
-        best.trace, _with_split_figures(split_plan, unsplit, unsplit_plan, budget.is_min)
-    )
+    if len(pieces) > 1 and _may_be_better(unsplit, split.plan, budget):
+        without = plan_of(unsplit)
+        if not _is_better(split.plan, without.plan, budget):
+            return without
+        unsplit_plan = without.plan
+    plan = _with_split_figures(split.plan, unsplit, unsplit_plan, budget.is_min)
+    return split._replace(plan=plan)
 
 
 @dataclass(frozen=True)
 class _Search:
-    """The budget, the costs and the limits of a search for the number of pieces."""
+    """A search for the number of pieces, and its time limit."""
 
     budget: Budget
-    measure: Callable[[Trace], Trace]
-    cancel: Cancel | None
-    deadline_s: float
-
-    def has_ended(self) -> bool:
-        """True if no more traces are to be estimated."""
-        return is_cancelled(self.cancel) or time.monotonic() >= self.deadline_s
+    solver: TraceSolver
+    clock: Clock
 
     def best_split(self, trace: Trace, unsplit: _Estimate, pieces: tuple[int, ...]) -> _Estimate:
         """Return the estimate of the best number of pieces, or `unsplit` if none is better.
@@ -169,7 +150,7 @@ class _Search:
         is_descending = self.budget.is_min or overhead > _LARGE_OVERHEAD
         best = unsplit
         for number in reversed(pieces) if is_descending else pieces:
-            if self.has_ended():
+            if self.clock.is_set():
                 break
             candidate = self.split_until_feasible(trace, number, MAX_PIECE_NODES)
             if candidate is None:
@@ -200,13 +181,13 @@ class _Search:
             smaller = split_largest_operations(trace, pieces, max_piece_nodes)
             if smaller is trace:
                 break
-            trace = self.measure(smaller)
+            trace = self.solver.measure(smaller)
             estimate = self.estimate(trace)
             is_min = self.budget.is_min
             if best is not None and is_min and not estimate.is_better_than(best, True, 1.0):
                 break
             best = estimate
-            if self.has_ended() or (best.plan is not None and not is_min):
+            if self.clock.is_set() or (best.plan is not None and not is_min):
                 break
         return best
 
@@ -216,9 +197,9 @@ class _Search:
         size_bytes = budget.in_bytes(baseline_of(graph).peak_bytes, graph.library_bytes)
         target = "min" if size_bytes is None else size_bytes
         try:
-            remaining_s = max(_LEAST_ESTIMATE_S, self.deadline_s - time.monotonic())
-            strategy = with_limits(_ESTIMATE, time_limit=remaining_s)
-            return _Estimate(trace, solve(graph, target, strategy, cancel=self.cancel))
+            limit_s = max(_LEAST_ESTIMATE_S, self.clock.remaining_s)
+            strategy = with_limits(_ESTIMATE, time_limit=limit_s)
+            return _Estimate(trace, solve(graph, target, strategy, cancel=self.solver.clock))
         except InfeasibleBudget as error:
             return _Estimate(trace, None, error.min_feasible_bytes)
         except SolverTimeout:

@@ -1,32 +1,39 @@
-"""`plan_step`: the plan of a measured step that answers a `PlanRequest`.
-
-`solve_step` chooses what is split and offloaded.
-"""
+"""`plan_step`: the plan of a measured step that answers a `PlanRequest`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
-from remat.choice.offload import solve_with_offload
+from remat.choice.in_flight import solve_in_flight
+from remat.choice.offload import choose_offloading
+from remat.choice.offloadable_step import StepPlan, TraceStep
 from remat.choice.offloaded_forms import OffloadLimits
-from remat.choice.plan_request import PlanRequest, StepClock
-from remat.choice.split import CHOICE_LIMIT_S, MAX_PIECE_NODES, solve_with_splits
-from remat.choice.trace_plan import TracePlan
+from remat.choice.offloaded_plans import with_reason
+from remat.choice.plan_request import (
+    PlanRequest,
+    SolveTrace,
+    TracePlan,
+    TraceSolver,
+)
+from remat.choice.split import MAX_PIECE_NODES, solve_with_splits
 from remat.documents.trace import Trace
-from remat.errors import InfeasibleBudget, SolverTimeout
+from remat.errors import InfeasibleBudget, RematError, SolverTimeout
 from remat.heuristics.peak_bounds import end_bytes, peak_lower_bound_bytes
 from remat.limits.budget import Budget
 from remat.limits.infeasible import plan_or_smallest
+from remat.limits.limits import Limits
 from remat.limits.options import PIECES
 from remat.limits.units import format_bytes
 from remat.passes.split.obstacle import split_obstacle
 from remat.passes.split.splits import split_largest_operations
 from remat.plan import Plan
 from remat.plan_data import with_reserve
-from remat.progress import Cancel, ProgressCallback
+from remat.progress import Cancel, Clock, ProgressCallback, is_cancelled
 from remat.simulate import baseline_of
 from remat.solve import solve
+from remat.strategies.base import Strategy
 
 _HINT_AT_END = (
     "The gradients and results at the end of the step need {}. Splitting and offloading do not "
@@ -47,137 +54,48 @@ _MAX_ROUNDS = 4
 """The maximum number of times that the largest operations are split to reach a budget."""
 
 
-def solve_step(
-    trace: Trace,
-    budget: Budget,
-    *,
-    pieces: tuple[int, ...],
-    offload: OffloadLimits | None,
-    solve_in_full: Callable[[Trace, Budget], Plan],
-    measure: Callable[[Trace], Trace],
-    cancel: Cancel | None = None,
-    limit_s: float = CHOICE_LIMIT_S,
-    solve_without: Callable[[], TracePlan] | None = None,
-) -> TracePlan:
-    """Return the fastest plan of a measured trace within a budget, which says why the logits are
-    not split, if it has extra time and they cannot be.
-
-    Operations may be split into one of these numbers of `pieces`, to which `measure` adds costs,
-    and tensors offloaded within the limits of `offload`: () splits nothing, None offloads nothing.
-    `cancel` ends the choices early, and each of them ends after `limit_s`. `solve_without`
-    replaces the solve without offloading, for callers that have its plan or error. Raises the
-    errors of `solve_in_full`.
-    """
-
-    def solve_without_offload() -> TracePlan:
-        try:
-            chosen = solve_in_pieces()
-        except InfeasibleBudget as error:
-            obstacle = split_obstacle(trace) if pieces else ""
-            if not obstacle:
-                raise
-            raise error.with_hint(obstacle) from None
-        plan = chosen.plan
-        if pieces and plan.overhead > 0 and (obstacle := split_obstacle(trace)):
-            plan = replace(plan, declined=replace(plan.declined, not_split=obstacle))
-        return chosen._replace(plan=plan)
-
-    def solve_in_pieces() -> TracePlan:
-        if solve_without is not None:
-            return solve_without()
-        if not pieces:
-            return TracePlan(trace, solve_in_full(trace, budget))
-        return solve_with_splits(
-            trace,
-            budget,
-            pieces,
-            solve_in_full=lambda split: solve_in_full(split, budget),
-            measure=measure,
-            cancel=cancel,
-            limit_s=limit_s,
-        )
-
-    if _exceeds_at_end(trace, budget):
-        try:
-            return TracePlan(trace, solve_in_full(trace, budget))
-        except InfeasibleBudget as error:
-            if not pieces and offload is None:
-                raise
-            raise error.with_hint(_HINT_AT_END.format(_size_at_end(trace))) from None
-    if offload is None:
-        return solve_without_offload()
-    if offload.host_bytes == 0:
-        chosen = solve_without_offload()
-        declined = replace(chosen.plan.declined, not_offloaded="the host budget is 0")
-        return chosen._replace(plan=replace(chosen.plan, declined=declined))
-    traces, chosen_without = (trace,), solve_without_offload
-    if pieces:
-        try:
-            chosen = solve_without_offload()
-        except (InfeasibleBudget, SolverTimeout) as error:
-            traces = (trace, *_split_until_operations_fit(trace, budget, max(pieces), measure))
-            chosen_without = _raising(error)
-        else:
-            traces = (chosen.trace,) if chosen.trace is trace else (chosen.trace, trace)
-            chosen_without = _returning(chosen)
-    try:
-        return solve_with_offload(
-            traces,
-            budget,
-            offload,
-            solve_in_full=solve_in_full,
-            solve_without=chosen_without,
-            cancel=cancel,
-            limit_s=limit_s,
-        )
-    except InfeasibleBudget as error:
-        raise error.with_hint(_HINT_OFFLOADED) from None
-
-
-SolveStep = Callable[[Trace, Budget, StepClock], Plan]
-"""Solves a step in one form within a budget, and within the time that the clock gives."""
-
-
 def plan_step(
     trace: Trace,
     request: PlanRequest,
     *,
     measure: Callable[[Trace], Trace],
-    solve_in_full: SolveStep | None = None,
+    solve_trace: SolveTrace | None = None,
+    solve_without: Callable[[], TracePlan] | None = None,
+    clock: Clock | None = None,
     progress: ProgressCallback | None = None,
     cancel: Cancel | None = None,
 ) -> TracePlan:
     """Return the plan of a measured trace that answers a request, with the trace that it is for.
 
-    `measure` adds costs to the operations of a split trace that have none. `solve_in_full` replaces
-    `remat.solve`, for plans that another process solves. Raises the errors of `remat.solve`; the
-    smallest feasible budget that they name includes the request's reserve.
+    `measure` adds costs to the operations of a split trace that have none. `solve_trace` replaces
+    `remat.solve`, for plans that another process solves. `solve_without` replaces the solve without
+    offloading, for callers that have its plan or error. `clock` replaces the time limit of all
+    solves together; each then has the limit of the strategy, too. Raises the errors of
+    `remat.solve`; the smallest feasible budget that they name includes the request's reserve.
     """
-    limits, strategy = request.limits, request.strategy
+    limits = request.limits
 
-    def solve_here(step: Trace, budget: Budget, clock: StepClock) -> Plan:
+    def solve_here(form: Trace, budget: Budget, strategy: Strategy) -> Plan:
         return solve(
-            step,
+            form,
             budget,
-            clock.next_strategy(),
+            strategy,
             progress=progress,
             cancel=cancel,
-            reserved_bytes=request.segments_bytes,
+            reserved_bytes=limits.segments_bytes,
         )
 
-    def plan_within(budget: Budget) -> TracePlan:
-        choices = bool(request.pieces) + (request.offload is not None)
-        clock = StepClock.of(strategy, choices, cancel)
-        return solve_step(
-            trace,
-            budget,
-            pieces=request.pieces,
-            offload=request.offload,
-            solve_in_full=lambda step, budget: (solve_in_full or solve_here)(step, budget, clock),
-            measure=measure,
-            cancel=clock,
-            limit_s=clock.choice_limit_s,
+    def fastest_plan(step: Trace, budget: Budget) -> TracePlan:
+        solver = TraceSolver(
+            request, clock or request.clock(cancel), solve_trace or solve_here, measure
         )
+        chosen = _fastest_plan(TraceStep(step), budget, request, solver, solve_without)
+        return TracePlan(chosen.step.trace, chosen.plan)
+
+    def plan_within(budget: Budget) -> TracePlan:
+        if request.in_flight > 1:
+            return solve_in_flight(trace, budget, request.in_flight, fastest_plan)
+        return fastest_plan(trace, budget)
 
     try:
         with limits.infeasible_with_reserve():
@@ -195,6 +113,117 @@ def plan_step(
         raise error.with_hint(_HINT_WHOLE) from None
 
 
+def sweep_with_offload(
+    trace: Trace,
+    budgets: Iterable[Budget],
+    strategy: Strategy,
+    offload: OffloadLimits,
+    plans_without: Sequence[Plan],
+    *,
+    on_plan: Callable[[], None],
+    progress: ProgressCallback | None = None,
+    cancel: Cancel | None = None,
+) -> list[Plan]:
+    """Return the fastest plan for each budget, smallest budget first; each may offload or not.
+
+    `plans_without` are the plans of a sweep that offloads nothing. They are returned for "min",
+    whose search for a smaller peak would take minutes, and for the budgets that are left once
+    `cancel` is set. Budgets below the first that is infeasible are left out. The strategy's time
+    limit applies to each solve. `on_plan` is called after each plan.
+    """
+    graph = trace.graph()
+    baseline_bytes = baseline_of(graph).peak_bytes
+    sizes = {budget.in_bytes(baseline_bytes, graph.library_bytes) for budget in budgets}
+    by_budget = {plan.budget_bytes: plan for plan in plans_without}
+    plans = dict(by_budget)
+
+    def solve_without(size_bytes: int) -> TracePlan:
+        if size_bytes not in by_budget:
+            raise SolverTimeout("the sweep without offloading has no plan for this budget")
+        return TracePlan(trace, by_budget[size_bytes])
+
+    for size_bytes in sorted((size for size in sizes if size is not None), reverse=True):
+        try:
+            chosen = plan_step(
+                trace,
+                PlanRequest(Limits(Budget.parse(size_bytes)), strategy, offload=offload),
+                measure=lambda split: split,
+                solve_without=lambda size_bytes=size_bytes: solve_without(size_bytes),
+                clock=Clock.of(math.inf, cancel),
+                progress=progress,
+                cancel=cancel,
+            )
+        except RematError as error:
+            if is_cancelled(cancel) or isinstance(error, InfeasibleBudget | SolverTimeout):
+                break
+            raise
+        plans[size_bytes] = chosen.plan
+        on_plan()
+        if is_cancelled(cancel):
+            break
+    return [plans[size_bytes] for size_bytes in sorted(plans)]
+
+
+def _fastest_plan(
+    step: TraceStep,
+    budget: Budget,
+    request: PlanRequest,
+    solver: TraceSolver,
+    solve_without: Callable[[], TracePlan] | None,
+) -> StepPlan[TraceStep]:
+    """Return the fastest plan of a step within a budget."""
+
+    def solve_without_offload() -> StepPlan[TraceStep]:
+        if solve_without is None:
+            return _plan_without_offload(step, budget, request.pieces, solver)
+        chosen = solve_without()
+        return StepPlan(TraceStep(chosen.trace), chosen.plan)
+
+    trace, offload = step.trace, request.offload
+    if request.choices and _exceeds_at_end(trace, budget):
+        try:
+            return StepPlan(step, solver.solve(step, budget))
+        except InfeasibleBudget as error:
+            raise error.with_hint(_HINT_AT_END.format(_size_at_end(trace))) from None
+    if offload is None:
+        return solve_without_offload()
+    if offload.host_bytes == 0:
+        return with_reason(solve_without_offload(), "the host budget is 0")
+    steps, chosen_without = [step], solve_without_offload
+    if request.pieces:
+        try:
+            chosen = solve_without_offload()
+        except (InfeasibleBudget, SolverTimeout) as error:
+            steps += _split_until_operations_fit(step, budget, max(request.pieces), solver)
+            chosen_without = _raising(error)
+        else:
+            steps = [step] if chosen.step.trace is trace else [chosen.step, step]
+            chosen_without = _returning(chosen)
+    try:
+        return choose_offloading(steps, budget, offload, solver, chosen_without)
+    except InfeasibleBudget as error:
+        raise error.with_hint(_HINT_OFFLOADED) from None
+
+
+def _plan_without_offload(
+    step: TraceStep, budget: Budget, pieces: tuple[int, ...], solver: TraceSolver
+) -> StepPlan[TraceStep]:
+    """Return the plan of a step whose operations may be split, which says why the logits are not
+    split, if it has extra time and they cannot be."""
+    if not pieces:
+        return StepPlan(step, solver.solve(step, budget))
+    try:
+        chosen = solve_with_splits(step, budget, pieces, solver)
+    except InfeasibleBudget as error:
+        if obstacle := split_obstacle(step.trace):
+            raise error.with_hint(obstacle) from None
+        raise
+    plan = chosen.plan
+    if plan.overhead > 0 and (obstacle := split_obstacle(step.trace)):
+        plan = replace(plan, declined=replace(plan.declined, not_split=obstacle))
+    return chosen._replace(plan=plan)
+
+
 def _exceeds_at_end(trace: Trace, budget: Budget) -> bool:
     """True if the gradients and the other results alone are more than the budget: no pieces and no
     copies change that."""
@@ -209,32 +238,32 @@ def _size_at_end(trace: Trace) -> str:
     return f"{format_bytes(size_bytes)} ({size_bytes:,} bytes)"
 
 
-def _returning(chosen: TracePlan) -> Callable[[], TracePlan]:
+def _returning(chosen: StepPlan[TraceStep]) -> Callable[[], StepPlan[TraceStep]]:
     return lambda: chosen
 
 
-def _raising(error: Exception) -> Callable[[], TracePlan]:
-    def raise_error() -> TracePlan:
+def _raising(error: Exception) -> Callable[[], StepPlan[TraceStep]]:
+    def raise_error() -> StepPlan[TraceStep]:
         raise error
 
     return raise_error
 
 
 def _split_until_operations_fit(
-    trace: Trace, budget: Budget, pieces: int, measure: Callable[[Trace], Trace]
-) -> tuple[Trace, ...]:
-    """Return the trace with its largest operations split until each fits the budget; none if that
+    step: TraceStep, budget: Budget, pieces: int, solver: TraceSolver
+) -> list[TraceStep]:
+    """Return the step with its largest operations split until each fits the budget; none if that
     cannot be reached, or is so already."""
-    graph = trace.graph()
+    trace, graph = step.trace, step.graph()
     budget_bytes = budget.in_bytes(baseline_of(graph).peak_bytes, graph.library_bytes)
     if budget_bytes is None:
-        return ()
+        return []
     split = trace
     for _ in range(_MAX_ROUNDS):
         if peak_lower_bound_bytes(split.graph()) <= budget_bytes:
             break
         smaller = split_largest_operations(split, pieces, MAX_PIECE_NODES)
         if smaller is split:
-            return ()
-        split = measure(smaller)
-    return () if split is trace else (split,)
+            return []
+        split = solver.measure(smaller)
+    return [] if split is trace else [TraceStep(split)]

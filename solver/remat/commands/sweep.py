@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from remat.choice.offloaded_sweep import sweep_with_offload
+from remat.choice.step import sweep_with_offload
 from remat.commands.common import command_options, files
 from remat.commands.common.exits import UsageError
 from remat.commands.common.plan_flags import PlanFlags, with_plan_options
@@ -25,7 +25,6 @@ from remat.commands.common.summaries import (
     to_json_text,
 )
 from remat.documents.sweep import SweepDocument
-from remat.documents.trace import Trace
 from remat.limits.budget import Budget
 from remat.limits.units import format_bytes, format_seconds
 from remat.plan import Plan
@@ -33,7 +32,7 @@ from remat.plan_options import COMMAND_SWEEP
 from remat.progress import Cancel
 from remat.report.comparison import ComparisonRow
 from remat.report.report import Report
-from remat.solve import SWEEP_BUDGETS, solve
+from remat.solve import SWEEP_BUDGETS
 from remat.solve import sweep as solve_all
 
 
@@ -103,15 +102,16 @@ def sweep(
         if limits is None or cancel.is_set():
             return SweepResult(plans_without, [])
 
-        def solve_in_full(step: Trace, size: Budget) -> Plan:
-            return solve(
-                step, size, selected_strategy, progress=line.on_solve_progress, cancel=cancel
-            )
-
         plans = sweep_with_offload(
-            traced, budgets, limits, plans_without,
-            solve_in_full=solve_in_full, on_plan=line.advance, cancel=cancel,
-        )  # fmt: skip
+            traced,
+            budgets,
+            selected_strategy,
+            limits,
+            plans_without,
+            on_plan=line.advance,
+            progress=line.on_solve_progress,
+            cancel=cancel,
+        )
         return SweepResult(plans, plans_without)
 
     steps = len(budgets) * (1 if limits is None else 2)

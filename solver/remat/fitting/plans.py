@@ -13,9 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from remat.allocator.prediction import is_on_cuda
-from remat.choice.split import CHOICE_LIMIT_S
-from remat.choice.step import solve_step
-from remat.choice.trace_plan import TracePlan
+from remat.choice.plan_request import PlanRequest, TracePlan
+from remat.choice.step import plan_step
 from remat.costs.optimizer_memory import OptimizerMemory
 from remat.costs.trace_costs import with_roofline_costs
 from remat.documents.arguments import Ref
@@ -23,6 +22,7 @@ from remat.documents.trace import Node, Trace, convolutions
 from remat.errors import InfeasibleBudget, RematError, SolverTimeout
 from remat.fitting.question import EagerStep, FitQuestion
 from remat.limits.budget import Budget
+from remat.limits.limits import Limits
 from remat.limits.options import OUTPUTS_HELD, OUTPUTS_LOSS, pieces_to_try
 from remat.passes.outputs import returns_loss, unreturned_bytes, with_outputs
 from remat.plan import Plan
@@ -31,7 +31,7 @@ from remat.report.training_memory import TrainingMemory
 from remat.schedule import Schedule
 from remat.simulate import peak_and_time
 from remat.solve import solve
-from remat.strategies.base import with_limits
+from remat.strategies.base import Strategy
 
 
 def convolution_notes(trace: Trace, *, are_measured: bool) -> list[str]:
@@ -85,9 +85,6 @@ def _first_name(node: Node) -> str:
 
 
 _MAX_SOLVES = 3
-
-_LEAST_LIMIT_S = 0.1
-"""Strategies need a time limit above 0."""
 
 _EXCESS_MARGIN = 0.002
 """The share of the usable memory by which a budget is lowered in addition to its excess: the
@@ -247,22 +244,17 @@ class _Solves:
 def _solved_in_pieces(
     question: FitQuestion, budget_bytes: int, pieces: tuple[int, ...]
 ) -> TracePlan:
-    clock = question.clock
+    def solve_graph(trace: Trace, budget: Budget, strategy: Strategy) -> Plan:
+        # Not of the trace: the allocator's bytes are those with the optimizer.
+        graph, clock = trace.graph(), question.clock
+        return solve(graph, budget, strategy, progress=question.progress, cancel=clock)
 
-    def solve_in_full(trace: Trace, budget: Budget) -> Plan:
-        # Of the graph, not the trace: the allocator's bytes are those with the optimizer.
-        strategy = with_limits(question.strategy, time_limit=max(_LEAST_LIMIT_S, clock.remaining_s))
-        return solve(trace.graph(), budget, strategy, progress=question.progress, cancel=clock)
-
-    return solve_step(
+    return plan_step(
         question.step.trace,
-        Budget.parse(max(1, budget_bytes)),
-        pieces=pieces,
-        offload=None,
-        solve_in_full=solve_in_full,
+        PlanRequest(Limits(Budget.parse(max(1, budget_bytes))), question.strategy, pieces),
         measure=lambda trace: with_roofline_costs(trace, question.roofline),
-        cancel=clock,
-        limit_s=min(CHOICE_LIMIT_S, clock.remaining_s),
+        solve_trace=solve_graph,
+        clock=question.clock,
     )
 
 

@@ -26,13 +26,15 @@ class Limits:
     `reserve_bytes` of it are for other users of the memory, such as an optimizer's state; this
     needs a budget in bytes. `external_bytes` are allocated outside the planned graph while it
     runs. `excess_bytes` are those by which the kernels of an earlier plan exceeded its budget: the
-    next plan has to be smaller by as much.
+    next plan has to be smaller by as much. `segments_bytes`, if given, limits what torch's
+    allocator reserves, as for the budget "auto".
     """
 
     budget: Budget
     reserve_bytes: int = 0
     external_bytes: int = 0
     excess_bytes: int = 0
+    segments_bytes: int | None = None
 
     def with_budget(self, budget: Budget) -> Limits:
         """Return the limits for another budget. With "min", nothing is reserved."""

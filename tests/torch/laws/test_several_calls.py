@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import remat
 from remat.choice.in_flight import solve_in_flight
-from remat.choice.trace_plan import TracePlan
+from remat.choice.plan_request import TracePlan
 from remat.frontend.memory.meter import LiveStorageMeter, unique_bytes
 from remat.limits.budget import Budget
 

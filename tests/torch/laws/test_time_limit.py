@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 from contextlib import suppress
 from itertools import pairwise, product
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,11 @@ import torch
 from tests.helpers.training.models import FAMILIES
 
 import remat
-from remat.choice.plan_request import StepClock
+from remat.choice.offloaded_forms import OffloadLimits
+from remat.choice.plan_request import PlanRequest, TraceSolver
+from remat.limits.budget import Budget
+from remat.limits.limits import Limits
+from remat.limits.options import PIECES
 
 GAP = 0.005
 
@@ -104,14 +109,22 @@ class _Seconds:
 
 @pytest.mark.parametrize("choices", [0, 1, 2])
 @pytest.mark.parametrize("limit_s", [1.0, 60.0, 600.0])
-def test_solves_that_use_their_limits_end_in_time(choices: int, limit_s: float) -> None:
+def test_solves_that_use_their_limits_end_in_time(
+    choices: int, limit_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seconds = _Seconds()
-    clock = StepClock.of(auto(limit_s), choices, now=seconds)
+    monkeypatch.setattr("remat.progress.time", SimpleNamespace(monotonic=seconds))
+    pieces, offload = ((), None) if choices == 0 else (PIECES, None)
+    if choices == 2:
+        offload = OffloadLimits(remat.Link(1e9, 1e9))
+    request = PlanRequest(Limits(Budget.parse("min")), auto(limit_s), pieces, offload)
+    clock = request.clock()
+    solver = TraceSolver(request, clock, remat.solve, lambda trace: trace)
     solves = 0
     for _ in range(choices):
-        seconds.now_s += clock.choice_limit_s
+        seconds.now_s += solver.choice_limit_s
     while not clock.is_set():
-        strategy: Any = clock.next_strategy()
+        strategy: Any = solver.next_strategy()
         seconds.now_s += strategy.time_limit
         solves += 1
         if solves == 1:
@@ -125,5 +138,6 @@ def test_the_first_of_the_time_limit_and_the_caller_ends_choices() -> None:
         def is_set(self) -> bool:
             return True
 
-    assert StepClock.of(auto(60.0), 1, Event()).is_set()
-    assert not StepClock.of(auto(60.0), 1).is_set()
+    request = PlanRequest(Limits(Budget.parse("min")), auto(60.0))
+    assert request.clock(Event()).is_set()
+    assert not request.clock().is_set()

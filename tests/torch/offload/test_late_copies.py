@@ -13,9 +13,12 @@ import remat
 from remat.choice.late_copies import plan_with_late_copies
 from remat.choice.offloadable_step import TraceStep
 from remat.choice.offloaded_forms import OffloadLimits, least_time_s
+from remat.choice.plan_request import PlanRequest, TraceSolver
 from remat.documents.trace import Trace
 from remat.limits.budget import Budget
+from remat.limits.limits import Limits
 from remat.plan import Plan
+from remat.progress import Clock
 
 WIDTH, ROWS, BLOCKS = 4096, 65536, 8
 
@@ -40,21 +43,13 @@ def trace() -> Trace:
     return remat.measure(remat.trace(model, (x,), device="h100"), remat.Roofline("h100"))
 
 
-def solve_in_full(trace: Trace, budget: Budget) -> Plan:
-    return remat.solve(trace, budget, remat.Auto(time_limit=5))
-
-
 def late_plan(trace: Trace, budget_bytes: int, host_bytes: int | None = None) -> Plan | None:
     """Return the plan with late copies for a fast link."""
-    chosen = plan_with_late_copies(
-        [TraceStep(trace)],
-        Budget.parse(budget_bytes),
-        budget_bytes,
-        OffloadLimits(remat.Roofline("gh200").link, host_bytes),
-        lambda step, budget: solve_in_full(step.trace, budget),
-        None,
-        math.inf,
-    )
+    budget, clock = Budget.parse(budget_bytes), Clock.of(math.inf)
+    request = PlanRequest(Limits(budget), remat.Auto(time_limit=5))
+    limits = OffloadLimits(remat.Roofline("gh200").link, host_bytes)
+    solver = TraceSolver(request, clock, remat.solve, lambda trace: trace)
+    chosen = plan_with_late_copies([TraceStep(trace)], budget, budget_bytes, limits, solver, clock)
     return None if chosen is None else chosen.plan
 
 

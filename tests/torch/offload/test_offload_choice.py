@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+
 import pytest
 import torch
 from tests.helpers.training.models import Case
@@ -19,17 +22,22 @@ from remat.choice.offload_search import offloaded_forms
 from remat.choice.offloadable_step import TraceStep
 from remat.choice.offloaded_forms import OffloadLimits, form_with_everything_offloaded
 from remat.choice.offloaded_plans import is_within_reach
-from remat.choice.step import solve_step
-from remat.choice.trace_plan import TracePlan
+from remat.choice.plan_request import PlanRequest, TracePlan
+from remat.choice.step import plan_step
 from remat.costs.devices import Link
 from remat.documents.targets import OFFLOAD_TARGET
 from remat.documents.trace import Trace
 from remat.heuristics.peak_bounds import end_bytes, peak_lower_bound_bytes
 from remat.limits.budget import Budget
+from remat.limits.limits import Limits
 from remat.passes.offload.copies import copy_times
 from remat.plan import Plan
+from remat.progress import Clock
+from remat.strategies.base import Strategy
 
 SLOWEST = Link(1e6, 1e6)
+STRATEGY = remat.Auto(time_limit=3)
+UNLIMITED = Clock.of(math.inf)
 
 
 @pytest.fixture(scope="module")
@@ -40,12 +48,12 @@ def trace() -> Trace:
 plans: dict[tuple[str, Budget], Plan] = {}
 
 
-def solve_in_full(trace: Trace, budget: Budget) -> Plan:
+def solved(trace: Trace, budget: int | str | Budget, strategy: Strategy = STRATEGY) -> Plan:
     """Return the same plan for the same trace and budget: where the time limit ends the search, a
     second one could find another plan."""
-    key = (trace.model_dump_json(), budget)
+    key = (trace.model_dump_json(), Budget.parse(budget))
     if key not in plans:
-        plans[key] = remat.solve(trace, budget, remat.Auto(time_limit=3))
+        plans[key] = remat.solve(trace, budget, strategy)
     return plans[key]
 
 
@@ -54,15 +62,19 @@ def choose(
     budget: int | str,
     link: Link,
     host_bytes: int | None = None,
-    pieces: tuple[int, ...] = (),
+    solve_without: Callable[[], TracePlan] | None = None,
 ) -> TracePlan:
-    return solve_step(
+    return plan_step(
         trace,
-        Budget.parse(budget),
-        pieces=pieces,
-        offload=OffloadLimits(link, host_bytes, SMALL_BYTES),
-        solve_in_full=solve_in_full,
-        measure=lambda split: remat.measure(split, remat.Roofline("cpu")),
+        PlanRequest(
+            Limits(Budget.parse(budget)),
+            STRATEGY,
+            offload=OffloadLimits(link, host_bytes, SMALL_BYTES),
+        ),
+        measure=lambda split: split,
+        solve_trace=solved,
+        solve_without=solve_without,
+        clock=UNLIMITED,
     )
 
 
@@ -72,7 +84,7 @@ def offloaded_tensors(trace: Trace) -> list[str]:
 
 @pytest.mark.parametrize("budget", ["80%", pytest.param("60%", marks=pytest.mark.slow)])
 def test_a_fast_link_is_cheaper_than_recomputation(trace: Trace, budget: str) -> None:
-    without = solve_in_full(trace, Budget.parse(budget))
+    without = solved(trace, budget)
     chosen = choose(trace, budget, FAST)
     assert without.overhead > 0
     assert offloaded_tensors(chosen.trace)
@@ -90,7 +102,7 @@ def test_nothing_is_offloaded_where_it_does_not_pay(trace: Trace, budget: str) -
     assert chosen.trace is trace
     reasons = {"100%": "the step fits the budget without", "70%": "no plan with offloading is"}
     assert f"offload   nothing is offloaded: {reasons[budget]}" in chosen.plan.describe()
-    assert chosen.plan.time_s == pytest.approx(solve_in_full(trace, Budget.parse(budget)).time_s)
+    assert chosen.plan.time_s == pytest.approx(solved(trace, budget).time_s)
 
 
 @pytest.mark.parametrize("link", [FAST, Link(3e9, 2e9)], ids=["fast", "slow"])
@@ -122,7 +134,7 @@ def test_the_host_has_a_budget(trace: Trace) -> None:
 
 @pytest.mark.slow
 def test_the_smallest_peak_does_not_take_more_time(trace: Trace) -> None:
-    smallest = solve_in_full(trace, Budget.parse("min"))
+    smallest = solved(trace, "min")
     chosen = choose(trace, "min", FAST)
     assert chosen.plan.peak_bytes <= smallest.peak_bytes
     assert chosen.plan.overhead <= smallest.overhead + 1e-9
@@ -142,15 +154,7 @@ def test_the_smallest_peak_without_offloading_is_not_searched_where_it_cannot_be
     def solve_without() -> TracePlan:
         raise AssertionError("solved without offloading")
 
-    chosen = solve_step(
-        trace,
-        Budget.parse("min"),
-        pieces=(),
-        offload=OffloadLimits(FAST, None, SMALL_BYTES),
-        solve_in_full=solve_in_full,
-        measure=lambda split: split,
-        solve_without=solve_without,
-    )
+    chosen = choose(trace, "min", FAST, solve_without=solve_without)
     assert chosen.plan.overhead < 0.001
     assert chosen.plan.peak_bytes <= 1.01 * peak_lower_bound_bytes(trace.graph())
 
@@ -169,7 +173,7 @@ def test_everything_offloaded_takes_less_memory_where_copies_overlap_with_nothin
 
 def test_a_budget_is_within_reach_if_a_schedule_fits(trace: Trace) -> None:
     graph = trace.graph()
-    smallest = solve_in_full(trace, Budget.parse("min")).peak_bytes
+    smallest = solved(trace, "min").peak_bytes
     assert is_within_reach(graph, smallest)
     assert not is_within_reach(graph, peak_lower_bound_bytes(graph) - 1)
 
@@ -201,7 +205,7 @@ def test_a_smallest_peak_that_takes_long_has_to_save_one_percent() -> None:
     """Everything on the host takes 0.7% less memory, and three times the time."""
     _, trace = skip_case(Skip(4096), 128)
     link = Link(1e9, 1e9)
-    smallest = solve_in_full(trace, Budget.parse("min"))
+    smallest = solved(trace, "min")
     assert choose(trace, "min", link).trace is trace
     below = choose(trace, smallest.peak_bytes - 1, link).plan
     assert 0.99 * smallest.peak_bytes < below.peak_bytes < smallest.peak_bytes
@@ -211,25 +215,25 @@ def test_a_smallest_peak_that_takes_long_has_to_save_one_percent() -> None:
 @pytest.mark.slow
 def test_the_gradient_of_a_skip_connection_is_offloaded_for_the_smallest_peak() -> None:
     case, trace = skip_case(Skip(), 1024)
-    smallest = solve_in_full(trace, Budget.parse("min"))
+    smallest = solved(trace, "min")
     chosen = choose(trace, "min", FAST)
     is_backward = {n.results[0].name: n.backward for n in trace.nodes if n.results}
     assert any(is_backward[name] for name in offloaded_tensors(chosen.trace))
     assert chosen.plan.peak_bytes < smallest.peak_bytes
     between = (chosen.plan.peak_bytes + smallest.peak_bytes) // 2
     with pytest.raises(remat.InfeasibleBudget):
-        solve_in_full(trace, Budget.parse(between))
+        solved(trace, between)
     assert choose(trace, between, FAST).plan.peak_bytes <= between
     assert_eager_numbers(chosen.trace, case, chosen.plan.schedule)
 
 
 @pytest.mark.slow
 def test_an_infeasible_budget_is_that_of_the_step_without_copies(trace: Trace) -> None:
-    smallest = solve_in_full(trace, Budget.parse("min")).peak_bytes
+    smallest = solved(trace, "min").peak_bytes
     with pytest.raises(remat.InfeasibleBudget) as chosen:
         choose(trace, smallest // 3, FAST)
     with pytest.raises(remat.InfeasibleBudget) as without:
-        solve_in_full(trace, Budget.parse(smallest // 3))
+        solved(trace, smallest // 3)
     assert chosen.value.min_feasible_bytes == without.value.min_feasible_bytes
     with pytest.raises(remat.InfeasibleBudget, match='"min" takes the smallest peak with it'):
         choose(trace, end_bytes(trace.graph()) + 1, FAST)
@@ -239,7 +243,7 @@ def test_the_search_ends_with_a_trace_that_is_as_fast_as_the_bound(trace: Trace)
     graph = trace.graph()
     budget_bytes = round(0.85 * remat.simulate(graph, remat.Schedule.keep_all(graph)).peak_bytes)
     limits = OffloadLimits(Link(1e15, 1e15), None, SMALL_BYTES)
-    choices = offloaded_forms([TraceStep(trace)], budget_bytes, limits, None, 60.0)
+    choices = offloaded_forms([TraceStep(trace)], budget_bytes, limits, UNLIMITED)
     assert len(choices) == 1
     (choice,) = choices
     assert choice.without_recompute_s <= choice.bound_s * 1.001
@@ -248,9 +252,9 @@ def test_the_search_ends_with_a_trace_that_is_as_fast_as_the_bound(trace: Trace)
 
 def test_nothing_is_tried_where_one_operation_does_not_fit(trace: Trace) -> None:
     limits = OffloadLimits(FAST, None, SMALL_BYTES)
-    smallest = solve_in_full(trace, Budget.parse("min")).peak_bytes
-    assert offloaded_forms([TraceStep(trace)], smallest, limits, None, 60.0)
-    assert offloaded_forms([TraceStep(trace)], smallest // 3, limits, None, 60.0) == []
+    smallest = solved(trace, "min").peak_bytes
+    assert offloaded_forms([TraceStep(trace)], smallest, limits, UNLIMITED)
+    assert offloaded_forms([TraceStep(trace)], smallest // 3, limits, UNLIMITED) == []
 
 
 @pytest.mark.slow

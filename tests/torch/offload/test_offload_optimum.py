@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
@@ -12,13 +13,15 @@ from torch import nn
 
 import remat
 from remat.choice.offloaded_forms import OffloadLimits
-from remat.choice.step import solve_step
-from remat.choice.trace_plan import TracePlan
+from remat.choice.plan_request import PlanRequest, TracePlan
+from remat.choice.step import plan_step
 from remat.costs.devices import Link
 from remat.documents.trace import Trace
 from remat.heuristics.peak_bounds import peak_lower_bound_bytes
 from remat.limits.budget import Budget
+from remat.limits.limits import Limits
 from remat.passes.offload.candidates import offloadable_values
+from remat.progress import Clock
 
 UNLIMITED = 1 << 40
 MIN_BYTES = 4096
@@ -51,14 +54,9 @@ def with_costs(trace: Trace, rng: random.Random) -> Trace:
 
 
 def plan_with_offload(trace: Trace, budget_bytes: int, limits: OffloadLimits) -> TracePlan:
-    return solve_step(
-        trace,
-        Budget.parse(budget_bytes),
-        pieces=(),
-        offload=limits,
-        solve_in_full=lambda t, b: remat.solve(t, b, remat.Auto(time_limit=2, gap=0.0)),
-        measure=lambda t: t,
-    )
+    strategy = remat.Auto(time_limit=2, gap=0.0)
+    request = PlanRequest(Limits(Budget.parse(budget_bytes)), strategy, offload=limits)
+    return plan_step(trace, request, measure=lambda t: t, clock=Clock.of(math.inf))
 
 
 @pytest.mark.slow

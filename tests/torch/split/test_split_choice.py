@@ -11,12 +11,12 @@ from tests.helpers.training.models import language_model
 from tests.helpers.training.recorded_steps import assert_same, eager_step, relative_error, run_step
 
 import remat
-from remat.choice.split import solve_with_splits
-from remat.choice.step import solve_step
-from remat.choice.trace_plan import TracePlan
+from remat.choice.plan_request import PlanRequest, TracePlan
+from remat.choice.step import plan_step
 from remat.documents.plan import PlanDocument
 from remat.heuristics.peak_bounds import end_bytes
 from remat.limits.budget import Budget
+from remat.limits.limits import Limits
 from remat.limits.options import PIECES
 from remat.limits.units import format_bytes
 from remat.passes.split.splits import with_recorded_splits
@@ -36,13 +36,8 @@ def trace() -> remat.Trace:
 
 def choose(trace: remat.Trace, budget: str, pieces: tuple[int, ...] = PIECES) -> TracePlan:
     """Return the plan for a budget, and the trace with the splits that are chosen for it."""
-    result = solve_with_splits(
-        trace,
-        Budget.parse(budget),
-        pieces,
-        solve_in_full=lambda trace: remat.solve(trace, budget, STRATEGY),
-        measure=lambda split: remat.measure(split, COSTS),
-    )
+    request = PlanRequest(Limits(Budget.parse(budget)), STRATEGY, pieces)
+    result = plan_step(trace, request, measure=lambda split: remat.measure(split, COSTS))
     check_within_budget(result.plan, baseline_of(trace.graph()).peak_bytes, budget)
     return result
 
@@ -83,16 +78,9 @@ def test_nothing_is_split_for_a_budget_below_the_gradients(trace: remat.Trace) -
     def measure(_: remat.Trace) -> remat.Trace:
         raise AssertionError("a split trace was measured")
 
-    least_bytes = end_bytes(trace.graph())
+    budget = Budget.parse(end_bytes(trace.graph()) - 1)
     with pytest.raises(remat.InfeasibleBudget) as raised:
-        solve_step(
-            trace,
-            Budget.parse(least_bytes - 1),
-            pieces=PIECES,
-            offload=None,
-            solve_in_full=lambda trace, budget: remat.solve(trace, budget, STRATEGY),
-            measure=measure,
-        )
+        plan_step(trace, PlanRequest(Limits(budget), STRATEGY, PIECES), measure=measure)
     assert raised.value.is_proved
     assert "so neither was tried" in str(raised.value)
 

@@ -88,8 +88,8 @@ class BatchSearch:
         traced = self.trace(batch, model_and_inputs)
         if self.budget is None:
             is_allocated = any(p.device.type != "meta" for p in model_and_inputs[0].parameters())
-            auto = auto_limits(traced, self.reserve, is_allocated=is_allocated)
-            limits, self.segments_bytes = auto.limits, auto.segments_bytes
+            limits = auto_limits(traced, self.reserve, is_allocated=is_allocated)
+            self.segments_bytes = limits.segments_bytes
         else:
             limits = Limits(self.budget, self.reserve.total_bytes)
         budget_bytes = limits.budget_after_reserve.size_bytes

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Unpack
 
+from remat.choice.plan_request import TracePlan
 from remat.choice.step import plan_step
-from remat.choice.trace_plan import TracePlan
 from remat.costs.trace_costs import roofline_of
 from remat.documents.trace import Trace
 from remat.errors import wrong_type

@@ -112,7 +112,7 @@ def step_limits(options: CheckedOptions, model: nn.Module) -> Limits:
         tensors = [*model.parameters(), *model.buffers()]
         tensors += [p.grad for p in model.parameters() if p.grad is not None]
         allocated_bytes = unique_bytes(map(local_tensor, tensors))
-        return auto_limits_of_device(device, allocated_bytes, reserve).limits
+        return auto_limits_of_device(device, allocated_bytes, reserve)
     return Limits(options.budget, reserve.total_bytes)
 
 

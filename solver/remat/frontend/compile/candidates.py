@@ -10,7 +10,6 @@ figure, the smallest feasible budget, and what to do about it.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -23,7 +22,7 @@ from torch._inductor import config
 from remat.choice.offload import choose_offloading
 from remat.choice.offloadable_step import StepPlan
 from remat.choice.offloaded_forms import OffloadLimits
-from remat.choice.split import CHOICE_LIMIT_S
+from remat.choice.plan_request import CHOICE_LIMIT_S
 from remat.errors import InfeasibleBudget, RematError, SolverTimeout
 from remat.frontend.common.planning_line import planning_line
 from remat.frontend.common.torch_modes import isolated_modes
@@ -42,7 +41,7 @@ from remat.limits.limits import Limits
 from remat.limits.units import format_bytes
 from remat.plan import Plan
 from remat.plan_options import OffloadOptions
-from remat.progress import ProgressCallback
+from remat.progress import Clock, ProgressCallback
 from remat.report.plan_report import describe_peak
 from remat.simulate import baseline_of
 from remat.solve import solve
@@ -68,13 +67,12 @@ class Candidate(NamedTuple):
 class GraphSolver:
     """The solver of one compiled graph's variants.
 
-    `planning_s` is the time for planning, counted from `started_s` (`time.perf_counter()`); None if
-    the strategy has a time limit of its own. `cost_source` describes the costs in the plan.
+    `clock` is the time limit of planning, which began with the capture of the kernels; None if the
+    strategy has a time limit of its own. `cost_source` describes the costs in the plan.
     """
 
     strategy: Strategy
-    planning_s: float | None
-    started_s: float
+    clock: Clock | None
     progress: ProgressCallback | bool | None
     cost_source: str
 
@@ -82,24 +80,36 @@ class GraphSolver:
         """Solve a graph for a budget in bytes or "min".
 
         `num_remaining` variants, this one included, share the time that is left. If it is too short
-        for any schedule, as the capture of a large graph took most of it, the solver gets
-        `planning_s` once more.
+        for any schedule, as the capture of a large graph took most of it, the solver gets the whole
+        time limit once more.
         """
-        if self.planning_s is None:
+        if self.clock is None:
             return self.solve_within(graph, budget, None)
-        remaining_s = self.planning_s - (time.perf_counter() - self.started_s)
-        limit_s = max(MIN_SOLVE_S, remaining_s / num_remaining)
+        limit_s = max(MIN_SOLVE_S, self.clock.remaining_s / num_remaining)
         try:
             return self.solve_within(graph, budget, limit_s)
         except SolverTimeout:
-            if limit_s >= self.planning_s:
+            if limit_s >= self.clock.limit_s:
                 raise
-            return self.solve_within(graph, budget, self.planning_s)
+            return self.solve_within(graph, budget, self.clock.limit_s)
 
     def solve_within(self, graph: Graph, budget: int | str, limit_s: float | None) -> Plan:
         """Solve a graph within `limit_s` seconds, or the strategy's own limit if that is None."""
         settings = _SettingsOutsideCacheKey(self.progress, limit_s)
         return solve_cached(graph, budget, self.strategy, settings, self.cost_source)
+
+
+class _FormSolver:
+    """Solves the forms of a step with offloaded tensors. The choice of the tensors may take the
+    whole time limit, however long the solves before it took."""
+
+    def __init__(self, solver: GraphSolver) -> None:
+        self._solver = solver
+        self.clock = Clock.of(math.inf)
+        self.choice_limit_s = CHOICE_LIMIT_S if solver.clock is None else solver.clock.limit_s
+
+    def solve(self, step: OffloadableProblem, budget: Budget) -> Plan:
+        return self._solver.solve(step.graph(), budget.size_bytes or "min")
 
 
 @dataclass(frozen=True)
@@ -257,9 +267,6 @@ class CandidateSelection:
             problem = replace(without.problem, graph=without.plan.graph)
             return StepPlan(OffloadableProblem(problem), without.plan)
 
-        def solve_in_full(step: OffloadableProblem, budget: Budget) -> Plan:
-            return self.solver.solve(step.graph(), budget.size_bytes or "min")
-
         forms = [self._graphs(problem) for problem in self.problems]
         for index in range(max(map(len, forms))):
             steps = [
@@ -273,9 +280,8 @@ class CandidateSelection:
                     steps,
                     budget,
                     self.offload,
-                    solve_in_full=solve_in_full,
-                    solve_without=solve_without,
-                    limit_s=self.solver.planning_s or CHOICE_LIMIT_S,
+                    _FormSolver(self.solver),
+                    solve_without,
                 )
                 if without is not None and not plan.graph.renewal:
                     return without._replace(plan=plan)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 import warnings
 from collections.abc import Sequence
@@ -68,6 +69,7 @@ from remat.limits.limits import Limits
 from remat.limits.options import SPLIT_AUTO, pieces_to_try
 from remat.limits.units import format_bytes, format_seconds
 from remat.plan_data import SplitFigures
+from remat.progress import Clock
 from remat.report.plan_report import offload_lines
 from remat.strategies import Strategy
 from remat.strategies.base import with_limits
@@ -101,13 +103,13 @@ class _Form(NamedTuple):
 @dataclass(frozen=True)
 class _JointInputs:
     """The arguments of one call of the partitioner, the unbounded size symbols of the joint graph,
-    and the time when planning started."""
+    and the time limit of planning."""
 
     values: Sequence[object]
     num_fwd_outputs: int
     static: list[int] | None
     unbounded: Sequence[ScopedSymbol]
-    started_s: float
+    clock: Clock
 
 
 class _PlannedForm(NamedTuple):
@@ -251,7 +253,8 @@ class Partitioner(CustomPartitionerFn):
         static: list[int] | None,
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Plan a joint graph and split it into the forward and backward of the schedule."""
-        started_s = time.perf_counter()
+        limit_s = self.options.planning_s
+        clock = Clock.of(math.inf if limit_s is None else limit_s)
         self.module, self.compile_id = current_object_name(), current_compile_id()
         operations = _num_operations(gm)
         feedback = self.feedback
@@ -269,7 +272,7 @@ class Partitioner(CustomPartitionerFn):
         if self.unbounded is not None:
             self.unbounded += unbounded
             unbounded = self.unbounded
-        inputs = _JointInputs(joint_inputs, num_fwd_outputs, static, unbounded, started_s)
+        inputs = _JointInputs(joint_inputs, num_fwd_outputs, static, unbounded, clock)
         form = self._requested_form(gm, inputs)
         if self._may_select_pieces():
             whole = fx.GraphModule(gm, copy_graph(gm.graph))  # planning modifies the graph
@@ -289,7 +292,7 @@ class Partitioner(CustomPartitionerFn):
                 inductor=self.options.inductor,
             )
         compiled.operations = operations
-        compiled.planned_s = time.perf_counter() - started_s
+        compiled.planned_s = clock.elapsed_s
         register_plan(compiled)
         self.compiled = compiled
         return halves
@@ -430,8 +433,7 @@ class Partitioner(CustomPartitionerFn):
         is_fused = options.inductor and self._has_fused_costs
         solver = GraphSolver(
             strategy or options.strategy,
-            None if strategy else options.planning_s,
-            inputs.started_s,
+            None if strategy or options.planning_s is None else inputs.clock,
             options.progress,
             cost_source=f"of {'kernels' if is_fused else 'operations'}, measured",
         )

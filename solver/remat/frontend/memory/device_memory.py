@@ -305,16 +305,7 @@ MARGIN = 0.08
 processes."""
 
 
-@dataclass(frozen=True, slots=True)
-class AutoLimits:
-    """The limits of a plan whose budget is "auto". `limits` are for its peak, `segments_bytes` for
-    the segments that torch's allocator reserves."""
-
-    limits: Limits
-    segments_bytes: int
-
-
-def auto_limits(trace: Trace, reserve: ReserveSize, *, is_allocated: bool = True) -> AutoLimits:
+def auto_limits(trace: Trace, reserve: ReserveSize, *, is_allocated: bool = True) -> Limits:
     """Return the limits for a traced step from the free memory of its device.
 
     Parameters, buffers, inputs and (if the step accumulates) gradients are part of the step's
@@ -331,7 +322,7 @@ def auto_limits(trace: Trace, reserve: ReserveSize, *, is_allocated: bool = True
 
 def auto_limits_of_device(
     device: torch.device | str, allocated_bytes: int, reserve: ReserveSize
-) -> AutoLimits:
+) -> Limits:
     """Return the limits for a step of whose memory `allocated_bytes` are allocated already; see
     `auto_limits`."""
     free = free_bytes(device)
@@ -347,4 +338,4 @@ def auto_limits_of_device(
         )
     segments_bytes = int(free * (1 - SEGMENTS_MARGIN)) - reserve.unallocated_bytes + allocated_bytes
     budget = Budget.parse(step_bytes + reserve.total_bytes)
-    return AutoLimits(Limits(budget, reserve.total_bytes), segments_bytes)
+    return Limits(budget, reserve.total_bytes, segments_bytes=segments_bytes)

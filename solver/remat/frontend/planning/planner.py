@@ -13,12 +13,10 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 from torch import nn
 
-from remat.choice.in_flight import solve_in_flight
-from remat.choice.trace_plan import TracePlan
 from remat.documents.trace import Trace
 from remat.errors import GuardError, InfeasibleBudget, SolverTimeout
 from remat.frontend.common.garbage_collection import (
@@ -50,7 +48,6 @@ from remat.frontend.runtime.guards import (
 from remat.frontend.runtime.lower import lower_program
 from remat.frontend.runtime.module import BoundProgram
 from remat.limits.budget import Budget
-from remat.limits.infeasible import plan_or_smallest
 from remat.limits.limits import Limits
 from remat.passes.gradient_accumulation import with_gradient_accumulation
 from remat.passes.split.splits import with_recorded_splits
@@ -93,14 +90,6 @@ def accumulation_explained(accumulates_gradients: bool) -> Iterator[None]:
             "zero_grad(set_to_none=True) before the forward.",
             min_feasible_bytes=error.min_feasible_bytes,
         ) from None
-
-
-class PlanLimits(NamedTuple):
-    """The memory limits of a plan; with the budget "auto", also the largest size in bytes of the
-    segments that torch's allocator reserves."""
-
-    limits: Limits
-    segments_bytes: int | None = None
 
 
 @dataclass
@@ -260,16 +249,16 @@ class Planner:
 
     def _plan_trace(self, traced: Trace, accumulates_gradients: bool) -> PlanningResult:
         """Reuse a schedule if one is good enough; else measure the trace and solve it."""
-        plan_limits = self._plan_limits(traced)
-        budget = plan_limits.limits.budget_after_reserve
+        limits = self._limits(traced)
+        budget = limits.budget_after_reserve
         reuse = None
-        if not plan_limits.segments_bytes and self._in_flight == 1:
+        if not limits.segments_bytes and self._in_flight == 1:
             reuse = ScheduleReuse.from_entries(traced, self._entries.values())
         if reuse is None:
             measured = self._measure(traced, budget)
             if self._in_flight == 1 and self.options.costs != MEASURED_BY_SERVICE:
                 budget = largest_budget(budget, measured, self._largest_budget_bytes())
-            return self._solve(measured, budget, plan_limits, accumulates_gradients)
+            return self._solve(measured, budget, limits, accumulates_gradients)
         budget = reuse.budget_at_largest_size(budget)
         reused_plan = reuse.fastest_plan(budget)
         reused = None
@@ -280,7 +269,7 @@ class Planner:
                 return reused
         measured = reuse.trace if reuse.has_larger_plan else self._measure(traced, budget)
         try:
-            solved = self._solve(measured, budget, plan_limits, accumulates_gradients)
+            solved = self._solve(measured, budget, limits, accumulates_gradients)
         except SolverTimeout:
             if reused is None:
                 raise
@@ -301,51 +290,25 @@ class Planner:
         with self._timed("measure"):
             return with_measured_costs(self.options, traced, budget)
 
-    def _plan_limits(self, traced: Trace) -> PlanLimits:
+    def _limits(self, traced: Trace) -> Limits:
         """Return the limits that budget and reserve set for a step."""
         reserve = reserve_size(self.options.reserve)
         if self.options.budget is None:
-            auto = auto_limits(traced, reserve)
-            return PlanLimits(auto.limits, auto.segments_bytes)
-        return PlanLimits(Limits(self.options.budget, reserve.total_bytes))
+            return auto_limits(traced, reserve)
+        return Limits(self.options.budget, reserve.total_bytes)
 
     def _solve(
-        self, traced: Trace, budget: Budget, plan_limits: PlanLimits, accumulates_gradients: bool
-    ) -> PlanningResult:
-        """Solve a trace within `budget`; if infeasible, do what `options.infeasible` says."""
-        limits = plan_limits.limits
-        return plan_or_smallest(
-            lambda budget: self._solve_within(traced, budget, plan_limits, accumulates_gradients),
-            budget,
-            self.options.infeasible,
-            peak_bytes=lambda result: result.plan.peak_bytes + limits.reserve_bytes,
-            requested=limits.budget,
-        )
-
-    def _solve_within(
-        self, traced: Trace, budget: Budget, plan_limits: PlanLimits, accumulates_gradients: bool
+        self, traced: Trace, budget: Budget, limits: Limits, accumulates_gradients: bool
     ) -> PlanningResult:
         """Solve a trace within `budget`, in this process or by the service."""
+        if limits.budget_after_reserve != budget:  # earlier steps had a larger one
+            limits = limits.with_budget(budget)
+        options = replace(self.options, in_flight=self._in_flight)
         with (
             accumulation_explained(accumulates_gradients and self._in_flight == 1),
             self._timed("solve"),
-            plan_limits.limits.infeasible_with_reserve(),
         ):
-            segments_bytes = plan_limits.segments_bytes
-            if self._in_flight == 1:
-                return solve_trace(self.options, traced, budget, segments_bytes)
-            return self._solve_in_flight(traced, budget, segments_bytes)
-
-    def _solve_in_flight(
-        self, traced: Trace, budget: Budget, segments_bytes: int | None
-    ) -> PlanningResult:
-        """Solve a trace for several calls in flight."""
-
-        def solve(limited: Trace, part: Budget) -> TracePlan:
-            solved = solve_trace(self.options, limited, part, segments_bytes)
-            return TracePlan(solved.trace, solved.plan)
-
-        return PlanningResult(*solve_in_flight(traced, budget, self._in_flight, solve))
+            return solve_trace(options, traced, limits)
 
     def _with_option_terms(self, plan: Plan) -> Plan:
         """Return the plan with the options that its terms record: reserve and CUDA graphs."""

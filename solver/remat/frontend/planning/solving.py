@@ -3,28 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 
 from remat.allocator.budget_fitting import solve_within_allocator_budget
-from remat.choice.plan_request import StepClock
 from remat.choice.step import plan_step
 from remat.costs.roofline import Roofline
 from remat.costs.trace_costs import OperationCost, with_costs
 from remat.documents.program import Program
 from remat.documents.trace import Trace
+from remat.errors import RematError
 from remat.frontend.costs.measure import measure, measure_pieces, step_limit_bytes
 from remat.frontend.planning.host_limits import host_limits
 from remat.limits.budget import Budget
-from remat.limits.infeasible import INFEASIBLE_ERROR
+from remat.limits.infeasible import plan_or_smallest
 from remat.limits.limits import Limits
 from remat.passes.split.splits import with_recorded_splits
 from remat.plan import Plan
 from remat.plan_options import MEASURED_BY_SERVICE, CheckedOptions
 from remat.schedule import Schedule
 from remat.simulate import baseline_of
+from remat.strategies.base import Strategy
 
 
 class PlanningResult(NamedTuple):
@@ -54,38 +54,31 @@ def measuring_limit_bytes(trace: Trace, budget: Budget) -> int:
     return step_limit_bytes(trace, budget.in_bytes(baseline_bytes, trace.library_bytes))
 
 
-def solve_trace(
-    options: CheckedOptions, trace: Trace, budget: Budget, segments_bytes: int | None = None
-) -> PlanningResult:
-    """Return the plan of a measured trace within `budget`, and the trace with its operations split
-    as the options allow. `segments_bytes` limits what torch's allocator reserves.
+def solve_trace(options: CheckedOptions, trace: Trace, limits: Limits) -> PlanningResult:
+    """Return the plan of a measured trace within `limits`, and the trace with its operations split
+    and tensors offloaded as the options allow.
 
     Raises `InfeasibleBudget`, `SolverTimeout` and the errors of the service.
     """
     if options.costs == MEASURED_BY_SERVICE:
-        return _split_and_solved_by_service(options, trace, budget, segments_bytes)
+        return _solved_by_measuring_service(options, trace, limits)
     programs: dict[tuple[tuple[str, ...], Schedule], Program] = {}
 
-    def solve_by_service(step: Trace, budget: Budget, clock: StepClock) -> Plan:
+    def solve_by_service(step: Trace, budget: Budget, _: Strategy) -> Plan:
         def solve_once(budget: Budget) -> Plan:
             plan, program = _solved_by_service(options, step, budget)
             programs[_node_names(step), plan.schedule] = program
             return plan
 
-        return _within_allocator_budget(step, budget, solve_once, segments_bytes)
+        return _within_allocator_budget(step, budget, solve_once, limits)
 
-    limit_bytes = measuring_limit_bytes(trace, budget)
+    limit_bytes = measuring_limit_bytes(trace, limits.budget_after_reserve)
     offload = host_limits(options.offload, trace, options.costs, options.cache)
-    request = replace(
-        options.request(Limits(budget), offload),
-        infeasible=INFEASIBLE_ERROR,
-        segments_bytes=segments_bytes,
-    )
     trace, plan = plan_step(
         trace,
-        request,
+        options.request(limits, offload),
         measure=lambda split: _with_costs_of_pieces(options, split, limit_bytes),
-        solve_in_full=None if options.service is None else solve_by_service,
+        solve_trace=None if options.service is None else solve_by_service,
         progress=options.progress_callback,
     )
     return PlanningResult(trace, plan, programs.get((_node_names(trace), plan.schedule)))
@@ -104,23 +97,39 @@ def _with_costs_of_pieces(options: CheckedOptions, trace: Trace, limit_bytes: in
     return measure_pieces(trace, device=source, cache=options.cache, limit_bytes=limit_bytes)
 
 
-def _split_and_solved_by_service(
-    options: CheckedOptions, trace: Trace, budget: Budget, segments_bytes: int | None
+def _solved_by_measuring_service(
+    options: CheckedOptions, trace: Trace, limits: Limits
 ) -> PlanningResult:
     """Return the plan of a trace that the service measures and splits."""
-    first_plan, first_program = _solved_by_service(options, trace, budget)
-    programs = {first_plan.schedule: first_program}
-    split = with_recorded_splits(trace, first_plan.graph.splits)
+    if options.in_flight > 1:
+        raise RematError(
+            f"a plan for {options.in_flight} calls before a backward needs costs that are measured "
+            "here: leave out `costs`"
+        )
 
-    def solve_once(lower: Budget) -> Plan:
-        if lower == budget:
-            return first_plan
-        plan, programs[plan.schedule] = _solved_by_service(options, split, lower)
-        return plan
+    def solve_within(budget: Budget) -> PlanningResult:
+        first_plan, first_program = _solved_by_service(options, trace, budget)
+        programs = {first_plan.schedule: first_program}
+        split = with_recorded_splits(trace, first_plan.graph.splits)
 
-    trace = _with_costs_of_plan(split, first_plan)
-    plan = _within_allocator_budget(trace, budget, solve_once, segments_bytes)
-    return PlanningResult(trace, plan, programs.get(plan.schedule))
+        def solve_once(lower: Budget) -> Plan:
+            if lower == budget:
+                return first_plan
+            plan, programs[plan.schedule] = _solved_by_service(options, split, lower)
+            return plan
+
+        measured = _with_costs_of_plan(split, first_plan)
+        plan = _within_allocator_budget(measured, budget, solve_once, limits)
+        return PlanningResult(measured, plan, programs.get(plan.schedule))
+
+    with limits.infeasible_with_reserve():
+        return plan_or_smallest(
+            solve_within,
+            limits.budget_after_reserve,
+            options.infeasible,
+            peak_bytes=lambda result: result.plan.peak_bytes + limits.reserve_bytes,
+            requested=limits.budget,
+        )
 
 
 def _solved_by_service(
@@ -132,9 +141,11 @@ def _solved_by_service(
 
 
 def _within_allocator_budget(
-    trace: Trace, budget: Budget, solve_once: Callable[[Budget], Plan], segments_bytes: int | None
+    trace: Trace, budget: Budget, solve_once: Callable[[Budget], Plan], limits: Limits
 ) -> Plan:
-    return solve_within_allocator_budget(trace, budget, solve_once, reserved_bytes=segments_bytes)
+    return solve_within_allocator_budget(
+        trace, budget, solve_once, reserved_bytes=limits.segments_bytes
+    )
 
 
 def _with_costs_of_plan(traced: Trace, plan: Plan) -> Trace:
