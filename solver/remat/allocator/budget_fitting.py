@@ -15,13 +15,10 @@ from dataclasses import replace
 
 from remat.allocator.prediction import is_on_cuda, with_prediction
 from remat.documents.trace import Trace
-from remat.errors import InfeasibleBudget, RematError, SolverTimeout
 from remat.limits.budget import Budget
+from remat.limits.reductions import Verdict, solve_until_accepted
 from remat.plan_data import P
-from remat.progress import Cancel, is_cancelled
-
-MAX_BUDGET_REDUCTIONS = 3
-"""Upper limit of the solves for a lower budget."""
+from remat.progress import Cancel
 
 
 def solve_within_allocator_budget(
@@ -44,36 +41,28 @@ def solve_within_allocator_budget(
     """
     if is_expandable is None:
         is_expandable = uses_expandable_segments()
-    plan = _with_prediction_if_missing(solve(budget), trace)
+
+    def solve_once(budget: Budget | int) -> P:
+        """Return a plan with a prediction. A plan from a service that received only the graph has
+        none yet."""
+        plan = solve(Budget.parse(budget))
+        return plan if plan.allocator is not None else with_prediction(plan, trace)
+
+    plan = solve_once(budget)
     if not is_on_cuda(trace) or budget.is_min or (budget.share or 0) >= 1:
         return plan
     requested_bytes = plan.budget_bytes
 
-    def excess_bytes(plan: P) -> int:
+    def judge(plan: P) -> Verdict:
         prediction = plan.allocator
         assert prediction is not None
         excess = prediction.allocated(is_expandable=is_expandable) - requested_bytes
         if reserved_bytes is not None:
             reserved_excess = prediction.reserved(is_expandable=is_expandable) - reserved_bytes
             excess = max(excess, reserved_excess)
-        return excess
+        return Verdict(excess, excess)
 
-    best, lower_bytes = plan, requested_bytes
-    for _ in range(MAX_BUDGET_REDUCTIONS):
-        excess = excess_bytes(plan)
-        if excess <= 0 or is_cancelled(cancel):
-            break
-        lower_bytes -= excess
-        try:
-            plan = best
-            if lower_bytes > 0:
-                plan = _with_prediction_if_missing(solve(Budget.parse(lower_bytes)), trace)
-        except RematError as error:
-            if is_cancelled(cancel) or isinstance(error, InfeasibleBudget | SolverTimeout):
-                break
-            raise
-        if excess_bytes(plan) < excess_bytes(best):
-            best = plan
+    best = solve_until_accepted(plan, requested_bytes, solve_once, judge, cancel)
     if best.budget_bytes == requested_bytes:
         return best
     return replace(best, terms=replace(best.terms, requested_budget_bytes=requested_bytes))
@@ -85,9 +74,3 @@ def uses_expandable_segments() -> bool:
         if match := re.search(r"expandable_segments:(\w+)", os.environ.get(name, "")):
             return match[1] == "True"
     return False
-
-
-def _with_prediction_if_missing(plan: P, trace: Trace) -> P:
-    """Return the plan with a prediction. A plan from a service that received only the
-    graph has none yet."""
-    return plan if plan.allocator is not None else with_prediction(plan, trace)

@@ -24,6 +24,7 @@ from remat.fitting.question import EagerStep, FitQuestion
 from remat.limits.budget import Budget
 from remat.limits.limits import Limits
 from remat.limits.options import OUTPUTS_HELD, OUTPUTS_LOSS, pieces_to_try
+from remat.limits.reductions import Verdict, solve_until_accepted
 from remat.passes.outputs import returns_loss, unreturned_bytes, with_outputs
 from remat.plan import Plan
 from remat.report.fit import ExcludedOption, FitOption
@@ -83,8 +84,6 @@ def routing_notes(trace: Trace) -> list[str]:
 def _first_name(node: Node) -> str:
     return node.args[0].name if node.args and isinstance(node.args[0], Ref) else ""
 
-
-_MAX_SOLVES = 3
 
 _EXCESS_MARGIN = 0.002
 """The share of the usable memory by which a budget is lowered in addition to its excess: the
@@ -180,26 +179,18 @@ def _solved(solves: _Solves, optimizer: OptimizerMemory) -> TracePlan:
     question = solves.question
     usable_bytes = question.usable_bytes
     budget_bytes = int(usable_bytes / question.fragments(optimizer)) - optimizer.state_bytes
-    chosen = solves.within(budget_bytes)
-    for _ in range(_MAX_SOLVES - 1):
-        memory = _memory_of_plan(chosen, optimizer)
+
+    def judge(chosen: TracePlan) -> Verdict:
+        memory, plan = _memory_of_plan(chosen, optimizer), chosen.plan
         excess = memory.reserved_bytes - usable_bytes
         if excess <= 0 or memory.is_in_optimizer:  # no plan reduces the optimizer's step
-            break
-        if question.clock.is_set():
-            break
-        lowered_by = excess * memory.peak_bytes / memory.reserved_bytes
-        lowered_by += _EXCESS_MARGIN * usable_bytes
-        budget_bytes = min(budget_bytes, chosen.plan.peak_bytes) - int(lowered_by)
-        try:
-            chosen = solves.within(budget_bytes)
-        except (InfeasibleBudget, SolverTimeout):
-            break
-        except RematError:
-            if question.clock.is_set():  # which cancelled the solve
-                break
-            raise
-    return chosen
+            return Verdict(excess, 0)
+        lower_by = excess * memory.peak_bytes / memory.reserved_bytes
+        lower_by += _EXCESS_MARGIN * usable_bytes
+        return Verdict(excess, max(0, plan.budget_bytes - plan.peak_bytes) + int(lower_by))
+
+    chosen = solves.within(budget_bytes)
+    return solve_until_accepted(chosen, budget_bytes, solves.within, judge, question.clock)
 
 
 @dataclass
