@@ -18,7 +18,7 @@ from remat.choice.plan_request import PlanRequest
 from remat.choice.step import plan_step
 from remat.costs.roofline import Roofline
 from remat.errors import InfeasibleBudget, SolverTimeout
-from remat.fitting.checkpoints import checkpointed_step
+from remat.fitting.options import checkpointed_step
 from remat.fitting.question import EagerStep
 from remat.graph import Graph
 from remat.limits.budget import Budget

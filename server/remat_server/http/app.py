@@ -24,7 +24,7 @@ from remat.costs.devices import DEVICES
 from remat.costs.optimizer_memory import OPTIMIZERS
 from remat.documents.base import NAMESPACE_PATTERN
 from remat.errors import ServiceError
-from remat.fitting.data_sheet import GPUS
+from remat.fitting.answer import GPUS
 from remat.service.wire import (
     DryRunResult,
     FitRequest,

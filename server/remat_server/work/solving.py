@@ -19,7 +19,7 @@ from remat.documents.base import validate_json
 from remat.documents.plan import PlanDocument
 from remat.documents.trace import Trace
 from remat.errors import DocumentError, InfeasibleBudget, RematError
-from remat.fitting.data_sheet import fit_trace
+from remat.fitting.answer import fit_trace
 from remat.fitting.question import DEFAULT_STRATEGY
 from remat.plan import Plan
 from remat.plan_data import with_reserve

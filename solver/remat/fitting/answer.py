@@ -1,21 +1,39 @@
-"""`answer_question`: the memory of a training loop, and all options if it does not fit."""
+"""`answer_question`: the memory of a training loop, and all options if it does not fit; and
+`fit_trace`, for a trace on a GPU with a data sheet that this machine need not have.
+
+An answer has notes about convolutions and mixtures of experts. A capture has fixed shapes, so its
+memory cannot depend on the routing of experts: they compute all pairs of a token and one of its
+experts, in grouped products or with gathered weights. A loop over experts, whose shapes depend on
+the routing, cannot be captured. The workspaces of convolutions are selected by cuDNN.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
-from remat.fitting.checkpoints import checkpoint_options
-from remat.fitting.plans import loss_only_options, plan_options, routing_notes
-from remat.fitting.question import FitQuestion, report_stage
-from remat.fitting.settings import (
+from remat.allocator.prediction import is_on_cuda
+from remat.costs.devices import DEVICES, DeviceSpec, find_device
+from remat.costs.roofline import Roofline
+from remat.costs.trace_costs import with_roofline_costs
+from remat.documents.arguments import Ref
+from remat.documents.trace import Node, Trace, convolutions
+from remat.errors import RematError
+from remat.fitting.options import (
+    checkpoint_options,
     optimizer_options,
     released_output_options,
     segment_options,
+    sharding_options,
+    smaller_batch_options,
 )
-from remat.fitting.shards import sharding_options
-from remat.fitting.smaller_batches import smaller_batch_options
+from remat.fitting.plans import loss_only_options, plan_options
+from remat.fitting.question import DEFAULT_STRATEGY, EagerStep, FitQuestion, report_stage
+from remat.limits.limits import SEGMENTS_MARGIN
+from remat.progress import Clock, ProgressCallback
 from remat.report.fit import ExcludedOption, Fit, FitOption
+from remat.strategies import Strategy
 
 _Kind = Callable[[FitQuestion], Iterator[FitOption | ExcludedOption]]
 
@@ -98,3 +116,120 @@ def find_options(
     possible = [option for option in in_order if isinstance(option, FitOption)]
     excluded = [option for option in in_order if isinstance(option, ExcludedOption)]
     return tuple(sorted(possible, key=sort_key)), tuple(excluded)
+
+
+def convolution_notes(trace: Trace, *, are_measured: bool) -> list[str]:
+    """Return a sentence about the workspaces of a step's convolutions; none without convolutions,
+    and for a CPU. `are_measured` is True if the peak contains them."""
+    count = len(convolutions(trace))
+    if not count or not is_on_cuda(trace):
+        return []
+    if are_measured:
+        return [f"workspaces of {count:,} convolutions, forward and backward, measured on this GPU"]
+    return [
+        f"the workspaces that cuDNN takes for {count:,} convolutions, forward and backward, are "
+        "unknown without the GPU, and not part of the peak"
+    ]
+
+
+_GROUPED = ("aten._grouped_mm.default", "transformers.grouped_mm_fallback.default")
+"""Products whose rows are sorted by expert."""
+
+_GATHER = "aten.index.Tensor"
+_EXPERT_WEIGHT_DIMENSIONS = 3
+"""The dimensions of a parameter with a matrix for each expert."""
+
+
+def routing_notes(trace: Trace) -> list[str]:
+    """Return a sentence about both routings of a mixture of experts; none for other models."""
+    weights = {
+        p.name
+        for p in trace.placeholders
+        if p.kind == "parameter" and len(p.tensor.shape) == _EXPERT_WEIGHT_DIMENSIONS
+    }
+    for node in trace.nodes:
+        if node.backward or not node.results or not node.results[0].tensor.shape:
+            continue
+        if node.target in _GROUPED:
+            how = "grouped products"
+        elif node.target == _GATHER and _first_name(node) in weights:
+            how = "products with gathered weights"
+        else:
+            continue
+        rows = node.results[0].tensor.shape[0]
+        return [
+            "balanced and worst-case routing of experts need the same memory: their "
+            f"{how} have {rows:,} rows (tokens times experts per token), whatever the experts"
+        ]
+    return []
+
+
+def _first_name(node: Node) -> str:
+    return node.args[0].name if node.args and isinstance(node.args[0], Ref) else ""
+
+
+CONTEXT_BYTES = 512 << 20
+"""Memory of a CUDA context: 400 to 600 MiB, depending on the kernels that are loaded."""
+
+GPUS = tuple(name for name, device in DEVICES.items() if device.capability)
+"""The names of GPUs with a data sheet."""
+
+
+def usable_bytes(device: DeviceSpec) -> int:
+    """Return the bytes of a device that torch's allocator may reserve, if nothing else runs."""
+    return int(device.memory_bytes * (1 - SEGMENTS_MARGIN)) - CONTEXT_BYTES
+
+
+def gpu_name(trace: Trace, gpu: str | None) -> str:
+    """Return the name of the GPU that a question is about, by default that of the trace. Raises
+    `RematError`."""
+    if not is_on_cuda(trace):
+        raise RematError(
+            f"the trace is of {trace.device[:40] or 'an unknown device'}, where torch saves other "
+            "tensors than on a GPU: trace for one, which need not be here: remat.trace(..., "
+            'device="h100")'
+        )
+    name = gpu or trace.gpu
+    if name not in GPUS:
+        what = f"the GPU {name[:40]!r} has no data sheet" if name else "the trace names no GPU"
+        raise RematError(f"{what}; name one of {', '.join(GPUS)}")
+    return name
+
+
+def fit_trace(
+    trace: Trace,
+    optimizer: str,
+    *,
+    gpu: str | None = None,
+    memory_bytes: int | None = None,
+    batch: int | None = None,
+    strategy: Strategy = DEFAULT_STRATEGY,
+    time_limit_s: float = math.inf,
+    progress: ProgressCallback | None = None,
+) -> Fit:
+    """Return the answer for a trace on a GPU with a data sheet, by default that of the trace.
+
+    Costs are those of the data sheet. `memory_bytes` is what torch's allocator may reserve. The
+    search for options ends after `time_limit_s`, whatever the limit of the `strategy`, which is
+    that of one solve; `progress` reports the stages of the answer, and those solves. Raises
+    `RematError` for a trace that is not of a GPU, or if the GPU is unknown.
+    """
+    clock = Clock.of(time_limit_s)
+    name = gpu_name(trace, gpu)
+    roofline = Roofline(name)
+    costed = with_roofline_costs(trace, roofline)
+    question = FitQuestion(
+        EagerStep.of(costed),
+        optimizer,
+        usable_bytes(find_device(name)) if memory_bytes is None else memory_bytes,
+        roofline,
+        strategy,
+        batch=batch,
+        clock=clock,
+        progress=progress,
+    )
+    notes = convolution_notes(costed, are_measured=False)
+    if trace.gpu != name:
+        traced = trace.gpu or "another GPU"
+        notes.append(f"traced for {traced}: kernels, and what they save, may differ on {name}")
+    return replace(answer_question(question, notes), device=name)

@@ -1,24 +1,16 @@
 """The options of a plan: recomputation, and operations in pieces; also for a step that returns its
-loss only. And what an answer says about convolutions and mixtures of experts.
-
-A capture has fixed shapes, so its memory cannot depend on the routing of experts: they compute all
-pairs of a token and one of its experts, in grouped products or with gathered weights. A loop over
-experts, whose shapes depend on the routing, cannot be captured. The workspaces of convolutions are
-selected by cuDNN.
-"""
+loss only."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from remat.allocator.prediction import is_on_cuda
 from remat.choice.plan_request import PlanRequest, TracePlan
 from remat.choice.step import plan_step
 from remat.costs.optimizer_memory import OptimizerMemory
 from remat.costs.trace_costs import with_roofline_costs
-from remat.documents.arguments import Ref
-from remat.documents.trace import Node, Trace, convolutions
+from remat.documents.trace import Trace
 from remat.errors import InfeasibleBudget, RematError, SolverTimeout
 from remat.fitting.question import EagerStep, FitQuestion
 from remat.limits.budget import Budget
@@ -33,57 +25,6 @@ from remat.schedule import Schedule
 from remat.simulate import peak_and_time
 from remat.solve import solve
 from remat.strategies.base import Strategy
-
-
-def convolution_notes(trace: Trace, *, are_measured: bool) -> list[str]:
-    """Return a sentence about the workspaces of a step's convolutions; none without convolutions,
-    and for a CPU. `are_measured` is True if the peak contains them."""
-    count = len(convolutions(trace))
-    if not count or not is_on_cuda(trace):
-        return []
-    if are_measured:
-        return [f"workspaces of {count:,} convolutions, forward and backward, measured on this GPU"]
-    return [
-        f"the workspaces that cuDNN takes for {count:,} convolutions, forward and backward, are "
-        "unknown without the GPU, and not part of the peak"
-    ]
-
-
-_GROUPED = ("aten._grouped_mm.default", "transformers.grouped_mm_fallback.default")
-"""Products whose rows are sorted by expert."""
-
-_GATHER = "aten.index.Tensor"
-_EXPERT_WEIGHT_DIMENSIONS = 3
-"""The dimensions of a parameter with a matrix for each expert."""
-
-
-def routing_notes(trace: Trace) -> list[str]:
-    """Return a sentence about both routings of a mixture of experts; none for other models."""
-    weights = {
-        p.name
-        for p in trace.placeholders
-        if p.kind == "parameter" and len(p.tensor.shape) == _EXPERT_WEIGHT_DIMENSIONS
-    }
-    for node in trace.nodes:
-        if node.backward or not node.results or not node.results[0].tensor.shape:
-            continue
-        if node.target in _GROUPED:
-            how = "grouped products"
-        elif node.target == _GATHER and _first_name(node) in weights:
-            how = "products with gathered weights"
-        else:
-            continue
-        rows = node.results[0].tensor.shape[0]
-        return [
-            "balanced and worst-case routing of experts need the same memory: their "
-            f"{how} have {rows:,} rows (tokens times experts per token), whatever the experts"
-        ]
-    return []
-
-
-def _first_name(node: Node) -> str:
-    return node.args[0].name if node.args and isinstance(node.args[0], Ref) else ""
-
 
 _EXCESS_MARGIN = 0.002
 """The share of the usable memory by which a budget is lowered in addition to its excess: the

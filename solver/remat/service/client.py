@@ -15,7 +15,7 @@ from remat.documents.plan import GraphRecord
 from remat.documents.program import Program
 from remat.documents.trace import Trace
 from remat.errors import InfeasibleBudget, RematError, ServiceError, wrong_type
-from remat.fitting.data_sheet import gpu_name
+from remat.fitting.answer import gpu_name
 from remat.fitting.question import check_batch, parse_memory
 from remat.graph import Graph
 from remat.limits.budget import Budget

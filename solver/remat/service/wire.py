@@ -28,7 +28,7 @@ from remat.documents.base import Record, check_header
 from remat.documents.plan import GraphRecord, PlanDocument
 from remat.documents.program import Program
 from remat.documents.trace import Trace
-from remat.fitting.data_sheet import GPUS, gpu_name
+from remat.fitting.answer import GPUS, gpu_name
 from remat.graph import Graph
 from remat.limits.budget import Budget
 from remat.limits.options import OFFLOAD_AUTO, OFFLOAD_OFF, SPLIT_OFF, pieces_to_try

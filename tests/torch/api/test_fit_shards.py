@@ -17,9 +17,8 @@ from torch.distributed.tensor import DTensor
 import remat
 from remat.costs.roofline import Roofline
 from remat.costs.trace_costs import with_roofline_costs
-from remat.fitting.checkpoints import checkpointed_step
+from remat.fitting.options import checkpointed_step, sharding_options
 from remat.fitting.question import EagerStep, FitQuestion, ScriptChanges
-from remat.fitting.shards import sharding_options
 from remat.frontend.memory.meter import LiveStorageMeter
 from remat.report.fit import FitOption
 from remat.report.sharded_memory import sharded_peak_bytes

@@ -16,7 +16,7 @@ import remat
 from remat.costs.devices import DEVICES
 from remat.costs.optimizer_memory import OPTIMIZERS
 from remat.errors import BudgetError
-from remat.fitting.data_sheet import GPUS, fit_trace
+from remat.fitting.answer import GPUS, fit_trace
 from remat.progress import Progress
 from remat.report.fit import FitOption
 from remat.service.wire import FitResult

@@ -14,10 +14,8 @@ from remat.costs.optimizer_memory import check_optimizer
 from remat.costs.trace_costs import with_roofline_costs
 from remat.documents.trace import Trace
 from remat.errors import BudgetError, RematError, wrong_type
-from remat.fitting.answer import answer_question
-from remat.fitting.data_sheet import usable_bytes
+from remat.fitting.answer import answer_question, convolution_notes, usable_bytes
 from remat.fitting.lengths import LengthDistribution, longest_fits
-from remat.fitting.plans import convolution_notes
 from remat.fitting.question import (
     DEFAULT_LIMIT_S,
     DEFAULT_STRATEGY,

@@ -1,0 +1,269 @@
+"""Options that need no solver.
+
+The step stays as it is with another optimizer, with another setting of the allocator, or where the
+training loop releases outputs. Batches may be smaller, with accumulated gradients; each block may
+be in a `torch.utils.checkpoint`; and several GPUs may have a shard of everything each (FSDP).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
+
+from remat.allocator.prediction import is_on_cuda
+from remat.costs.optimizer_memory import smaller_optimizers
+from remat.documents.trace import Trace, trained_parameters
+from remat.errors import TraceError, one_line
+from remat.fitting.question import EagerStep, FitQuestion
+from remat.graph import Graph
+from remat.limits.options import OUTPUTS_DROPPED
+from remat.limits.units import format_bytes
+from remat.passes.outputs import loss_code, returns_loss, with_outputs
+from remat.report.eager_step import eager_graph
+from remat.report.fit import ExcludedOption, FitOption
+from remat.report.sharded_memory import block_containers, sharded_peak_bytes
+from remat.schedule import Schedule
+from remat.simulate import baseline_of, peak_and_time
+from remat.strategies.baselines.module_blocks import find_blocks
+from remat.strategies.baselines.schedule_builder import (
+    Segments,
+    checkpoint_segments,
+    eager_backward_order,
+    segment_borders,
+)
+
+
+def optimizer_options(question: FitQuestion) -> Iterator[FitOption]:
+    """Yield the same update rule with less memory."""
+    step = question.step
+    present = step.memory(question.optimizer)
+    for name in smaller_optimizers(question.optimizer_name):
+        optimizer = step.optimizer(name)
+        memory = step.memory(optimizer)
+        if memory.reserved_bytes < present.reserved_bytes:
+            note = "its moments are rounded to 8 bits" if name.endswith("8bit") else ""
+            code = f"optimizer = {optimizer.code}"
+            yield question.option(f"optimizer {name}", memory, step.time_s, code, note)
+
+
+def segment_options(question: FitQuestion) -> Iterator[FitOption]:
+    """Yield expandable segments, if less is reserved with them."""
+    memory = question.step.memory(question.optimizer)
+    if is_on_cuda(question.step.trace) and memory.expandable_bytes < memory.reserved_bytes:
+        yield FitOption(
+            "expandable segments",
+            memory.peak_bytes,
+            memory.expandable_bytes,
+            memory.expandable_bytes <= question.usable_bytes,
+            question.step.time_s,
+            "export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
+            "before Python starts",
+        )
+
+
+def released_output_options(question: FitQuestion) -> Iterator[FitOption]:
+    """Yield that the training loop releases the outputs but the loss before the backward, if less
+    is reserved then."""
+    step = question.step
+    if step.trace.outputs_dropped or not returns_loss(step.trace):
+        return
+    released = EagerStep.of(with_outputs(step.trace, OUTPUTS_DROPPED))
+    memory = released.memory(question.optimizer)
+    if memory.reserved_bytes < step.memory(question.optimizer).reserved_bytes:
+        code = f"loss = model(...){loss_code(step.trace)}"
+        note = "no variable references the other outputs during loss.backward()"
+        yield question.option("other outputs released", memory, step.time_s, code, note)
+
+
+_MAX_BATCHES = 3
+_SMALLER_BATCH = "smaller batch"
+
+
+def smaller_batch_options(question: FitQuestion) -> Iterator[FitOption | ExcludedOption]:
+    """Yield the largest of some smaller batches that fits, else the smallest of these."""
+    if question.trace_of_batch is None or question.batch is None:
+        return
+    if question.batch < 2:
+        yield ExcludedOption(_SMALLER_BATCH, "the batch is 1")
+        return
+    constant_bytes = _constant_bytes(question)
+    if constant_bytes > question.usable_bytes:
+        constant = format_bytes(constant_bytes)
+        reason = f"parameters, gradients, optimizer state and libraries take {constant}"
+        yield ExcludedOption(_SMALLER_BATCH, f"{reason} with any batch")
+        return
+    option: FitOption | ExcludedOption | None = None
+    for batch in _promising_batches(question, question.batch)[:_MAX_BATCHES] or [1]:
+        try:
+            option = _batch_option(question, batch, question.trace_of_batch(batch))
+        except TraceError as error:  # such as batch norm of one sample
+            reason = f"a batch of {batch} cannot be traced: {one_line(error)}"
+            option = ExcludedOption(_SMALLER_BATCH, reason)
+            break
+        if option.fits:
+            break
+    if option is not None:
+        yield option
+
+
+def _batch_option(question: FitQuestion, batch: int, trace: Trace) -> FitOption:
+    """Return the option to accumulate the gradients of smaller batches, of which one is traced."""
+    count = (question.batch or 1) // batch
+    step = EagerStep.of(trace)
+    return question.option(
+        f"{count} batches of {batch}",
+        step.memory(question.optimizer),
+        count * step.time_s,
+        f"(loss / {count}).backward() for {count} batches, then optimizer.step()",
+    )
+
+
+def _activation_bytes(question: FitQuestion) -> int:
+    """Return what torch's allocator reserves for everything that depends on the batch."""
+    memory = question.step.memory(question.optimizer)
+    return max(0, memory.reserved_bytes - _constant_bytes(question))
+
+
+def _constant_bytes(question: FitQuestion) -> int:
+    """Return the bytes that do not depend on the batch, libraries and buffers included."""
+    step = question.step
+    parameters = {p.storage for p in trained_parameters(step.trace)}
+    gradient_bytes = sum(map(step.trace.allocated_bytes, parameters))
+    inputs = {p.storage for p in step.trace.placeholders if p.kind == "input"}
+    input_bytes = sum(map(step.trace.allocated_bytes, inputs))
+    constant_bytes = step.graph.constant_bytes - input_bytes
+    return constant_bytes + gradient_bytes + question.optimizer.state_bytes
+
+
+def _promising_batches(question: FitQuestion, batch: int) -> list[int]:
+    """Return the divisors of a batch that may fit, the largest first, if activations are
+    proportional to the batch."""
+    constant_bytes = _constant_bytes(question)
+    activation_bytes = _activation_bytes(question)
+    room_bytes = question.usable_bytes - constant_bytes
+    smaller = [b for b in range(batch - 1, 0, -1) if batch % b == 0]
+    return [b for b in smaller if activation_bytes * b <= room_bytes * batch]
+
+
+CHECKPOINTS_IN_WORDS = "torch.utils.checkpoint.checkpoint around each block"
+"""The code for a model without a method for it."""
+
+
+def checkpointed_step(step: EagerStep) -> tuple[EagerStep, Schedule] | None:
+    """Return the step with a checkpoint for each block, and its schedule; None without blocks."""
+    blocks = find_blocks(step.trace.graph())
+    if not blocks:
+        return None
+    borders = segment_borders(step.graph, blocks)
+    recomputed = {
+        v
+        for block in blocks
+        for op in block
+        for v in step.graph.operations[op].outputs
+        if v not in borders
+    }
+    graph = eager_graph(step.eager_trace, unpacked=recomputed)
+    backward = eager_backward_order(graph)
+    schedule = checkpoint_segments(graph, blocks, borders, backward)
+    graph = _with_retained_arguments(graph, blocks, borders, backward)
+    return replace(step, graph=graph), schedule
+
+
+def _with_retained_arguments(
+    graph: Graph, blocks: Segments, borders: Collection[int], backward: Sequence[int]
+) -> Graph:
+    """Return the graph in which the last operation of a block's backward reads the arguments of the
+    block: checkpoints release them once the last saved tensor of the block is."""
+    operations = list(graph.operations)
+    for block in blocks:
+        outputs = {v for op in block for v in operations[op].outputs}
+        arguments = {v for op in block for v in operations[op].inputs} - outputs
+        saved = outputs.difference(borders)
+        last = next((op for op in reversed(backward) if saved & {*operations[op].inputs}), None)
+        if last is not None:
+            inputs = arguments.union(operations[last].inputs)
+            operations[last] = replace(operations[last], inputs=tuple(sorted(inputs)))
+    return replace(graph, operations=tuple(operations))
+
+
+def checkpoint_options(question: FitQuestion) -> Iterator[FitOption | ExcludedOption]:
+    """Yield checkpoints, with the largest optimizer that fits."""
+    checkpointed = checkpointed_step(question.step)
+    if checkpointed is None:
+        yield ExcludedOption("checkpoints of blocks", "the model has no repeated blocks")
+        return
+    step, schedule = checkpointed
+    if peak_and_time(step.graph, schedule)[0] >= baseline_of(question.step.graph).peak_bytes:
+        yield ExcludedOption("checkpoints of blocks", "the peak would be no smaller")
+        return
+    step_s = sum(step.graph.operations[op].cost_s for op in schedule.runs)
+    options = []
+    for optimizer in question.optimizers_to_combine():
+        memory = step.memory(optimizer, schedule)
+        code = question.script.checkpoints or CHECKPOINTS_IN_WORDS
+        if optimizer.name != question.optimizer_name:
+            code = f"optimizer = {optimizer.code}; {code}"
+        name = question.name_with_optimizer("checkpoint each block", optimizer)
+        options.append(question.option(name, memory, step_s, code))
+    if not options:
+        yield ExcludedOption("checkpoints of blocks", question.reason_of_optimizers())
+    fitting = [option for option in options if option.fits]
+    yield from (fitting or options)[:1]
+
+
+_MAX_GPUS = 1024
+
+
+def sharding_options(question: FitQuestion) -> Iterator[FitOption | ExcludedOption]:
+    """Yield the smallest power of two of GPUs over which the step fits, without recomputation or
+    with a checkpoint for each block."""
+    step, optimizer = question.step, question.optimizer
+    if not is_on_cuda(step.trace):
+        return
+    fragments = question.fragments(optimizer)
+    without = step, Schedule.keep_all(step.graph)
+    smallest_bytes: list[int] = []
+    for suffix, variant in (("", without), (", checkpoint each block", checkpointed_step(step))):
+        if variant is None:
+            continue
+        variant_step, schedule = variant
+        if question.is_usable(variant_step.memory(optimizer, schedule)):
+            continue  # one GPU is enough
+        gpus = 2
+        while gpus <= _MAX_GPUS:
+            peak_bytes = sharded_peak_bytes(
+                step.eager_trace, variant_step.graph, schedule, optimizer, gpus
+            )
+            reserved_bytes = int(peak_bytes * fragments)
+            if reserved_bytes <= question.usable_bytes:
+                yield FitOption(
+                    f"FSDP over {gpus} GPUs{suffix}",
+                    peak_bytes,
+                    reserved_bytes,
+                    True,
+                    None,
+                    _sharding_code(question, has_checkpoints=bool(suffix)),
+                    "before the optimizer is created; a batch on each GPU; communication takes "
+                    "time as well",
+                    gpus,
+                )
+                return
+            smallest_bytes.append(reserved_bytes)
+            gpus *= 2
+    if smallest_bytes:
+        yield ExcludedOption(
+            "FSDP",
+            f"each of {_MAX_GPUS:,} GPUs would reserve {format_bytes(min(smallest_bytes))}: "
+            "activations are not sharded, nor the parameters of the block that runs",
+        )
+
+
+def _sharding_code(question: FitQuestion, *, has_checkpoints: bool) -> str:
+    """Return the code that shards each block, then the model."""
+    lines = ["from torch.distributed.fsdp import fully_shard"]
+    if has_checkpoints:
+        lines.insert(0, question.script.checkpoints or CHECKPOINTS_IN_WORDS)
+    for path in block_containers(question.step.trace):
+        container = f"model.{path}" if path else "model"
+        lines.append(f"[fully_shard(block) for block in {container}]")
+    return "; ".join([*lines, "fully_shard(model)"])
