@@ -34,6 +34,7 @@ from remat.report.comparison import ComparisonRow
 from remat.report.report import Report
 from remat.solve import SWEEP_BUDGETS
 from remat.solve import sweep as solve_all
+from remat.strategies import Auto
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ def sweep(
     budgets = [*map(Budget.parse, budget or SWEEP_BUDGETS)]
     command_options.check_device(device)
     options = flags.read(budgets[0])
-    selected_strategy = options.strategy
+    selected_strategy = options.strategy or Auto()
     files.check_outputs(output)
     if output is not None and files.suffix_without_gz(output) not in _SWEEP_WRITERS:
         raise UsageError(
