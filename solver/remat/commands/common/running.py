@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, TypeVar
 import typer
 
 from remat.choice.offloaded_forms import OffloadLimits
+from remat.choice.plan_request import TracePlan
 from remat.choice.step import plan_step
-from remat.choice.trace_plan import TracePlan
 from remat.commands.common.exits import (
     ImmediateExit,
     InterruptedWithoutResult,
