@@ -48,14 +48,6 @@ _TIME_ALLOWANCE = 0.1
 """Share of the best extra time by which an attempt may exceed it, for pruning to win back."""
 
 
-def _never_stop() -> bool:
-    return False
-
-
-def _never_good_enough(_: float) -> bool:
-    return False
-
-
 class EvaluatedSchedule(NamedTuple):
     """A schedule with its simulated peak and time."""
 
@@ -75,7 +67,7 @@ def smallest_peak_schedule(
     target_bytes: int,
     start: Schedule | None = None,
     max_runs: int | None = None,
-    stop: Callable[[], bool] = _never_stop,
+    stop: Callable[[], bool] = lambda: False,
 ) -> EvaluatedSchedule:
     """Return the schedule with the smallest peak that the search finds.
 
@@ -127,10 +119,10 @@ def schedules_within_budget(
     incumbents: Sequence[Schedule] = (),
     advice: Iterable[EvictionAdvice] = (),
     rules: Sequence[EvictionRule] = ADVICE_RULES,
-    is_good_enough: Callable[[float], bool] = _never_good_enough,
+    is_good_enough: Callable[[float], bool] = lambda _: False,
     max_runs: int | None = None,
-    stop: Callable[[], bool] = _never_stop,
-    must_stop: Callable[[], bool] = _never_stop,
+    stop: Callable[[], bool] = lambda: False,
+    must_stop: Callable[[], bool] = lambda: False,
 ) -> list[EvaluatedSchedule]:
     """Return schedules with a peak of at most `budget_bytes`, polished, the cheapest first.
 

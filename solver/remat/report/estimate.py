@@ -108,7 +108,7 @@ class Estimate(Described):
         baseline_bytes = simulate(captured, Schedule.keep_all(captured)).peak_bytes
         baseline_peaks = [
             simulate(captured, schedule).peak_bytes
-            for schedule in quick_baseline_schedules(captured, None, lambda: False)
+            for schedule in quick_baseline_schedules(captured)
         ]
         eager = with_eager_masks(trace)
         graph = eager_graph(eager)

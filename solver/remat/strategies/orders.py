@@ -12,14 +12,13 @@ from dataclasses import replace
 
 from remat.errors import InfeasibleBudget, SolverTimeout
 from remat.graph import Graph
-from remat.heuristics.annealing import (
-    anneal_recomputations,
-    anneal_schedule,
+from remat.heuristics.annealing.orders import (
     first_run_order,
     reindex_schedule,
     reorder_graph,
     small_peak_order,
 )
+from remat.heuristics.annealing.schedule_search import anneal_recomputations, anneal_schedule
 from remat.heuristics.peak_bounds import peak_lower_bound_any_order_bytes
 from remat.progress import Clock
 from remat.schedule import Schedule

@@ -16,16 +16,6 @@ from tests.helpers.laws import peak_of
 
 from remat.errors import GraphError
 from remat.graph import Graph, Operation, Value
-from remat.heuristics.annealing import (
-    anneal_recomputations,
-    anneal_schedule,
-    first_run_order,
-    reindex_schedule,
-    reorder_graph,
-    small_peak_order,
-    with_fixed_order,
-    with_order_constraints,
-)
 from remat.heuristics.annealing.moves import (
     block,
     exchange,
@@ -37,7 +27,16 @@ from remat.heuristics.annealing.moves import (
     swap,
     transpose,
 )
+from remat.heuristics.annealing.orders import (
+    first_run_order,
+    reindex_schedule,
+    reorder_graph,
+    small_peak_order,
+    with_fixed_order,
+    with_order_constraints,
+)
 from remat.heuristics.annealing.schedule_profile import ScheduleProfile, next_reader_of_idle
+from remat.heuristics.annealing.schedule_search import anneal_recomputations, anneal_schedule
 from remat.heuristics.peak_bounds import peak_lower_bound_bytes
 from remat.schedule import Schedule
 from remat.simulate import peak_and_time, simulate

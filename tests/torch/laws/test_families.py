@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional
 
 import remat
-from remat.heuristics.annealing import first_run_order
+from remat.heuristics.annealing.orders import first_run_order
 
 COSTS = remat.Roofline("cpu")
 STRATEGY = remat.Auto(gap=0.02, time_limit=5.0)

@@ -130,7 +130,7 @@ class BatchSearch:
         graph = self.trace(batch).graph()
         schedules = [
             Schedule.keep_all(graph),
-            *quick_baseline_schedules(graph, None, lambda: False),
+            *quick_baseline_schedules(graph),
         ]
         return min(simulate(graph, schedule).peak_bytes for schedule in schedules)
 

@@ -264,22 +264,16 @@ class CoolingSchedule:
     end_price: float
 
 
-@dataclass(frozen=True, slots=True)
-class MoveMix:
-    """The moves to try, each with its relative frequency."""
-
-    weighted_moves: tuple[tuple[Move, int], ...]
-
-    def move_table(self) -> list[Move]:
-        """Return each move as often as its frequency says."""
-        return [move for move, count in self.weighted_moves for _ in range(count)]
+def mix_of(*weighted_moves: tuple[Move, int]) -> list[Move]:
+    """Return each move to try as often as its relative frequency says."""
+    return [move for move, count in weighted_moves for _ in range(count)]
 
 
 def anneal(
     profile: ScheduleProfile,
     random: Random,
     cooling: CoolingSchedule,
-    mix: MoveMix,
+    mix: list[Move],
     *,
     max_moves: int,
     on_fit: Callable[[ScheduleProfile], bool],
@@ -290,7 +284,7 @@ def anneal(
     `on_fit` is called after every change that leaves the sequence within the budget. It may set
     another budget, and ends the search by returning True.
     """
-    sample, exp, table = random.random, math.exp, mix.move_table()
+    sample, exp = random.random, math.exp
     per_second = _inverse_mean(profile.cost)
     per_byte = _inverse_mean(profile.size)
     temperature = price = 0.0
@@ -310,7 +304,7 @@ def anneal(
             )
             if move_number % _MOVES_PER_RESET == 0:
                 profile.reset(profile.runs, profile.budget_bytes)
-        if not table[int(sample() * len(table))](profile, random):
+        if not mix[int(sample() * len(mix))](profile, random):
             profile.revert()
             continue
         change = price * profile.evaluate() + per_second * profile.time_change_s

@@ -16,9 +16,9 @@ from random import Random
 from remat.graph import Graph, Value
 from remat.heuristics.annealing.moves import (
     CoolingSchedule,
-    MoveMix,
     anneal,
     block,
+    mix_of,
     relocate,
     transpose,
 )
@@ -116,29 +116,22 @@ def _in_sequence(graph: Graph) -> list[tuple[int, int]]:
     return list(pairwise(ordered))
 
 
-DEFAULT_MAX_MOVES = 200_000
-"""Moves tried by default, some 10 s on one core."""
-
 _COOLING = CoolingSchedule(
     start_temperature=0.5, end_temperature=0.02, start_price=1.0, end_price=1.0
 )
-_MIX = MoveMix(((relocate, 16), (transpose, 3), (block, 1)))
+_MIX = mix_of((relocate, 16), (transpose, 3), (block, 1))
 _STEP = 0.005
 _LAST_READER_SHARES = (0.0, 0.5, 1.0)
 """Shares of a value that count as freed by a reader that is not its last."""
-
-
-def _never_stop() -> bool:
-    return False
 
 
 def small_peak_order(
     graph: Graph,
     *,
     target_bytes: int,
-    max_moves: int = DEFAULT_MAX_MOVES,
+    max_moves: int = 200_000,
     seed: int = 0,
-    stop: Callable[[], bool] = _never_stop,
+    stop: Callable[[], bool] = lambda: False,
 ) -> tuple[int, ...]:
     """Return a topological order whose peak without recomputation is small.
 

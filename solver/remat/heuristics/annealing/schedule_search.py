@@ -20,10 +20,11 @@ from random import Random
 from remat.graph import Graph
 from remat.heuristics.annealing.moves import (
     CoolingSchedule,
-    MoveMix,
+    Move,
     anneal,
     block,
     exchange,
+    mix_of,
     relieve,
     relocate,
     repeat,
@@ -47,14 +48,11 @@ from remat.heuristics.local_search import (
 from remat.heuristics.polish import prune
 from remat.schedule import Schedule
 
-DEFAULT_MAX_MOVES = 600_000
-"""Moves tried by default, all rounds together; some 40 s on one core."""
-
-_ORDER_MIX = MoveMix(
-    ((relocate, 11), (transpose, 1), (block, 2), (repeat, 2), (retire, 3), (exchange, 1))
+_ORDER_MIX = mix_of(
+    (relocate, 11), (transpose, 1), (block, 2), (repeat, 2), (retire, 3), (exchange, 1)
 )
-_RECOMPUTATION_MIX = MoveMix(
-    ((shift, 4), (repeat, 1), (retire, 4), (exchange, 1), (relieve, 2), (swap, 8))
+_RECOMPUTATION_MIX = mix_of(
+    (shift, 4), (repeat, 1), (retire, 4), (exchange, 1), (relieve, 2), (swap, 8)
 )
 _MIN_GAIN = 1e-9
 _EVICTION_RUN_FACTOR = 8
@@ -103,18 +101,14 @@ _FIXED_ORDER_ROUNDS = (
 )
 
 
-def _never_stop() -> bool:
-    return False
-
-
 def anneal_schedule(
     graph: Graph,
     budget_bytes: int,
     start: Schedule,
     *,
-    max_moves: int = DEFAULT_MAX_MOVES,
+    max_moves: int = 600_000,
     seed: int = 0,
-    stop: Callable[[], bool] = _never_stop,
+    stop: Callable[[], bool] = lambda: False,
 ) -> Schedule:
     """Return the cheapest schedule found with a peak of at most `budget_bytes`, constant memory
     included.
@@ -139,9 +133,9 @@ def anneal_recomputations(
     budget_bytes: int,
     start: Schedule,
     *,
-    max_moves: int = DEFAULT_MAX_MOVES,
+    max_moves: int = 600_000,
     seed: int = 0,
-    stop: Callable[[], bool] = _never_stop,
+    stop: Callable[[], bool] = lambda: False,
 ) -> Schedule:
     """Return a schedule like `anneal_schedule`, where first runs keep the graph's order; `start`
     must do so, too."""
@@ -159,7 +153,7 @@ class _AnnealingSearch:
     def __init__(
         self,
         graph: Graph,
-        mix: MoveMix,
+        mix: list[Move],
         budget_bytes: int,
         start: Schedule,
         seed: int,

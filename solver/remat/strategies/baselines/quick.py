@@ -5,11 +5,12 @@ Each takes milliseconds to a few seconds, even at 10,000 operations.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import suppress
 
 from remat.errors import RematError
 from remat.graph import Graph
+from remat.progress import Cancel, is_cancelled
 from remat.schedule import Schedule
 from remat.strategies.base import Strategy, Task
 from remat.strategies.baselines.chen import ArticulationPoints, ChenGreedy
@@ -27,25 +28,16 @@ QUICK_BASELINES: tuple[Strategy, ...] = (
 
 
 def quick_baseline_schedules(
-    graph: Graph, budget_bytes: int | None, stop: Callable[[], bool]
+    graph: Graph, budget_bytes: int | None = None, cancel: Cancel | None = None
 ) -> Iterator[Schedule]:
     """Yield the quick baselines' schedules within the budget; without one, those with the smallest
     peak of each.
 
-    A baseline that does not apply to this graph, or has no schedule that fits before `stop` returns
-    True, yields nothing.
+    A baseline that does not apply to this graph, or has no schedule that fits before `cancel` is
+    set, yields nothing.
     """
     for strategy in QUICK_BASELINES:
-        if stop():
+        if is_cancelled(cancel):
             return
-        try:
-            yield strategy.run(Task(graph, budget_bytes, cancel=_CallableCancel(stop))).schedule
-        except RematError:
-            continue
-
-
-@dataclass(frozen=True)
-class _CallableCancel:
-    """A `Cancel` whose state is the result of a function."""
-
-    is_set: Callable[[], bool]
+        with suppress(RematError):
+            yield strategy.run(Task(graph, budget_bytes, cancel=cancel)).schedule

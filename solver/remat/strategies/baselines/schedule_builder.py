@@ -19,7 +19,7 @@ from remat.errors import RematError
 from remat.graph import Graph
 from remat.limits.units import format_bytes
 from remat.progress import is_cancelled
-from remat.schedule import Schedule
+from remat.schedule import Schedule, missing_operations
 from remat.simulate import peak_and_time
 from remat.solution import Solution
 from remat.strategies.base import Task, infeasible
@@ -77,34 +77,24 @@ class ScheduleBuilder:
             & ~graph.is_result
             & (graph.size_array_bytes > 0)
         ).tolist()
-        self._retained = [False] * len(graph.values)
+        self._retained: set[int] = set()
 
     def run(self, op: int) -> None:
         """Run one operation whose inputs are retained."""
         self.runs.append(op)
-        for v in self.graph.operations[op].outputs:
-            self._retained[v] = True
+        self._retained.update(self.graph.operations[op].outputs)
 
     def drop(self, values: Iterable[int]) -> None:
         """Stop retaining these values, as far as they can be recomputed."""
-        for v in values:
-            if self.is_droppable[v]:
-                self._retained[v] = False
+        self._retained.difference_update(v for v in values if self.is_droppable[v])
 
     def missing_values(self, values: Iterable[int]) -> list[int]:
         """Return the values that are not retained: a reader needs a recomputation."""
-        return [v for v in values if not self._retained[v]]
+        return [v for v in values if v not in self._retained]
 
     def missing_operations(self, values: Iterable[int]) -> list[int]:
         """Return the operations that have to be recomputed before all of `values` are retained."""
-        operations: set[int] = set()
-        stack = [v for v in values if not self._retained[v]]
-        while stack:
-            op = self.graph.producer[stack.pop()]
-            if op not in operations:
-                operations.add(op)
-                stack += [v for v in self.graph.operations[op].inputs if not self._retained[v]]
-        return sorted(operations)
+        return missing_operations(self.graph, values, self._retained)
 
     def recompute(self, values: Collection[int], *, drops_others: bool = True) -> None:
         """Recompute the `values` that are not retained; with `drops_others`, drop the other values

@@ -34,7 +34,6 @@ bound on every schedule of the order.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated
@@ -53,6 +52,7 @@ from remat.milp.solvers.program import (
     EQUAL,
     Column,
     Program,
+    ProgramArrays,
     SolverOutcome,
     SolverRun,
     Term,
@@ -60,7 +60,7 @@ from remat.milp.solvers.program import (
     size_unit_bytes,
     value_of,
 )
-from remat.progress import Cancel
+from remat.progress import Clock
 from remat.schedule import Schedule, missing_operations
 from remat.simulate import peak_and_time
 from remat.solution import Solution, Stats
@@ -196,6 +196,38 @@ class CheckmateModel:
         self.program.add_terms(terms, AT_MOST, rhs)
 
 
+def _check_size(strategy: CheckmateMilp | LpRounding, graph: Graph, reason: str) -> None:
+    """Raise `RematError` for a graph that is too large for a published program."""
+    if len(graph) > strategy.max_operations:
+        raise RematError(
+            f"{strategy.name} {reason}, and takes up to {strategy.max_operations} operations, not "
+            f"{len(graph)}: use Auto, or raise `max_operations`"
+        )
+
+
+def _run_highs(
+    program: ProgramArrays,
+    clock: Clock,
+    threads: int,
+    *,
+    gap: float = 0.0,
+    seed: int = 0,
+    options: Mapping[str, float] | None = None,
+) -> SolverRun:
+    highs = HighsSolver(
+        gap=gap,
+        time_limit=max(0.1, clock.remaining_s),
+        threads=threads,
+        seed=seed,
+        is_cancelled=clock.is_cancelled,
+        options=options,
+    )
+    try:
+        return highs.run(program)
+    except SolverError as error:
+        raise SolverError(f"{error}; use Auto") from None
+
+
 _MAX_ATTEMPTS = 5
 
 
@@ -220,21 +252,20 @@ class CheckmateMilp(Checked):
         `RematError` for a graph that is too large, `InfeasibleBudget`, `SolverTimeout`, and
         `SolverError` if HiGHS fails and retaining everything does not fit."""
         graph, budget_bytes, cancel = task.graph, task.budget_bytes, task.cancel
-        if len(graph) > self.max_operations:
-            raise RematError(
-                f"{self.name} is the published program with three binaries a pair, and takes up "
-                f"to {self.max_operations} operations, not {len(graph)}: use Auto, or raise "
-                "`max_operations`"
-            )
+        _check_size(self, graph, "is the published program with three binaries a pair")
         bound: float | None = None
         limit = budget_bytes
-        deadline = time.monotonic() + self.time_limit
+        clock = Clock.of(self.time_limit, cancel)
         for attempt in range(_MAX_ATTEMPTS):
             program = CheckmateModel(graph, limit)
             try:
-                left_s = max(0.1, deadline - time.monotonic())
-                answer = self._run_highs(
-                    program, cancel, left_s, TIGHT_TOLERANCES if attempt else None
+                answer = _run_highs(
+                    program.program.arrays(),
+                    clock,
+                    self.threads,
+                    gap=self.gap,
+                    seed=self.seed,
+                    options=TIGHT_TOLERANCES if attempt else None,
                 )
             except SolverError as error:
                 keep_all = Schedule.keep_all(graph)
@@ -269,26 +300,6 @@ class CheckmateMilp(Checked):
             # budget.
             limit -= excess_bytes if attempt else 0
         raise SolverError(f"HiGHS exceeds the budget by its tolerance, {_MAX_ATTEMPTS} times")
-
-    def _run_highs(
-        self,
-        program: CheckmateModel,
-        cancel: Cancel | None,
-        time_limit: float,
-        options: Mapping[str, float] | None,
-    ) -> SolverRun:
-        highs = HighsSolver(
-            gap=self.gap,
-            time_limit=time_limit,
-            threads=self.threads,
-            seed=self.seed,
-            is_cancelled=None if cancel is None else cancel.is_set,
-            options=options,
-        )
-        try:
-            return highs.run(program.program.arrays())
-        except SolverError as error:
-            raise SolverError(f"{error}; use Auto") from None
 
 
 Shares = npt.NDArray[np.float64]
@@ -370,21 +381,14 @@ class LpRounding(Checked):
         Raises `RematError` for a graph that is too large, `InfeasibleBudget`, `SolverTimeout` if
         the relaxation takes too long, and `SolverError` if HiGHS fails before a rounding fits.
         """
-        graph, cancel = task.graph, task.cancel
-        if len(graph) > self.max_operations:
-            raise RematError(
-                f"{self.name} relaxes a program that grows with the square of the graph, and takes "
-                f"up to {self.max_operations} operations, not {len(graph)}: use Auto, or raise "
-                "`max_operations`"
-            )
-        deadline = time.monotonic() + self.time_limit
+        graph = task.graph
+        _check_size(self, graph, "relaxes a program that grows with the square of the graph")
+        clock = Clock.of(self.time_limit, task.cancel)
         failures: list[SolverError] = []
         try:
             if task.budget_bytes is not None:
-                return self._round_within_budget(
-                    graph, task.budget_bytes, deadline, cancel, failures
-                )
-            candidates = self._small_peak_roundings(graph, deadline, cancel, failures)
+                return self._round_within_budget(graph, task.budget_bytes, clock, failures)
+            candidates = self._small_peak_roundings(graph, clock, failures)
             solution = select_cheapest(Task(graph), candidates, strategy=self.name)
             return Solution(solution.schedule, stats={**solution.stats, **_failure_stats(failures)})
         finally:
@@ -394,8 +398,7 @@ class LpRounding(Checked):
         self,
         graph: Graph,
         budget_bytes: int,
-        deadline: float,
-        cancel: Cancel | None,
+        clock: Clock,
         failures: list[SolverError],
     ) -> Solution:
         """Return the cheapest rounding that fits. Errors of HiGHS are added to `failures`."""
@@ -414,7 +417,7 @@ class LpRounding(Checked):
             available_bytes = budget_bytes - graph.constant_bytes
             limit = graph.constant_bytes + int(available_bytes * (1 - allowance))
             try:
-                relaxed, relaxed_time_s = self._relax(graph, limit, deadline, cancel)
+                relaxed, relaxed_time_s = self._relax(graph, limit, clock)
             except SolverError as error:
                 failures.append(error)
                 break
@@ -429,7 +432,7 @@ class LpRounding(Checked):
                 is_best = bound_s is not None and time_s <= bound_s * (1 + 1e-9)
                 return Solution(solution.schedule, bound_s, "order", is_best, solution.stats)
         # A rounding of the smallest relaxed peak may fit where none of the above did.
-        solution = best_rounding(self._small_peak_roundings(graph, deadline, cancel, failures))
+        solution = best_rounding(self._small_peak_roundings(graph, clock, failures))
         if solution is not None:
             stats = {**solution.stats, **_failure_stats(failures)}
             return Solution(solution.schedule, bound_s, "order", stats=stats)
@@ -441,13 +444,13 @@ class LpRounding(Checked):
         raise infeasible(graph, budget_bytes, min(peaks_bytes), reason, proved=is_proved)
 
     def _small_peak_roundings(
-        self, graph: Graph, deadline: float, cancel: Cancel | None, failures: list[SolverError]
+        self, graph: Graph, clock: Clock, failures: list[SolverError]
     ) -> Iterator[tuple[str, Schedule]]:
         """Yield roundings for a small peak, with the smallest relaxed peak and a little more as the
         budget; ends if HiGHS fails."""
         yield "nothing dropped", Schedule.keep_all(graph)
         try:
-            relaxed, relaxed_peak_bytes = self._relax(graph, None, deadline, cancel)
+            relaxed, relaxed_peak_bytes = self._relax(graph, None, clock)
         except SolverError as error:
             failures.append(error)
             return
@@ -455,7 +458,7 @@ class LpRounding(Checked):
         yield from self._roundings(graph, relaxed, "least relaxed peak")
         try:
             limit = graph.constant_bytes + math.ceil(relaxed_peak_bytes * (1 + _EXTRA_PEAK_SHARE))
-            relaxed, _ = self._relax(graph, limit, deadline, cancel)
+            relaxed, _ = self._relax(graph, limit, clock)
         except SolverTimeout:
             return
         except SolverError as error:
@@ -467,20 +470,12 @@ class LpRounding(Checked):
             )
 
     def _relax(
-        self, graph: Graph, limit_bytes: int | None, deadline: float, cancel: Cancel | None
+        self, graph: Graph, limit_bytes: int | None, clock: Clock
     ) -> tuple[MilpModel | None, float]:
         """Return the solved relaxation (None if it has no solution) with its time in seconds or,
         without a limit, its peak in bytes without constant memory."""
         relaxed = MilpModel(graph, slots.build_complete_slots(graph), limit_bytes)
-        remaining_s = max(0.1, deadline - time.monotonic())
-        is_cancelled = None if cancel is None else cancel.is_set
-        highs = HighsSolver(
-            gap=0.0, time_limit=remaining_s, threads=self.threads, is_cancelled=is_cancelled
-        )
-        try:
-            answer = highs.run(relaxed.arrays.relaxed())
-        except SolverError as error:
-            raise SolverError(f"{error}; use Auto") from None
+        answer = _run_highs(relaxed.arrays.relaxed(), clock, self.threads)
         if answer.outcome is SolverOutcome.INFEASIBLE:
             return None, 0.0
         if answer.outcome is not SolverOutcome.OPTIMAL or answer.objective is None:

@@ -218,6 +218,4 @@ def add_checkpoint_cuts(state: SearchState, clock: Clock) -> None:
 
 def run_quick_baselines(state: SearchState, clock: Clock) -> None:
     """Add the schedules of the quick baselines within the budget, or with their smallest peaks."""
-    state.add_schedules(
-        quick_baseline_schedules(state.task.graph, state.task.budget_bytes, clock.is_set)
-    )
+    state.add_schedules(quick_baseline_schedules(state.task.graph, state.task.budget_bytes, clock))

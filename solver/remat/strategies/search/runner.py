@@ -109,15 +109,8 @@ class MilpRunner:
             # The solver's tolerance allowed a violated row: retry with a smaller tolerance, then
             # with a smaller budget.
             tightened_bytes -= excess if attempt else 0
-        return self.incumbent_answer(incumbent, bound)
-
-    @staticmethod
-    def incumbent_answer(
-        incumbent: Schedule, bound_s: float | None = None
-    ) -> tuple[SolverRun, float | None]:
-        """Return the answer of `minimize_cost` for a program without a result: the incumbent."""
         answer = SolverRun(SolverOutcome.FEASIBLE, incumbent, None, None, 0, 0.0, "incumbent kept")
-        return answer, bound_s
+        return answer, bound
 
     def minimize_shared_cost(
         self,

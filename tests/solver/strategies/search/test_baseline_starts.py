@@ -18,10 +18,6 @@ from remat.strategies import Auto, EveryK, Task
 from remat.strategies.baselines.quick import QUICK_BASELINES, quick_baseline_schedules
 
 
-def never() -> bool:
-    return False
-
-
 @settings(LAWS, max_examples=25)
 @hypothesis.given(small_graphs())
 def test_auto_is_never_worse_than_a_quick_baseline(graph: Graph) -> None:
@@ -44,7 +40,7 @@ def test_quick_baseline_schedules_fit_their_budget(graph: Graph) -> None:
     peak_bytes = peak_of(graph)
     for share in (0.5, 0.8):
         budget_bytes = int(share * peak_bytes)
-        for schedule in quick_baseline_schedules(graph, budget_bytes, never):
+        for schedule in quick_baseline_schedules(graph, budget_bytes):
             schedule.check(graph)
             assert peak_and_time(graph, schedule)[0] <= budget_bytes
 
@@ -63,21 +59,20 @@ def test_an_attempt_that_becomes_too_expensive_is_abandoned() -> None:
     )
 
 
-def test_quick_baselines_end_at_the_time_limit() -> None:
-    graph = uneven_layers(6)
+class CountingCancel:
+    """A cancellation that is set when it is asked for the third time: it is asked before a baseline
+    runs, and after each choice of one."""
+
     calls = 0
 
-    def stop() -> bool:
-        nonlocal calls
-        calls += 1
-        return calls > 2  # asked before a baseline, and after each choice of one
-
-    assert list(quick_baseline_schedules(graph, 1, stop)) == []
-    assert calls <= 4
-    with pytest.raises(RematError, match="cancelled before it found"):
-        EveryK().run(Task(graph, 1, cancel=_Set()))
-
-
-class _Set:
     def is_set(self) -> bool:
-        return True
+        self.calls += 1
+        return self.calls > 2
+
+
+def test_quick_baselines_end_at_the_time_limit() -> None:
+    graph, cancel = uneven_layers(6), CountingCancel()
+    assert list(quick_baseline_schedules(graph, 1, cancel)) == []
+    assert cancel.calls <= 4
+    with pytest.raises(RematError, match="cancelled before it found"):
+        EveryK().run(Task(graph, 1, cancel=cancel))
