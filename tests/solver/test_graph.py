@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -35,66 +37,61 @@ def test_networkx_round_trip_keeps_single_output_graphs() -> None:
     assert Graph.from_networkx(graph.to_networkx(), order=order) == graph
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"overwrites": (1,)}, "must be inputs"),
-        ({"overwrites": (0, 0)}, "must be inputs"),
-        ({"overwrites": (0, 1), "inputs": (0, 1)}, "overwrites 8 bytes; its outputs have 4"),
-        ({"overwrites": (2,), "inputs": (2,)}, "overwrites a result"),
-    ],
-)
-def test_invalid_overwrites_are_refused(change: dict[str, Any], message: str) -> None:
+def overwriting(**change: Any) -> Graph:
+    """Return a graph whose last operation overwrites its input, with a change of that operation."""
     operations = [Operation(f"op{i}", (), (i,), 1.0) for i in range(3)]
     last = Operation("last", (0,), (3,), 1.0, recomputable=False, overwrites=(0,))
     values = tuple(Value(f"v{i}", 4) for i in range(4))
-    assert len(Graph((*operations, last), values, frozenset({2}))) == 4
-    with pytest.raises(GraphError, match=message):
-        Graph((*operations, replace(last, **change)), values, frozenset({2}))
+    return Graph((*operations, replace(last, **change)), values, frozenset({2}))
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"cost": None}, "needs a number `cost`"),
-        ({"cost": float("nan")}, "costs are finite"),
-        ({"cost": -1.0}, "costs are finite"),
-        ({"size": 1.5}, "needs an integer `size`"),
-        ({"size": -3}, "sizes are zero or more"),
-        ({"workspace": -1}, "workspace"),
-    ],
-)
-def test_wrong_attributes_are_named(change: dict[str, object], message: str) -> None:
+def from_node(**change: object) -> Graph:
+    """Return the graph of one node of networkx, with a change of its attributes."""
     g = nx.DiGraph()
     g.add_node("a", **({"cost": 1.0, "size": 1} | change))
-    with pytest.raises(GraphError, match=message):
-        Graph.from_networkx(g)
+    return Graph.from_networkx(g)
 
 
-def test_cycles_and_wrong_orders_are_refused() -> None:
-    g = nx.DiGraph([("a", "b"), ("b", "a")])
-    with pytest.raises(GraphError, match="cycle"):
-        Graph.from_networkx(g)
-    graph = chain(2).to_networkx()
-    with pytest.raises(GraphError, match="exactly once"):
-        Graph.from_networkx(graph, order=["f0"])
-    with pytest.raises(GraphError, match="before any operation"):
-        Graph.from_networkx(graph, order=["b0", "f0", "f1", "b1"])
-    with pytest.raises(GraphError, match="not in the graph"):
-        Graph.from_networkx(graph, results=["zz"])
+VALUE = Value("v", 1)
+CYCLE = nx.DiGraph([("a", "b"), ("b", "a")])
+CHAIN = chain(2).to_networkx()
+ONCE = Graph((Operation("a", (), (0,), 1.0, recomputable=False),), (VALUE,))
+INVALID: dict[str, Callable[[], object]] = {
+    "must be inputs": lambda: overwriting(overwrites=(1,)),
+    "they must be inputs, each once": lambda: overwriting(overwrites=(0, 0)),
+    "overwrites 8 bytes; its outputs have 4": lambda: overwriting(overwrites=(0, 1), inputs=(0, 1)),
+    "overwrites a result": lambda: overwriting(overwrites=(2,), inputs=(2,)),
+    "needs a number `cost`": lambda: from_node(cost=None),
+    "costs nan s; costs are finite": lambda: from_node(cost=float("nan")),
+    "costs -1.0 s; costs are finite": lambda: from_node(cost=-1.0),
+    "needs an integer `size`": lambda: from_node(size=1.5),
+    "sizes are zero or more": lambda: from_node(size=-3),
+    "a workspace of -1 bytes": lambda: from_node(workspace=-1),
+    "the graph has a cycle": lambda: Graph.from_networkx(CYCLE),
+    "exactly once": lambda: Graph.from_networkx(CHAIN, order=["f0"]),
+    "before any operation": lambda: Graph.from_networkx(CHAIN, order=["b0", "f0", "f1", "b1"]),
+    "not in the graph": lambda: Graph.from_networkx(CHAIN, results=["zz"]),
+    "a second time": lambda: Graph(
+        (Operation("a", (), (0,), 1.0), Operation("b", (), (0,), 1.0)), (VALUE,)
+    ),
+    "no operation produces": lambda: Graph((Operation("a", (), (), 1.0),), (VALUE,)),
+    "boundary operation must have": lambda: Graph(
+        (Operation("a", (), (0,), 1.0),), (VALUE,), boundary=0
+    ),
+    "never runs": lambda: Schedule((0, 1, 2)).check(chain(2)),
+    "before it was ever produced": lambda: Schedule((1, 0, 2, 3)).check(chain(2)),
+    "names operation 9": lambda: Schedule((0, 1, 2, 3, 9)).check(chain(2)),
+    "may run only once": lambda: Schedule((0, 0)).check(ONCE),
+}
+"""Functions that make something invalid, by a part of the error."""
 
 
-def test_values_are_produced_exactly_once() -> None:
-    value = Value("v", 1)
-    with pytest.raises(GraphError, match="second time"):
-        Graph((Operation("a", (), (0,), 1.0), Operation("b", (), (0,), 1.0)), (value,))
-    with pytest.raises(GraphError, match="no operation produces"):
-        Graph((Operation("a", (), (), 1.0),), (value,))
-
-
-def test_the_boundary_runs_once() -> None:
-    with pytest.raises(GraphError, match="boundary"):
-        Graph((Operation("a", (), (0,), 1.0),), (Value("v", 1),), boundary=0)
+@pytest.mark.parametrize("message", INVALID)
+def test_invalid_graphs_and_schedules_are_refused(message: str) -> None:
+    with pytest.raises(GraphError, match=re.escape(message)):
+        INVALID[message]()
+    assert len(overwriting()) == 4
+    assert len(from_node()) == 1
 
 
 @settings(max_examples=30, deadline=None, derandomize=True)
@@ -103,25 +100,6 @@ def test_keep_all_is_a_schedule(graph: Graph) -> None:
     schedule = Schedule.keep_all(graph)
     schedule.check(graph)
     assert schedule.recomputed(graph) == {}
-
-
-@pytest.mark.parametrize(
-    ("runs", "message"),
-    [
-        ((0, 1, 2), "never runs"),
-        ((1, 0, 2, 3), "before it was ever produced"),
-        ((0, 1, 2, 3, 9), "names operation 9"),
-    ],
-)
-def test_schedules_are_checked(runs: tuple[int, ...], message: str) -> None:
-    with pytest.raises(GraphError, match=message):
-        Schedule(runs).check(chain(2))
-
-
-def test_an_operation_that_runs_once_is_not_recomputed() -> None:
-    graph = Graph((Operation("a", (), (0,), 1.0, recomputable=False),), (Value("v", 1),))
-    with pytest.raises(GraphError, match="only once"):
-        Schedule((0, 0)).check(graph)
 
 
 def test_order_sensitive_operations_keep_their_order() -> None:
