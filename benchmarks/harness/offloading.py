@@ -17,7 +17,7 @@ def offload_everything(trace: Trace, link: Link) -> Trace:
     graph = trace.graph()
     names = offloadable_values(trace)
     stays = [
-        HostStay(names[v], gone_by=graph.operations[span.last_use + 1].name)
+        HostStay(names[v], freed_before=graph.operations[span.last_use + 1].name)
         for v, span in idle_spans(graph, names).items()
         if graph.values[v].size_bytes >= MIN_BYTES
         and span.next_reader is not None

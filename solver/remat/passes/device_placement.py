@@ -4,20 +4,25 @@ from the CPU, where a step for an absent GPU is captured. Pure data.
 
 from __future__ import annotations
 
-from remat.documents.arguments import Args, Argument, Kwargs, Literal
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from remat.documents.arguments import Literal
 from remat.documents.program import Program, Statement
 from remat.documents.records import Node, Placeholder, Result, TensorMeta
 from remat.documents.trace import Trace
+
+T = TypeVar("T")
 
 
 def trace_on_device(trace: Trace, device: str) -> Trace:
     """Return the trace with its tensors moved to `device`. Tensors on another type of device than
     the trace's, such as a CPU scalar among CUDA tensors, stay where they are."""
-    replacement = _DeviceReplacement(trace.device, device)
+    moved = _replacement(trace.device, device)
     return trace.replace(
         device=device,
-        placeholders=tuple(replacement.placeholder(p) for p in trace.placeholders),
-        nodes=tuple(replacement.node(node) for node in trace.nodes),
+        placeholders=tuple(_with_devices(p, moved) for p in trace.placeholders),
+        nodes=tuple(_with_devices(node, moved) for node in trace.nodes),
     )
 
 
@@ -26,15 +31,33 @@ def program_on_device(program: Program, device: str) -> Program:
     the program's stay where they are."""
     if program.device == device:
         return program
-    replacement = _DeviceReplacement(program.device, device)
+    moved = _replacement(program.device, device)
     return program.model_copy(
         update={
             "device": device,
-            "placeholders": tuple(replacement.placeholder(p) for p in program.placeholders),
-            "forward": tuple(replacement.statement(s) for s in program.forward),
-            "backward": tuple(replacement.statement(s) for s in program.backward),
+            "placeholders": tuple(_with_devices(p, moved) for p in program.placeholders),
+            "forward": tuple(_with_devices(s, moved) for s in program.forward),
+            "backward": tuple(_with_devices(s, moved) for s in program.backward),
         }
     )
+
+
+def results_on_cpu(trace: Trace, storages: set[int]) -> Trace:
+    """Return the trace with all results in the storages with these indices on the CPU."""
+    if not storages:
+        return trace
+    nodes = tuple(
+        node.model_copy(
+            update={
+                "results": tuple(
+                    _with_devices(r, lambda device: "cpu") if r.storage in storages else r
+                    for r in node.results
+                )
+            }
+        )
+        for node in trace.nodes
+    )
+    return trace.replace(nodes=nodes)
 
 
 def device_type(device: str) -> str:
@@ -42,63 +65,32 @@ def device_type(device: str) -> str:
     return device.partition(":")[0]
 
 
-class _DeviceReplacement:
-    """Replaces all devices of the type of `old` by the device `new`, in records of a document."""
-
-    def __init__(self, old: str, new: str) -> None:
-        self._old_type = device_type(old)
-        self._new = new
-
-    def placeholder(self, placeholder: Placeholder) -> Placeholder:
-        return placeholder.model_copy(update={"tensor": self._meta(placeholder.tensor)})
-
-    def node(self, node: Node) -> Node:
-        results = tuple(
-            result.model_copy(update={"tensor": self._meta(result.tensor)})
-            for result in node.results
-        )
-        return node.model_copy(update={"results": results, **self._arguments(node)})
-
-    def statement(self, statement: Statement) -> Statement:
-        device = self._device(statement.device)
-        return statement.model_copy(update={"device": device, **self._arguments(statement)})
-
-    def _arguments(self, call: Node | Statement) -> dict[str, Args | Kwargs]:
-        return {
-            "args": tuple(self._argument(item) for item in call.args),
-            "kwargs": {key: self._argument(item) for key, item in call.kwargs.items()},
-        }
-
-    def _argument(self, argument: Argument) -> Argument:
-        match argument:
-            case Literal("device", name):
-                return Literal("device", self._device(name))
-            case tuple():
-                return tuple(self._argument(item) for item in argument)
-        return argument
-
-    def _meta(self, meta: TensorMeta) -> TensorMeta:
-        return meta.model_copy(update={"device": self._device(meta.device)})
-
-    def _device(self, device: str) -> str:
-        return self._new if device_type(device) == self._old_type else device
+def _replacement(old: str, new: str) -> Callable[[str], str]:
+    """Return a function that replaces all devices of the type of `old` by `new`."""
+    old_type = device_type(old)
+    return lambda device: new if device_type(device) == old_type else device
 
 
-def results_on_cpu(trace: Trace, storages: set[int]) -> Trace:
-    """Return the trace with all results in the storages with these indices on the CPU."""
-
-    def on_cpu(result: Result) -> Result:
-        if result.storage not in storages:
-            return result
-        return result.model_copy(
-            update={"tensor": result.tensor.model_copy(update={"device": "cpu"})}
-        )
-
-    if not storages:
-        return trace
-    return trace.replace(
-        nodes=tuple(
-            node.model_copy(update={"results": tuple(on_cpu(r) for r in node.results)})
-            for node in trace.nodes
-        )
-    )
+def _with_devices(item: T, device_of: Callable[[str], str]) -> T:
+    """Return a record or an argument with `device_of(device)` in place of each device."""
+    result: Any = item
+    match item:
+        case Literal("device", name):
+            result = Literal("device", device_of(name))
+        case tuple():
+            result = tuple(_with_devices(part, device_of) for part in item)
+        case TensorMeta():
+            result = item.model_copy(update={"device": device_of(item.device)})
+        case Placeholder() | Result():
+            result = item.model_copy(update={"tensor": _with_devices(item.tensor, device_of)})
+        case Node() | Statement():
+            update: dict[str, Any] = {
+                "args": _with_devices(item.args, device_of),
+                "kwargs": {k: _with_devices(v, device_of) for k, v in item.kwargs.items()},
+            }
+            if isinstance(item, Node):
+                update["results"] = _with_devices(item.results, device_of)
+            else:
+                update["device"] = device_of(item.device)
+            result = item.model_copy(update=update)
+    return result

@@ -245,7 +245,7 @@ def test_what_only_recomputations_read_is_offloaded_for_them() -> None:
         offload_tensors(plain, [HostStay(only)], FAST)
     assert read is not None
     needed_by = graph.operations[read].name
-    trace = offload_tensors(plain, [HostStay(only, needed_by=needed_by)], FAST)
+    trace = offload_tensors(plain, [HostStay(only, needed_before=needed_by)], FAST)
     graph = trace.graph()
     index = {o.name: i for i, o in enumerate(graph.operations)}
     runs = list(range(len(graph)))
@@ -341,7 +341,7 @@ def test_sources_name_the_operations_of_the_graph_without_copies() -> None:
         (v for v in range(len(graph.values)) if not graph.operations[graph.producer[v]].backward),
         key=lambda v: (graph.values[v].size_bytes, v),
     )
-    stay = HostStay(graph.values[value].name, needed_by=graph.operations[-1].name)
+    stay = HostStay(graph.values[value].name, needed_before=graph.operations[-1].name)
     offloaded = offload_values(graph, [value], [stay], FAST)
     names = [
         graph.operations[source].name

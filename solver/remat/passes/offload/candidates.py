@@ -21,8 +21,7 @@ from remat.graph import Graph
 
 class IdleSpan(NamedTuple):
     """The operations between which a tensor can be on the host: the last that uses it before, and
-    the first that reads it after, None if there is none: then only recomputations read what comes
-    back."""
+    the first that reads it after; None if only recomputations read what comes back."""
 
     last_use: int
     next_reader: int | None

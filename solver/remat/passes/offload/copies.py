@@ -92,8 +92,8 @@ class CopyTimes:
 def offloaded_values(graph: Graph) -> tuple[OffloadedValue, ...]:
     """Return the values of a graph that are offloaded, in the order of their copies to the host.
 
-    A graph does not say what its operations do, so that their relations tell: `release` needs the
-    copy that `offload` read, and `arrive` renews the value from the result of `reload`.
+    A graph has no kinds of operations, so copies are found by their relations: `release` needs the
+    copy that `offload` reads, and `arrive` renews the value from the result of `reload`.
     """
     offloaded: list[OffloadedValue] = []
     for release, operation in enumerate(graph.operations):
@@ -111,7 +111,7 @@ def offloaded_values(graph: Graph) -> tuple[OffloadedValue, ...]:
 
 
 def count_without_copies(graph: Graph) -> int:
-    """Return the number of operations, without those that start copies or wait for them."""
+    """Return the number of operations that neither start a copy nor wait for one."""
     return len(graph) - len({op for o in offloaded_values(graph) for op in o.operations})
 
 

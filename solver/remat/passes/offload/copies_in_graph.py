@@ -37,17 +37,17 @@ HANDLE_BYTES = 8
 class HostStay:
     """A tensor that is on the host for a part of the step.
 
-    It has left the device before the operation `gone_by` runs, and starts to come back at the
-    operation `away_until` or later; "" leaves this to the times of the copies. It is back before
-    the operation `needed_by` of the backward, or before the reader that ends its idle span if that
-    is earlier or `needed_by` is "": recomputations may read it before. A tensor of the forward that
-    the backward does not read requires it.
+    Its memory is free before the operation `freed_before`, and it starts to come back at the
+    operation `reload_from` or later; with "", the times of the copies decide. It is back before the
+    operation `needed_before` of the backward, where recomputations may read it, or before the
+    reader that ends its idle span if that is earlier. A tensor of the forward that the backward
+    does not read requires `needed_before`.
     """
 
     tensor: str
-    gone_by: str = ""
-    away_until: str = ""
-    needed_by: str = ""
+    freed_before: str = ""
+    reload_from: str = ""
+    needed_before: str = ""
 
 
 class CopyOperation(NamedTuple):
@@ -77,12 +77,12 @@ def offload_values(
 ) -> OffloadedGraph:
     """Return the graph in which values are offloaded.
 
-    `values` are the ones that can be offloaded, none of them results. `recomputed_s` are seconds of
+    `values` can be offloaded, and are no results of the step. `recomputed_s` are seconds of
     recomputation that are expected before operations, by their names. `arrival_overwrites` has the
     value that an operation may write over if that comes back from the host. A value that is needed
     before its copy to the host has ended stays on the device. The graph has a boundary.
 
-    Raises `RematError` for a tensor that is none of `values`, or that nothing needs, and `KeyError`
+    Raises `RematError` for a tensor that cannot be offloaded or that nothing needs, and `KeyError`
     for an unknown operation.
     """
     names = {graph.values[v].name: v for v in values}
@@ -96,14 +96,13 @@ def offload_values(
 
 
 class _Absence(NamedTuple):
-    """A value to offload, with the operations before which it has left, at which it may start to
-    come back, and before which it is back."""
+    """The stay of a value, with indices of operations."""
 
     value: int
     idle: IdleSpan
-    gone: int | None
-    until: int
-    needed: int
+    freed_before: int | None
+    reload_from: int
+    needed_before: int
 
 
 def _absence(
@@ -115,17 +114,17 @@ def _absence(
             "written over, or does not fill its storage"
         )
     idle = spans[value]
-    needs = [index[stay.needed_by]] if stay.needed_by else []
+    needs = [index[stay.needed_before]] if stay.needed_before else []
     if idle.next_reader is not None:
         needs.append(idle.next_reader)
     if not needs:
         raise RematError(
             f"{stay.tensor} cannot be offloaded: no operation of the backward reads it, and "
-            "nothing says before which operation a recomputation does; set needed_by"
+            "nothing says before which operation a recomputation does; set needed_before"
         )
-    gone = index[stay.gone_by] if stay.gone_by else None
-    until = index[stay.away_until] if stay.away_until else 0
-    return _Absence(value, idle, gone, until, min(needs))
+    freed_before = index[stay.freed_before] if stay.freed_before else None
+    reload_from = index[stay.reload_from] if stay.reload_from else 0
+    return _Absence(value, idle, freed_before, reload_from, min(needs))
 
 
 class _CopyPlaces(NamedTuple):
@@ -159,7 +158,7 @@ def _places(
             released[value] = operation
             free_s = copied_s
     next_start_s = end_s[-1]
-    for value, _, _, until, needed in sorted(absences, key=lambda a: -a.needed):
+    for value, _, _, until, needed in sorted(absences, key=lambda a: -a.needed_before):
         if value not in released or needed <= boundary:
             continue
         needed_s = min(next_start_s, end_s[needed - 1])
@@ -169,7 +168,7 @@ def _places(
         start = min(start, needed)
         if start > released[value]:
             next_start_s = start_s
-            # what is gone before the backward starts is not saved for it
+            # what is freed before the backward starts is not saved for it
             last = released[value] - (released[value] == boundary)
             yield _CopyPlaces(value, last, start, needed)
 

@@ -49,10 +49,10 @@ def with_moved_slices(trace: Trace) -> Trace:
 class LayerSlice:
     """A slice of a linear layer's result: `[..., start:end, ...]` in `dimension` of the `shape`.
 
-    All others are indices of nodes. `forward` are those from the slice up to the product, `copy` is
-    the copy of the slice into a tensor of its own, None if the slice is contiguous. `backward` are
-    those from the padding of the slice's gradient down to the gradient of the product, and
-    `gradients` those that read it: transposes, products and sums over the rows.
+    Other fields are indices of nodes. `forward` goes from the slice up to the product, `copy` is
+    the copy of the slice into a tensor of its own, None if the slice is contiguous. `backward` goes
+    from the padding of the slice's gradient down to the gradient of the product, and `gradients`
+    are the readers of that: transposes, products and sums over the rows.
     """
 
     shape: tuple[int, ...]
@@ -233,8 +233,8 @@ def _sliced_range(node: Node, first: int, shape: Sequence[int]) -> tuple[int, in
 
 
 def padded_gradient(trace: Trace, index: TraceIndex, node: Node, part: LayerSlice) -> str:
-    """Return the name of the gradient that a node pads with zeros to that of the slice's source; ""
-    if it does nothing of that kind."""
+    """Return the name of the slice's gradient if a node pads it with zeros to the gradient of the
+    slice's source; "" for any other node."""
     wanted = part.dimension, part.start, part.end
     if node.target == "aten.slice_backward.default":
         gradient, shape = node.args[:2]
@@ -359,7 +359,7 @@ class _Rewriting:
         return max(1, old.storage_bytes[old.storage_of[name]] // elements)
 
     def _write_gradient(self) -> None:
-        """Write what remains between the slice's gradient and that of the product."""
+        """Write the views and casts between the slice's gradient and the product's gradient."""
         part, old = self.part, self.old
         padding = old.nodes[part.backward[0]]
         name = padded_gradient(old, TraceIndex(old), padding, part)
@@ -459,7 +459,7 @@ class _Rewriting:
         return (Ref(name), *node.args[1:])
 
     def _scaled(self, size_bytes: int) -> int:
-        """Return the part of the bytes of all rows that those of the slice have."""
+        """Return the bytes of the slice's rows, from the bytes of all rows."""
         return size_bytes * self.part.slice_rows // self.part.rows
 
 

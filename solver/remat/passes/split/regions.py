@@ -40,10 +40,10 @@ _MAX_COMBINATIONS = 4096
 class Region:
     """Operations that can run on some of the rows at a time.
 
-    It began at the tensor `seed`, of which `seed_rows` are the rows; there are `rows` of them.
-    `split_calls` has what each operation, by its index in `trace.nodes`, does with its rows, and
-    `states` the states of all tensors that they read or produce. Tensors from outside are whole, or
-    by rows: then each piece reads a part.
+    It grew from the tensor `seed`, whose dimensions `seed_rows` are `rows` rows. `split_calls` has
+    the split call of each operation, by its index in `trace.nodes`, and `states` the states of all
+    tensors that they read or produce. A tensor that other operations produce is whole, or by rows:
+    then each piece reads a slice.
     """
 
     trace: Trace
@@ -155,8 +155,8 @@ class _Growth:
         return list(dict.fromkeys(self.trace.operands[index]))
 
     def _add(self, index: int, wanted: Mapping[str, State]) -> bool:
-        """Add an operation if some states of its arguments fit those that are known, and `wanted`
-        for its results. Return True if it was added."""
+        """Add an operation if its rule accepts states of its arguments that agree with the region,
+        and produces `wanted`. Return True if it was added."""
         node = self.trace.nodes[index]
         if node.piece_of:  # pieces are not split further: more pieces would do the same
             return False
@@ -207,8 +207,8 @@ class _Growth:
         return piece_meta(self.metas[name], state, 1, is_slice=is_slice) is not None
 
     def _add_bridges(self) -> None:
-        """Add operations on small tensors between two operations of the region, such as those on
-        the maximum of each row: else they would wait for all pieces of the large tensors."""
+        """Add operations on small tensors between two operations of the region, such as on the
+        maximum of each row: outside of it they would wait for all pieces of the large tensors."""
         added = True
         while added:
             added = False

@@ -148,7 +148,8 @@ class _Rewriting:
     # -- pieces -----------------------------------------------------------------------------------
 
     def _write_piece(self, index: int, piece: _Piece) -> None:
-        """Write the operation's call for one piece, and add its results to what is whole."""
+        """Write the operation's call for one piece, and append its results to the tensors that are
+        needed as a whole."""
         node, split = self.old.nodes[index], self.region.split_calls[index]
         args = split.arguments(piece.rows) if split.arguments else node.args
         if split.scaled is not None:
@@ -305,8 +306,8 @@ class _Rewriting:
             self.writer.append(node, target, args, whole)
 
     def _put(self, node: Node, result: Result, state: State, piece: _Piece) -> None:
-        """Put a piece's rows to those before: into a buffer, or, once all are there, one after the
-        other."""
+        """Append a piece: write it into the result's buffer (in the backward), or concatenate all
+        after the last one (in the forward)."""
         assert isinstance(state, Rows)
         if node.backward or not result.tensor.is_row_major():
             whole = self._partial_result(result, piece)
@@ -339,8 +340,8 @@ class _Rewriting:
 
 def _bytes_of_large_scalars(region: Region) -> dict[int, int]:
     """Return the bytes of each scalar that the region adds up and whose storage has an element for
-    each one of the operand, as that of torch's mean squared error, by storage. The sum over the
-    pieces needs only as many."""
+    each element of the operand, by storage: torch's mean squared error allocates it. The sum over
+    the pieces needs only the bytes of one element."""
     trace, scalars = region.trace, dict[int, int]()
     for index, split in region.split_calls.items():
         node = trace.nodes[index]

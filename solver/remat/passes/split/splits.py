@@ -21,8 +21,8 @@ from remat.passes.split.stages import split_bytes
 from remat.passes.split.states import PartialSum, Rows, candidate_rows
 
 _SHARE = 0.9
-"""The operations that need at least this share of what the largest needs are split, too: those of
-identical layers need the same."""
+"""Operations that need at least this share of the largest one's memory are split, too: identical
+layers need the same."""
 
 _MAX_REGIONS = 128
 
@@ -95,9 +95,9 @@ def find_peak_region(index: TraceIndex, operation: int, max_nodes: float = inf) 
     """Return the region whose tensors are the largest part of what an operation of the graph needs;
     None if it cannot be split, or only with more than `max_nodes` operations and views.
 
-    Of all ways to count rows, it is the one that leaves the fewest bytes whole; of those that leave
-    as many, the one that adds up the fewest elements in the forward, whose other values are then
-    equal bit for bit; then the one with the most rows.
+    Of the regions with other dimensions as rows, it is the one that leaves the fewest bytes whole;
+    then the one that adds up the fewest elements in the forward, since sums over pieces are rounded
+    differently; then the one with the most rows.
     """
     graph = index.trace.graph_of_sizes
     values = graph.values
@@ -125,7 +125,7 @@ def _preference(region: Region) -> tuple[int, int, int]:
 
 
 def large_operations(graph: Graph, least_bytes: float) -> list[int]:
-    """Return the operations that need at least so much memory, those that need the most first."""
+    """Return the operations that need at least so much memory, the largest first."""
     needs_bytes = operand_bytes(graph)
     large = [op for op, size_bytes in enumerate(needs_bytes) if size_bytes >= least_bytes]
     return sorted(large, key=lambda op: -needs_bytes[op])

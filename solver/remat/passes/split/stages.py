@@ -14,8 +14,8 @@ from remat.passes.split.states import PartialSum, Rows
 
 
 class Group(NamedTuple):
-    """Operations that are written together: of a stage of a region, or one alone ("node", "view").
-    `number` is that of the stage, or of the operation."""
+    """Operations that are written together: all of a stage of a region, or one alone ("node",
+    "view"). `number` is the number of the stage, or the index of the operation."""
 
     kind: str
     number: int
@@ -25,8 +25,8 @@ class Group(NamedTuple):
 def stages(region: Region) -> dict[int, int]:
     """Return the stage of each operation of the region, by its index in `trace.nodes`.
 
-    An operation that depends on a tensor that an earlier one completes is in a later stage, and so
-    is each one of the backward.
+    An operation that reads a tensor which an earlier stage completes is in a later stage.
+    Operations of the backward are in later stages than the forward.
     """
     trace, produced = region.trace, region.produced
     level_of: dict[str, int] = {}
@@ -49,7 +49,7 @@ def stages(region: Region) -> dict[int, int]:
 
 
 def completed_tensors(region: Region) -> tuple[set[str], set[int]]:
-    """Return the tensors that are needed whole, and the region's views that are needed of
+    """Return the region's tensors that are needed as a whole, and the indices of its views of
     them."""
     names_read = {
         name
@@ -89,9 +89,9 @@ def split_bytes(region: Region) -> int:
 def ordered_groups(
     regions: Sequence[Region], kept_views: Iterable[int]
 ) -> list[tuple[Group, list[int]]]:
-    """Return the operations of a trace in a valid order: those of a stage of a region together, all
-    others alone. A view of a region that is needed as a whole, too, is in a group of its own
-    besides. Raises `RematError` if there is no such order."""
+    """Return the operations of a trace in a valid order: the operations of a stage of a region in
+    one group, each other operation in its own. A view of a region that is also needed as a whole is
+    written once more, in a group of its own. Raises `RematError` if there is no such order."""
     trace = regions[0].trace
     nodes = trace.nodes
     group_of = {
@@ -126,8 +126,8 @@ def _order_mutations(
     members: Mapping[Group, Sequence[int]],
     waits_for: Mapping[Group, set[Group]],
 ) -> None:
-    """Keep operations that write into a tensor, which have no result, in their place among all
-    that touch it."""
+    """Keep the order between an operation that writes into a tensor and all others that read or
+    write that tensor."""
     group_of = {i: g for g, indices in members.items() if g.kind != "view" for i in indices}
     touching: dict[int, list[int]] = {}
     for index, node in enumerate(trace.nodes):
@@ -147,7 +147,7 @@ def _topological(
     waits_for: Mapping[Group, set[Group]],
     priority: Mapping[Group, tuple[bool, int]],
 ) -> list[tuple[Group, list[int]]]:
-    """Return groups after those that they wait for, otherwise in the order of `priority`."""
+    """Return the groups in topological order; among groups that are ready, `priority` decides."""
     followers: dict[Group, list[Group]] = {}
     for group, others in waits_for.items():
         for other in others:

@@ -135,7 +135,7 @@ def piece_meta(
     meta: TensorMeta, state: Rows, piece_rows: int, *, is_slice: bool = False
 ) -> TensorMeta | None:
     """Return the metadata of a piece with so many rows, in the memory layout of the whole tensor: a
-    tensor of its own, or a slice of the whole, whose strides are those of the whole.
+    tensor of its own, or a slice of the whole tensor, with its strides.
 
     None if the rows are not evenly spaced in memory, or if a tensor of its own would start after
     its first row.
