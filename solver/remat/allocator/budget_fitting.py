@@ -42,13 +42,13 @@ def solve_within_allocator_budget(
     if is_expandable is None:
         is_expandable = uses_expandable_segments()
 
-    def solve_once(budget: Budget | int) -> P:
+    def plan_once(budget: Budget | int) -> P:
         """Return a plan with a prediction. A plan from a service that received only the graph has
         none yet."""
         plan = solve(Budget.parse(budget))
         return plan if plan.allocator is not None else with_prediction(plan, trace)
 
-    plan = solve_once(budget)
+    plan = plan_once(budget)
     if not is_on_cuda(trace) or budget.is_min or (budget.share or 0) >= 1:
         return plan
     requested_bytes = plan.budget_bytes
@@ -62,7 +62,7 @@ def solve_within_allocator_budget(
             excess = max(excess, reserved_excess)
         return Verdict(excess, excess)
 
-    best = solve_until_accepted(plan, requested_bytes, solve_once, judge, cancel)
+    best = solve_until_accepted(plan, requested_bytes, plan_once, judge, cancel)
     if best.budget_bytes == requested_bytes:
         return best
     return replace(best, terms=replace(best.terms, requested_budget_bytes=requested_bytes))

@@ -187,7 +187,7 @@ def run_checks() -> list[Check]:
         ("torch", _torch),
         ("CUDA", _devices),
         ("packages", _packages),
-        ("solvers", _solvers),
+        ("solvers", _check_solvers),
         ("cost cache", _cost_cache),
         ("offloading", _offloading),
         ("extras", _extras),
@@ -340,7 +340,7 @@ def _version_check(needed: Requirement, version: str, text: str) -> Check:
     return Check(needed.name, state, text + note, "" if state == "ok" else needed.install_command)
 
 
-def _solvers() -> Iterator[Check]:
+def _check_solvers() -> Iterator[Check]:
     for fact in usable_backends():
         remedy = find_family(fact.name).remedy
         name = f"solver {fact.name}"

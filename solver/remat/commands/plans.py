@@ -14,7 +14,7 @@ from remat.commands.common.plots import PLOT_KINDS, PlotInput, find_plot_writer
 from remat.commands.common.summaries import JsonObject, plan_summary, to_json_text
 from remat.plan import Plan
 from remat.report.plan_report import recomputations_by_name
-from remat.report.solve_progress import solve_report, solve_steps
+from remat.report.solve_progress import solve_report, step_rows
 
 
 def explain(
@@ -42,9 +42,7 @@ def explain(
             "operations": operations,
             "text": explanations,
         }
-        files.print_json(
-            to_json_text(summary | ({"solve": solve_steps(document)} if solve else {}))
-        )
+        files.print_json(to_json_text(summary | ({"solve": step_rows(document)} if solve else {})))
         return
     texts = [*explanations.values()] or [document.describe()]
     files.print_text("\n\n".join([*texts, str(solve_report(document))] if solve else texts))

@@ -91,7 +91,7 @@ def _plan_option(solves: _Solves, optimizer: OptimizerMemory, name: str) -> FitO
     question = solves.question
     name = question.name_with_optimizer(name, optimizer)
     try:
-        chosen = _solved(solves, optimizer)
+        chosen = _accepted_plan(solves, optimizer)
     except SolverTimeout:
         return None
     except InfeasibleBudget as error:
@@ -113,7 +113,7 @@ def _plan_option(solves: _Solves, optimizer: OptimizerMemory, name: str) -> FitO
     return question.option(name, _memory_of_plan(chosen, optimizer), chosen.plan.time_s, code)
 
 
-def _solved(solves: _Solves, optimizer: OptimizerMemory) -> TracePlan:
+def _accepted_plan(solves: _Solves, optimizer: OptimizerMemory) -> TracePlan:
     """Return the plan for what the optimizer's state and the allocator's fragments leave. If more
     would be reserved than is usable, the budget is lowered by the excess, without its share of
     fragments, and a margin."""
@@ -166,17 +166,15 @@ class _Solves:
         key = budget_bytes, pieces
         try:
             if key not in self._plans:
-                self._plans[key] = _solved_in_pieces(self.question, budget_bytes, pieces)
+                self._plans[key] = _plan_in_pieces(self.question, budget_bytes, pieces)
         except InfeasibleBudget as error:
             self._infeasible[pieces] = budget_bytes, error
             raise
         return self._plans[key]
 
 
-def _solved_in_pieces(
-    question: FitQuestion, budget_bytes: int, pieces: tuple[int, ...]
-) -> TracePlan:
-    def solve_graph(trace: Trace, budget: Budget, strategy: Strategy) -> Plan:
+def _plan_in_pieces(question: FitQuestion, budget_bytes: int, pieces: tuple[int, ...]) -> TracePlan:
+    def plan_graph(trace: Trace, budget: Budget, strategy: Strategy) -> Plan:
         # Not of the trace: the allocator's bytes are those with the optimizer.
         graph, clock = trace.graph(), question.clock
         return solve(graph, budget, strategy, progress=question.progress, cancel=clock)
@@ -185,7 +183,7 @@ def _solved_in_pieces(
         question.step.trace,
         PlanRequest(Limits(Budget.parse(max(1, budget_bytes))), question.strategy, pieces),
         measure=lambda trace: with_roofline_costs(trace, question.roofline),
-        solve_trace=solve_graph,
+        solve_trace=plan_graph,
         clock=question.clock,
     )
 

@@ -66,7 +66,7 @@ def plan_report(plan: PlanData, solve: bool = False) -> Report:
     if plan.terms.cuda_graphs:
         text = "each random operation runs once per step, as a CUDA graph requires"
         facts.append(Fact("random", text))
-    if solver := _solver_text(plan):
+    if solver := _text_of_solver(plan):
         facts.append(Fact("solver", solver))
     table = _module_table(plan, recomputed) if recomputed else ""
     return Report(facts, table, *(solve_report(plan).parts if solve else ()))
@@ -215,7 +215,7 @@ def _bound_text(plan: PlanData) -> str:
     return text
 
 
-def _solver_text(plan: PlanData) -> str:
+def _text_of_solver(plan: PlanData) -> str:
     """Return the strategy, the solver, the size of the MILP and the solve time, as text."""
     stats = plan.solve
     facts = [str(stats[key]) for key in ("strategy", "solver") if key in stats]

@@ -41,7 +41,7 @@ def format_progress(progress: Progress) -> str:
     return " ".join(parts[:2]) + "".join(f", {part}" for part in parts[2:] if part)
 
 
-def solve_steps(plan: PlanData) -> list[Figures]:
+def step_rows(plan: PlanData) -> list[Figures]:
     """Return the steps of a plan's solve in order, as data.
 
     Each has its name as `step`, `seconds_s`, and the state after it: `cost` and `bound`, which are
@@ -61,7 +61,7 @@ def solve_steps(plan: PlanData) -> list[Figures]:
 def solve_report(plan: PlanData) -> Report:
     """Return a table of the steps of a plan's solve: the seconds of each, and the incumbent and
     lower bound after it. Steps that search the smallest peak, in bytes, are a first table."""
-    steps = solve_steps(plan)
+    steps = step_rows(plan)
     if not steps:
         return Report(_why_no_steps(plan))
     peaks = [_peak_line(step) for step in steps if "bound" not in step]

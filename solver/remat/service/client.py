@@ -137,7 +137,7 @@ class Client:
         options: PlanOptions = {
             "strategy": strategy, "costs": costs, "progress": progress, "infeasible": infeasible
         }  # fmt: skip
-        return self._solve(graph, budget, cancel, options)[0]
+        return self._request_plan(graph, budget, cancel, options)[0]
 
     @shows_options(CLIENT_PLAN)
     def plan(
@@ -153,7 +153,7 @@ class Client:
         may split the trace's largest operations. Pass `costs`, too ("measure", "roofline:h200"): a
         measured trace has no costs for the pieces. With `offload="auto"`, tensors may wait on the
         host: pass `costs`, too, or the `link` between device and host."""
-        plan, program = self._solve(trace, budget, cancel, {"strategy": strategy, **options})
+        plan, program = self._request_plan(trace, budget, cancel, {"strategy": strategy, **options})
         if program is None:
             raise ServiceError("the service sent a plan without its program")
         return plan, program
@@ -253,7 +253,7 @@ class Client:
 
     # -- requests -----------------------------------------------------------------------------
 
-    def _solve(
+    def _request_plan(
         self,
         graph: Graph | Trace,
         budget: int | float | str,

@@ -10,7 +10,7 @@ from tests.helpers.graphs import chain, random_stages
 
 from remat.limits.units import format_bytes, format_seconds
 from remat.plan import Plan
-from remat.report.solve_progress import solve_report, solve_steps
+from remat.report.solve_progress import solve_report, step_rows
 from remat.solution import step_names
 from remat.solve import solve
 from remat.strategies import Auto, EveryK, Exact, KeepAll, Strategy
@@ -57,7 +57,7 @@ def test_missing_figures_are_dashes() -> None:
 
 
 def test_the_rows_are_available_as_data(smallest: Plan) -> None:
-    rows = solve_steps(smallest)
+    rows = step_rows(smallest)
     assert [step["step"] for step in rows] == step_names(smallest.stats)
     for step in rows:
         for key in step.keys() - {"step"}:
@@ -65,7 +65,7 @@ def test_the_rows_are_available_as_data(smallest: Plan) -> None:
             assert step[key] == smallest.stats[f"{step['step']}_{fact}"]
     assert rows[0].keys() == {"step", "seconds_s", "bytes", "bound_bytes"}
     assert rows[-1].keys() == {"step", "seconds_s", "cost", "bound"}
-    assert solve_steps(Plan.from_json(smallest.to_json())) == rows
+    assert step_rows(Plan.from_json(smallest.to_json())) == rows
 
 
 def test_the_steps_follow_the_description_of_the_plan(smallest: Plan) -> None:
@@ -110,6 +110,6 @@ def test_concurrent_and_failed_steps_are_reported() -> None:
     first, *_ = step_names(plan.stats)
     stats = {f"{first}_concurrent": 1, "search_error": f"{first}: it broke"}
     plan = replace(plan, solve={**plan.solve, **stats})
-    assert solve_steps(plan)[0]["note"] == "concurrent, failed"
+    assert step_rows(plan)[0]["note"] == "concurrent, failed"
     assert f"{first} (concurrent, failed)" in str(solve_report(plan))
-    assert all("note" not in step for step in solve_steps(plan)[1:])
+    assert all("note" not in step for step in step_rows(plan)[1:])

@@ -191,10 +191,10 @@ class BlockSolver:
         if index not in self._options_by_trace:
             count = len(self._distinct_traces)
             self.log_progress(f"block {index + 1} of {count}, with {len(trace.nodes)} operations")
-            self._options_by_trace[index] = self._solve(trace, _TIME_LIMIT_S / count)
+            self._options_by_trace[index] = self._plan_options(trace, _TIME_LIMIT_S / count)
         return self._options_by_trace[index]
 
-    def _solve(self, trace: Trace, time_limit_s: float) -> list[PlannedOption]:
+    def _plan_options(self, trace: Trace, time_limit_s: float) -> list[PlannedOption]:
         """Return the options of a trace from the schedule cache, else from the solver."""
         settings = self.optimize_options
         cached = self.schedule_cache.find(trace)

@@ -258,7 +258,7 @@ class Planner:
             measured = self._measure(traced, budget)
             if self._in_flight == 1 and self.options.costs != MEASURED_BY_SERVICE:
                 budget = largest_budget(budget, measured, self._largest_budget_bytes())
-            return self._solve(measured, budget, limits, accumulates_gradients)
+            return self._plan_measured(measured, budget, limits, accumulates_gradients)
         budget = reuse.budget_at_largest_size(budget)
         reused_plan = reuse.fastest_plan(budget)
         reused = None
@@ -269,7 +269,7 @@ class Planner:
                 return reused
         measured = reuse.trace if reuse.has_larger_plan else self._measure(traced, budget)
         try:
-            solved = self._solve(measured, budget, limits, accumulates_gradients)
+            solved = self._plan_measured(measured, budget, limits, accumulates_gradients)
         except SolverTimeout:
             if reused is None:
                 raise
@@ -297,7 +297,7 @@ class Planner:
             return auto_limits(traced, reserve)
         return Limits(self.options.budget, reserve.total_bytes)
 
-    def _solve(
+    def _plan_measured(
         self, traced: Trace, budget: Budget, limits: Limits, accumulates_gradients: bool
     ) -> PlanningResult:
         """Solve a trace within `budget`, in this process or by the service."""

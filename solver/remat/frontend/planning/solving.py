@@ -61,16 +61,16 @@ def solve_trace(options: CheckedOptions, trace: Trace, limits: Limits) -> Planni
     Raises `InfeasibleBudget`, `SolverTimeout` and the errors of the service.
     """
     if options.costs == MEASURED_BY_SERVICE:
-        return _solved_by_measuring_service(options, trace, limits)
+        return _answer_of_measuring_service(options, trace, limits)
     programs: dict[tuple[tuple[str, ...], Schedule], Program] = {}
 
-    def solve_by_service(step: Trace, budget: Budget, _: Strategy) -> Plan:
-        def solve_once(budget: Budget) -> Plan:
-            plan, program = _solved_by_service(options, step, budget)
+    def plan_by_service(step: Trace, budget: Budget, _: Strategy) -> Plan:
+        def plan_once(budget: Budget) -> Plan:
+            plan, program = _answer_of_service(options, step, budget)
             programs[_node_names(step), plan.schedule] = program
             return plan
 
-        return _within_allocator_budget(step, budget, solve_once, limits)
+        return _within_allocator_budget(step, budget, plan_once, limits)
 
     limit_bytes = measuring_limit_bytes(trace, limits.budget_after_reserve)
     offload = host_limits(options.offload, trace, options.costs, options.cache)
@@ -78,7 +78,7 @@ def solve_trace(options: CheckedOptions, trace: Trace, limits: Limits) -> Planni
         trace,
         options.request(limits, offload),
         measure=lambda split: _with_costs_of_pieces(options, split, limit_bytes),
-        solve_trace=None if options.service is None else solve_by_service,
+        solve_trace=None if options.service is None else plan_by_service,
         progress=options.progress_callback,
     )
     return PlanningResult(trace, plan, programs.get((_node_names(trace), plan.schedule)))
@@ -97,7 +97,7 @@ def _with_costs_of_pieces(options: CheckedOptions, trace: Trace, limit_bytes: in
     return measure_pieces(trace, device=source, cache=options.cache, limit_bytes=limit_bytes)
 
 
-def _solved_by_measuring_service(
+def _answer_of_measuring_service(
     options: CheckedOptions, trace: Trace, limits: Limits
 ) -> PlanningResult:
     """Return the plan of a trace that the service measures and splits."""
@@ -107,24 +107,24 @@ def _solved_by_measuring_service(
             "here: leave out `costs`"
         )
 
-    def solve_within(budget: Budget) -> PlanningResult:
-        first_plan, first_program = _solved_by_service(options, trace, budget)
+    def plan_within(budget: Budget) -> PlanningResult:
+        first_plan, first_program = _answer_of_service(options, trace, budget)
         programs = {first_plan.schedule: first_program}
         split = with_recorded_splits(trace, first_plan.graph.splits)
 
-        def solve_once(lower: Budget) -> Plan:
+        def plan_once(lower: Budget) -> Plan:
             if lower == budget:
                 return first_plan
-            plan, programs[plan.schedule] = _solved_by_service(options, split, lower)
+            plan, programs[plan.schedule] = _answer_of_service(options, split, lower)
             return plan
 
         measured = _with_costs_of_plan(split, first_plan)
-        plan = _within_allocator_budget(measured, budget, solve_once, limits)
+        plan = _within_allocator_budget(measured, budget, plan_once, limits)
         return PlanningResult(measured, plan, programs.get(plan.schedule))
 
     with limits.infeasible_with_reserve():
         return plan_or_smallest(
-            solve_within,
+            plan_within,
             limits.budget_after_reserve,
             options.infeasible,
             peak_bytes=lambda result: result.plan.peak_bytes + limits.reserve_bytes,
@@ -132,7 +132,7 @@ def _solved_by_measuring_service(
         )
 
 
-def _solved_by_service(
+def _answer_of_service(
     options: CheckedOptions, trace: Trace, budget: Budget
 ) -> tuple[Plan, Program]:
     assert options.service is not None
@@ -141,10 +141,10 @@ def _solved_by_service(
 
 
 def _within_allocator_budget(
-    trace: Trace, budget: Budget, solve_once: Callable[[Budget], Plan], limits: Limits
+    trace: Trace, budget: Budget, plan_once: Callable[[Budget], Plan], limits: Limits
 ) -> Plan:
     return solve_within_allocator_budget(
-        trace, budget, solve_once, reserved_bytes=limits.segments_bytes
+        trace, budget, plan_once, reserved_bytes=limits.segments_bytes
     )
 
 
