@@ -25,12 +25,8 @@ from remat.heuristics.polish import polish, prune
 from remat.schedule import Schedule
 from remat.simulate import peak_and_time
 
-DEFAULT_MAX_RUNS = 10_000
-MAX_RUNS_PER_OPERATION = 60
-MAX_RUNS_PER_PAIR = 40
-"""Operations that one search may run, all attempts together: `DEFAULT_MAX_RUNS`, or
-`MAX_RUNS_PER_OPERATION` times the graph's if that is more. Graphs of a dozen operations have a
-limit per pair of operations, because attempts soon repeat themselves."""
+_MIN_RUNS, _RUNS_PER_OPERATION = 10_000, 60
+_RUNS_PER_PAIR = 40
 
 _MAX_SCHEDULES = 12
 """Schedules that are returned at most."""
@@ -79,7 +75,7 @@ def smallest_peak_schedule(
         best = min(
             best, EvaluatedSchedule.of(graph, start), key=lambda candidate: candidate.peak_bytes
         )
-    max_runs = _default_max_runs(graph) if max_runs is None else max_runs
+    max_runs = run_limit(graph) if max_runs is None else max_runs
     proposals = _Proposals(graph)
     for attempt_number, (rule, weights, _) in enumerate(proposals):
         # First slightly less than the best peak (except for the first rule), then the target, then
@@ -136,7 +132,7 @@ def schedules_within_budget(
         s: candidate for s, candidate in evaluated.items() if candidate.peak_bytes <= budget_bytes
     }
     best_time_s = min((candidate.time_s for candidate in evaluated.values()), default=float("inf"))
-    max_runs = _default_max_runs(graph) if max_runs is None else max_runs
+    max_runs = run_limit(graph) if max_runs is None else max_runs
     proposals = _Proposals(graph, advice, rules)
     for attempt_number, (rule, weights, advice_item) in enumerate(proposals):
         stop_now = stop if evaluated or attempt_number >= MIN_ATTEMPTS else must_stop
@@ -215,9 +211,14 @@ class _Proposals:
         self._accepted = self._latest
 
 
-def _default_max_runs(graph: Graph) -> int:
+def run_limit(
+    graph: Graph, per_operation: int = _RUNS_PER_OPERATION, min_runs: int = _MIN_RUNS
+) -> int:
+    """Return the number of operations that one search may run, all attempts together: `min_runs`,
+    or a multiple of the graph's if that is more. Graphs of a dozen operations have a limit per pair
+    of operations, because attempts soon repeat themselves."""
     count = len(graph)
-    return max(MAX_RUNS_PER_OPERATION * count, min(DEFAULT_MAX_RUNS, MAX_RUNS_PER_PAIR * count**2))
+    return max(per_operation * count, min(min_runs, _RUNS_PER_PAIR * count**2))
 
 
 def _by_cost(candidate: EvaluatedSchedule) -> tuple[float, int]:

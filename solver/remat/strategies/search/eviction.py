@@ -6,11 +6,14 @@ HiGHS releases Python's global lock while it runs, so a thread suffices to use a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from remat.graph import Graph
+from remat.heuristics.eviction import EvictionAdvice, EvictionRule
 from remat.heuristics.local_search import (
-    MAX_RUNS_PER_PAIR,
+    ADVICE_RULES,
+    run_limit,
     schedules_within_budget,
     smallest_peak_schedule,
 )
@@ -28,8 +31,7 @@ _SMALL_VALUES_TIME_SHARE = 0.5
 
 _MIN_RUNS, _RUNS_PER_OPERATION = 20_000, 30
 """Limit of the operations that eviction runs, absolute or in multiples of the graph's, whichever is
-more. The steps that follow find further improvements sooner. Graphs of a dozen operations have a
-limit per pair of operations instead, because attempts soon repeat themselves."""
+more (see `run_limit`). The steps that follow find further improvements sooner."""
 
 _LARGE_GRAPH, _PEAK_GAP_SHARE = 5_000, 0.4
 """In graphs of so many operations, where an attempt takes a second, the search for the smallest
@@ -110,16 +112,11 @@ def _evicted_schedules(
         incumbents=state.schedules,
         advice=() if advisor is None else advisor.advice(),
         is_good_enough=is_good_enough,
-        max_runs=max_runs or _default_max_runs(graph),
+        max_runs=max_runs or run_limit(graph, _RUNS_PER_OPERATION, _MIN_RUNS),
         stop=clock.is_set,
         must_stop=must_stop,
     )
     return [candidate.schedule for candidate in candidates]
-
-
-def _default_max_runs(graph: Graph) -> int:
-    count = len(graph)
-    return max(_RUNS_PER_OPERATION * count, min(_MIN_RUNS, MAX_RUNS_PER_PAIR * count**2))
 
 
 def evict_for_peak(state: SearchState, clock: Clock) -> None:
@@ -202,18 +199,30 @@ def add_checkpoint_cuts(state: SearchState, clock: Clock) -> None:
     for advice in advisor.advice_from_more_cuts(
         lambda: state.best, _PROGRAM_TIME_LIMIT_S, clock.is_set
     ):
-        candidates = schedules_within_budget(
-            state.graph,
-            state.budget_bytes,
-            incumbents=state.schedules,
-            advice=[advice],
-            is_good_enough=state.is_good_enough,
-            max_runs=_EVICTION_RUNS_PER_OPERATION * len(state.graph),
-            stop=clock.is_set,
-        )
-        state.add_schedules(candidate.schedule for candidate in candidates)
+        follow_advice(state, advice, clock, _EVICTION_RUNS_PER_OPERATION)
         if clock.is_set():
             return
+
+
+def follow_advice(
+    state: SearchState,
+    advice: EvictionAdvice,
+    clock: Clock,
+    runs_per_operation: int,
+    rules: Sequence[EvictionRule] = ADVICE_RULES,
+) -> None:
+    """Add schedules that follow one piece of advice under these rules."""
+    candidates = schedules_within_budget(
+        state.graph,
+        state.budget_bytes,
+        incumbents=state.schedules,
+        advice=[advice],
+        rules=rules,
+        is_good_enough=state.is_good_enough,
+        max_runs=runs_per_operation * len(state.graph),
+        stop=clock.is_set,
+    )
+    state.add_schedules(candidate.schedule for candidate in candidates)
 
 
 def run_quick_baselines(state: SearchState, clock: Clock) -> None:

@@ -14,7 +14,6 @@ from typing import NamedTuple
 from remat.errors import SolverError
 from remat.graph import Graph
 from remat.heuristics.eviction import EVICTION_RULES
-from remat.heuristics.local_search import schedules_within_budget
 from remat.milp import slots
 from remat.milp.backends import SolverOutcome
 from remat.milp.model import MilpModel
@@ -23,6 +22,7 @@ from remat.milp.solvers.highs import HighsSolver
 from remat.milp.solvers.program import value_of
 from remat.progress import Clock
 from remat.schedule import Schedule
+from remat.strategies.search.eviction import follow_advice
 from remat.strategies.search.state import SearchState, SlotProgramResult
 
 _GROUP_SPAN = 100
@@ -99,17 +99,7 @@ def _evict_by_support(state: SearchState, support: RelaxationSupport, clock: Clo
             (op, {v: factor**share for v, share in shares.items()})
             for op, shares in support.retained_shares
         ]
-        candidates = schedules_within_budget(
-            state.graph,
-            state.budget_bytes,
-            incumbents=state.schedules,
-            advice=[advice],
-            rules=EVICTION_RULES,
-            is_good_enough=state.is_good_enough,
-            max_runs=_RUNS_PER_OPERATION * len(state.graph),
-            stop=clock.is_set,
-        )
-        state.add_schedules(candidate.schedule for candidate in candidates)
+        follow_advice(state, advice, clock, _RUNS_PER_OPERATION, EVICTION_RULES)
         if state.objective == before_s:
             return
 
