@@ -29,3 +29,8 @@ def peak_of(graph: Graph, schedule: Schedule | None = None) -> int:
 def part_of_peak(graph: Graph, share: float) -> int:
     """Return a budget: a share of the peak without recomputation, at least one byte."""
     return max(1, int(share * peak_of(graph)))
+
+
+def time_of(graph: Graph, schedule: Schedule) -> float:
+    """Return the time of a schedule."""
+    return peak_and_time(graph, schedule)[1]

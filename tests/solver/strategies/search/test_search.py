@@ -12,6 +12,7 @@ from typing import Any
 import highspy
 import pytest
 from tests.helpers.graphs import chain, random_stages
+from tests.helpers.laws import peak_of, time_of
 from tests.helpers.search_states import (
     CHAIN,
     EXACT,
@@ -39,23 +40,12 @@ from remat.strategies.search.state import SearchState, SlotProgramResult
 from remat.strategies.search.step import run_steps
 
 
-def search_lowest_cost(
-    graph: Graph, slot_source: SlotSource, budget_bytes: int, *options: Auto, **more: Any
+def run_search(
+    graph: Graph, slot_source: SlotSource, budget_bytes: int | None, *options: Auto, **more: Any
 ) -> Solution:
-    """Run the search for the lowest cost within a budget."""
-    return search(
-        search_state_of(graph, slot_source, budget_bytes, *options, **more),
-        pipeline.exact_pipeline(),
-    )
-
-
-def search_smallest_peak(
-    graph: Graph, slot_source: SlotSource, *options: Auto, **more: Any
-) -> Solution:
-    """Run the search for the smallest peak."""
-    return search(
-        search_state_of(graph, slot_source, None, *options, **more), pipeline.exact_pipeline()
-    )
+    """Search for the lowest cost within a budget, or for the smallest peak."""
+    state = search_state_of(graph, slot_source, budget_bytes, *options, **more)
+    return search(state, pipeline.exact_pipeline())
 
 
 def search_feasible(
@@ -66,14 +56,6 @@ def search_feasible(
     steps = pipeline.exact_pipeline()
     find_feasible_schedule(steps.peak, steps.quick_peak, state, state.clock)
     return state.best
-
-
-def peak(graph: Graph, schedule: Schedule) -> int:
-    return simulate(graph, schedule).peak_bytes
-
-
-def time_s(graph: Graph, schedule: Schedule) -> float:
-    return simulate(graph, schedule).time_s
 
 
 @pytest.fixture
@@ -97,29 +79,29 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 def test_retaining_everything_needs_no_program() -> None:
     slot_source = SlotSource()
     for budget_bytes in (9, 10):
-        solution = search_lowest_cost(CHAIN, slot_source, budget_bytes)
+        solution = run_search(CHAIN, slot_source, budget_bytes)
         assert solution.schedule == Schedule.keep_all(CHAIN)
         assert (solution.bound, solution.bound_scope, solution.proved) == (16.0, "all orders", True)
     assert slot_source.requests == []
-    assert len(search_lowest_cost(CHAIN, slot_source, 8).schedule) > 16
+    assert len(run_search(CHAIN, slot_source, 8).schedule) > 16
 
 
 def test_a_budget_below_one_operations_need_is_proved_infeasible() -> None:
     slot_source = SlotSource()
     with pytest.raises(InfeasibleBudget, match="one operation needs 3 bytes, with what") as error:
-        search_lowest_cost(CHAIN, slot_source, 2)
+        run_search(CHAIN, slot_source, 2)
     assert error.value.is_proved
     assert error.value.min_feasible_bytes == 3
     assert slot_source.requests == []
-    assert peak(CHAIN, search_lowest_cost(CHAIN, slot_source, 3).schedule) == 3
+    assert peak_of(CHAIN, run_search(CHAIN, slot_source, 3).schedule) == 3
 
 
 def test_a_schedule_at_the_bound_needs_no_program() -> None:
     slot_source = SlotSource()
-    expensive = search_lowest_cost(CHAIN, SlotSource(), 3).schedule
-    solution = search_lowest_cost(CHAIN, slot_source, 5, replace(EXACT, gap=1e-3), start=expensive)
+    expensive = run_search(CHAIN, SlotSource(), 3).schedule
+    solution = run_search(CHAIN, slot_source, 5, replace(EXACT, gap=1e-3), start=expensive)
     assert slot_source.requests == []
-    assert time_s(CHAIN, solution.schedule) == 20.0
+    assert time_of(CHAIN, solution.schedule) == 20.0
     assert solution.bound == pytest.approx(20.0)
     assert (solution.bound_scope, solution.proved) == ("order", True)
 
@@ -128,10 +110,10 @@ def test_the_program_starts_from_the_cheapest_incumbent() -> None:
     """It gets no slot for an operation that costs more than the incumbent's excess over the
     bound."""
     slot_source = SlotSource()
-    solution = search_lowest_cost(CHAIN, slot_source, 4)
+    solution = run_search(CHAIN, slot_source, 4)
     (((start_schedule,), affordable_s),) = slot_source.requests
-    assert affordable_s == pytest.approx(time_s(CHAIN, start_schedule) - CHAIN.total_cost_s)
-    assert time_s(CHAIN, solution.schedule) == 23.0
+    assert affordable_s == pytest.approx(time_of(CHAIN, start_schedule) - CHAIN.total_cost_s)
+    assert time_of(CHAIN, solution.schedule) == 23.0
     assert solution.proved
     assert "slots_bound" not in solution.stats
 
@@ -148,14 +130,14 @@ def test_where_the_program_fails_the_cheapest_incumbent_is_the_answer(
     times = [rated.time_s for rated in at_work.incumbents]
     assert len(times) > 1
     assert times == sorted(times)
-    assert time_s(graph, start_schedule) == times[0] < times[-1]
+    assert time_of(graph, start_schedule) == times[0] < times[-1]
     assert solution.schedule == start_schedule
     assert not solution.proved
 
 
 def test_a_bound_over_incomplete_slots_is_reported_separately() -> None:
     slot_source = SlotSource(is_complete=False)
-    solution = search_lowest_cost(CHAIN, slot_source, 4)
+    solution = run_search(CHAIN, slot_source, 4)
     assert solution.bound == pytest.approx(21.0)
     assert solution.stats["slots_bound"] == pytest.approx(23 / 16 - 1)
     assert not solution.proved
@@ -168,7 +150,7 @@ def test_a_schedule_over_incomplete_slots_may_meet_the_bound_of_the_order() -> N
     at_work = search_state_of(CHAIN, slot_source, 4, loose, start=expensive)
     run_steps(pipeline.exact_pipeline().cost[:1], at_work)
     assert not at_work.is_within_gap
-    at_work.add_schedules([search_lowest_cost(CHAIN, SlotSource(), 4).schedule])
+    at_work.add_schedules([run_search(CHAIN, SlotSource(), 4).schedule])
     assert at_work.is_within_gap
     assert at_work.bound == pytest.approx(21.0)
 
@@ -177,15 +159,13 @@ def test_incumbents_are_sorted_by_time() -> None:
     """If they fit, once each, without runs that no operation reads, and polished to retain as much
     as fits."""
     at_work = search_state_of(CHAIN, SlotSource(), 5)
-    cheap, expensive = (
-        search_lowest_cost(CHAIN, SlotSource(), budget).schedule for budget in (5, 3)
-    )
+    cheap, expensive = (run_search(CHAIN, SlotSource(), budget).schedule for budget in (5, 3))
     better = polish(CHAIN, expensive, 5)
-    assert time_s(CHAIN, cheap) < time_s(CHAIN, better) < time_s(CHAIN, expensive)
+    assert time_of(CHAIN, cheap) < time_of(CHAIN, better) < time_of(CHAIN, expensive)
     wasteful = Schedule.of([*expensive.runs, 0])
     at_work.add_schedules([expensive, Schedule.keep_all(CHAIN), cheap, wasteful, cheap])
     assert at_work.schedules == [cheap, better]
-    assert at_work.objective == time_s(CHAIN, cheap)
+    assert at_work.objective == time_of(CHAIN, cheap)
     small = at_work.peak_search_state()
     small.add_schedules([cheap, expensive])
     assert small.best == expensive
@@ -195,25 +175,23 @@ def test_incumbents_are_sorted_by_time() -> None:
 @pytest.mark.slow
 def test_a_schedule_that_fits_only_with_nothing_set_aside_may_be_the_best() -> None:
     at_work = search_state_of(CHAIN, SlotSource(), 5)
-    cheap, expensive = (
-        search_lowest_cost(CHAIN, SlotSource(), budget).schedule for budget in (5, 3)
-    )
+    cheap, expensive = (run_search(CHAIN, SlotSource(), budget).schedule for budget in (5, 3))
     at_work.switch_graph(replace(CHAIN), 4)
     at_work.add_schedules([expensive, cheap])
     assert at_work.best == polish(CHAIN, expensive, 4)
-    assert at_work.best_overall() == (cheap, time_s(CHAIN, cheap))
+    assert at_work.best_overall() == (cheap, time_of(CHAIN, cheap))
 
 
 @pytest.mark.slow
 def test_a_finished_program_over_all_slots_is_a_proof(cancelled: threading.Event) -> None:
     """Also where its bound is below the time by a rounding error. An unfinished program proves
     nothing."""
-    solution = search_lowest_cost(STAGES, SlotSource(), 57)
-    assert solution.bound == pytest.approx(time_s(STAGES, solution.schedule))
+    solution = run_search(STAGES, SlotSource(), 57)
+    assert solution.bound == pytest.approx(time_of(STAGES, solution.schedule))
     assert solution.proved
-    solution = search_lowest_cost(STAGES, SlotSource(), 57, cancel=cancelled)
+    solution = run_search(STAGES, SlotSource(), 57, cancel=cancelled)
     assert solution.bound is not None
-    assert solution.bound < time_s(STAGES, solution.schedule)
+    assert solution.bound < time_of(STAGES, solution.schedule)
     assert not solution.proved
 
 
@@ -221,12 +199,12 @@ def test_a_finished_program_over_all_slots_is_a_proof(cancelled: threading.Event
 def test_where_eviction_fails_a_fitting_incumbent_is_the_answer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    small = search_lowest_cost(CHAIN, SlotSource(), 3).schedule
-    large = search_lowest_cost(CHAIN, SlotSource(), 8).schedule
+    small = run_search(CHAIN, SlotSource(), 3).schedule
+    large = run_search(CHAIN, SlotSource(), 8).schedule
     monkeypatch.setattr(eviction, "schedules_within_budget", fail_with_bug)
     slot_source = SlotSource()
     with pytest.warns(SolverWarning, match="eviction"):
-        search_lowest_cost(CHAIN, slot_source, 4, start=small)
+        run_search(CHAIN, slot_source, 4, start=small)
     assert slot_source.requests[0][0] == [polish(CHAIN, small, 4)]
     at_work = search_state_of(CHAIN, SlotSource(), 4, start=large)
     assert at_work.schedules == []
@@ -246,8 +224,8 @@ def test_a_start_in_another_order_is_ignored() -> None:
 
 def test_a_peak_at_the_lower_bound_is_proved_without_a_program() -> None:
     slot_source = SlotSource()
-    solution = search_smallest_peak(CHAIN, slot_source)
-    assert peak(CHAIN, solution.schedule) == 3
+    solution = run_search(CHAIN, slot_source, None)
+    assert peak_of(CHAIN, solution.schedule) == 3
     assert (solution.bound, solution.bound_scope, solution.proved) == (3.0, "order", True)
     assert slot_source.requests == []
 
@@ -255,31 +233,31 @@ def test_a_peak_at_the_lower_bound_is_proved_without_a_program() -> None:
 @pytest.mark.parametrize("seed", [1, 2])
 def test_the_smallest_peak_is_proved_by_a_program_over_all_slots(seed: int) -> None:
     graph, slot_source = random_stages(seed, 10), SlotSource()
-    solution = search_smallest_peak(graph, slot_source)
+    solution = run_search(graph, slot_source, None)
     assert solution.proved
-    assert solution.bound == pytest.approx(peak(graph, solution.schedule))
+    assert solution.bound == pytest.approx(peak_of(graph, solution.schedule))
     ((_, affordable_s),) = slot_source.requests
     assert affordable_s == math.inf
 
 
 def test_incomplete_slots_prove_no_smallest_peak() -> None:
     slot_source = SlotSource(is_complete=False)
-    solution = search_smallest_peak(STAGES, slot_source)
+    solution = run_search(STAGES, slot_source, None)
     assert len(slot_source.requests) == 1
-    assert peak(STAGES, solution.schedule) > 48
+    assert peak_of(STAGES, solution.schedule) > 48
     assert (solution.bound, solution.proved) == (39.0, False)
 
 
 def test_a_cancelled_search_solves_no_program(cancelled: threading.Event) -> None:
     """Its answer is the start."""
     slot_source = SlotSource()
-    start = search_smallest_peak(STAGES, slot_source).schedule
+    start = run_search(STAGES, slot_source, None).schedule
     slot_source.requests.clear()
-    solution = search_smallest_peak(STAGES, slot_source, start=start, cancel=cancelled)
+    solution = run_search(STAGES, slot_source, None, start=start, cancel=cancelled)
     assert slot_source.requests == []
     assert solution.schedule == start
     assert (solution.bound, solution.proved) == (39.0, False)
-    solution = search_smallest_peak(STAGES, slot_source, cancel=cancelled)
+    solution = run_search(STAGES, slot_source, None, cancel=cancelled)
     assert solution.schedule == Schedule.keep_all(STAGES)
 
 
@@ -303,7 +281,7 @@ def test_a_budget_that_eviction_reaches_needs_no_program() -> None:
     slot_source = SlotSource()
     for budget_bytes in (54, 60):
         schedule = search_feasible(STAGES, slot_source, budget_bytes)
-        assert peak(STAGES, schedule) <= budget_bytes
+        assert peak_of(STAGES, schedule) <= budget_bytes
     assert slot_source.requests == []
 
 
@@ -311,7 +289,7 @@ def test_a_budget_that_eviction_reaches_needs_no_program() -> None:
 def test_a_budget_that_eviction_does_not_reach_needs_a_program(budget_bytes: int) -> None:
     slot_source = SlotSource()
     schedule = search_feasible(STAGES, slot_source, budget_bytes)
-    assert peak(STAGES, schedule) <= budget_bytes
+    assert peak_of(STAGES, schedule) <= budget_bytes
     ((_, affordable_s),) = slot_source.requests
     assert affordable_s == math.inf
 
@@ -320,7 +298,7 @@ def test_a_budget_that_eviction_does_not_reach_needs_a_program(budget_bytes: int
 @pytest.mark.parametrize("peak_gap", [0.0, 1e-4])
 def test_a_program_over_all_slots_proves_infeasibility(peak_gap: float) -> None:
     with pytest.raises(InfeasibleBudget, match="no schedule of this order") as error:
-        search_lowest_cost(STAGES, SlotSource(), 47, replace(EXACT, peak_gap=peak_gap))
+        run_search(STAGES, SlotSource(), 47, replace(EXACT, peak_gap=peak_gap))
     assert error.value.is_proved
     assert error.value.min_feasible_bytes == 48
 
@@ -330,13 +308,13 @@ def test_one_byte_too_few_is_proved_infeasible() -> None:
     values = tuple(Value(v.name, v.size_bytes << 24) for v in STAGES.values)
     large = replace(STAGES, values=values)
     with pytest.raises(InfeasibleBudget) as error:
-        search_lowest_cost(large, SlotSource(), (48 << 24) - 1)
+        run_search(large, SlotSource(), (48 << 24) - 1)
     assert error.value.is_proved
 
 
 def test_incomplete_slots_prove_no_infeasibility() -> None:
     with pytest.raises(InfeasibleBudget, match="no proof that there is none") as error:
-        search_lowest_cost(STAGES, SlotSource(is_complete=False), 50)
+        run_search(STAGES, SlotSource(is_complete=False), 50)
     assert not error.value.is_proved
     smallest_bytes = error.value.min_feasible_bytes
     assert smallest_bytes is not None
@@ -353,7 +331,7 @@ def test_a_peak_within_its_gap_proves_no_smaller_one_infeasible() -> None:
             schedule = search_feasible(
                 graph, SlotSource(), least_bytes, replace(EXACT, peak_gap=0.5)
             )
-            assert peak(graph, schedule) == least_bytes
+            assert peak_of(graph, schedule) == least_bytes
         except InfeasibleBudget as error:
             refused.append(error)
     assert refused, "some solvers find more of them than others"
@@ -379,7 +357,7 @@ def test_a_failed_solver_is_named_where_there_is_no_incumbent(
     monkeypatch.setattr(highspy.Highs, "run", lambda self: highspy.HighsStatus.kError)
     with pytest.raises(SolverError, match="the smallest peak found is 54 bytes"):
         search_feasible(STAGES, SlotSource(), 50)
-    solution = search_smallest_peak(STAGES, SlotSource())
+    solution = run_search(STAGES, SlotSource(), None)
     assert (solution.bound, solution.proved) == (39.0, False)
 
 
