@@ -34,62 +34,6 @@ def last_reader(copies: list[int], readers: list[int], copy: int, removed: int =
     return max(copies[copy], readers[last]) if last >= 0 else copies[copy]
 
 
-def add_reader(
-    size: float,
-    copies: list[int],
-    readers: list[int],
-    slot: int,
-    spans: list[Span],
-    removed: int = -1,
-) -> None:
-    """Add a reader; the one in slot `removed` no longer counts."""
-    end = last_reader(copies, readers, bisect_left(copies, slot) - 1, removed)
-    if slot > end:
-        spans.append((end + 1, slot + 1, size))
-
-
-def remove_reader(
-    size: float, copies: list[int], readers: list[int], slot: int, spans: list[Span]
-) -> None:
-    """Remove a reader."""
-    copy = bisect_left(copies, slot) - 1
-    if last_reader(copies, readers, copy) == slot:
-        spans.append((last_reader(copies, readers, copy, slot) + 1, slot + 1, -size))
-
-
-def add_copy(
-    size: float, copies: list[int], readers: list[int], slot: int, spans: list[Span]
-) -> None:
-    """Add a copy produced in `slot`, which takes over the readers up to the next copy."""
-    copy = bisect_left(copies, slot) - 1
-    if copy < 0:
-        last = bisect_left(readers, copies[0]) - 1
-        end = max(slot, readers[last]) if last >= 0 else slot
-        spans.append((slot, end + 1, size))
-        return
-    if last_reader(copies, readers, copy) <= slot:
-        spans.append((slot, slot + 1, size))
-        return
-    last = bisect_left(readers, slot) - 1
-    trimmed = max(copies[copy], readers[last]) if last >= 0 else copies[copy]
-    spans.append((trimmed + 1, slot, -size))
-
-
-def remove_copy(
-    size: float, copies: list[int], readers: list[int], slot: int, spans: list[Span]
-) -> None:
-    """Remove one copy of several. Its readers take the copy before it; those of the first copy,
-    which have none, must get one next."""
-    copy = bisect_left(copies, slot)
-    end = last_reader(copies, readers, copy)
-    if copy == 0:
-        spans.append((slot, end + 1, -size))
-    elif end == slot:
-        spans.append((slot, slot + 1, -size))
-    else:
-        spans.append((last_reader(copies, readers, copy - 1) + 1, slot, size))
-
-
 SLOTS_PER_RUN = 3
 """Slots for each run."""
 
@@ -181,8 +125,8 @@ class ScheduleProfile:
         for v in self.tracked_inputs[op]:
             copies, readers = at[producer[v]], reads[v]
             if len(copies) > 1:
-                remove_reader(sizes[v], copies, readers, slot, spans)
-                add_reader(sizes[v], copies, readers, target, spans, removed=slot)
+                self._remove_reader(v, slot)
+                self._add_reader(v, target, removed=slot)
                 continue
             end = readers[-1]
             if slot == end:
@@ -216,13 +160,7 @@ class ScheduleProfile:
         """Prepare running `op` once more, in `slot`, which is empty."""
         self.apply_pending()
         for v in self.tracked_inputs[op]:
-            add_reader(
-                self.size[v],
-                self.run_slots[self.producer[v]],
-                self.reader_slots[v],
-                slot,
-                self._spans,
-            )
+            self._add_reader(v, slot)
         for v in self._tracked_outputs[op]:
             self._add_copy(v, self.run_slots[op], slot)
         self._points.append((slot, _EMPTY_SLOT_OFFSET + self.workspace[op]))
@@ -234,13 +172,7 @@ class ScheduleProfile:
         self.apply_pending()
         op = self.slots[slot]
         for v in self.tracked_inputs[op]:
-            remove_reader(
-                self.size[v],
-                self.run_slots[self.producer[v]],
-                self.reader_slots[v],
-                slot,
-                self._spans,
-            )
+            self._remove_reader(v, slot)
         for v in self._tracked_outputs[op]:
             self._remove_copy(v, self.run_slots[op], slot)
         self._points.append((slot, -_EMPTY_SLOT_OFFSET - self.workspace[op]))
@@ -323,26 +255,58 @@ class ScheduleProfile:
             for v in self.inputs[op]:
                 insort(reads[v], target)
 
+    def _add_reader(self, v: int, slot: int, removed: int = -1) -> None:
+        """Add a reader; the one in slot `removed` no longer counts."""
+        copies = self.run_slots[self.producer[v]]
+        end = last_reader(copies, self.reader_slots[v], bisect_left(copies, slot) - 1, removed)
+        if slot > end:
+            self._spans.append((end + 1, slot + 1, self.size[v]))
+
+    def _remove_reader(self, v: int, slot: int) -> None:
+        copies, readers = self.run_slots[self.producer[v]], self.reader_slots[v]
+        copy = bisect_left(copies, slot) - 1
+        if last_reader(copies, readers, copy) == slot:
+            start = last_reader(copies, readers, copy, slot) + 1
+            self._spans.append((start, slot + 1, -self.size[v]))
+
     def _add_copy(self, v: int, copies: list[int], slot: int) -> None:
-        size, points = self.size[v], self._points
-        if not self.is_result[v]:
-            add_copy(size, copies, self.reader_slots[v], slot, self._spans)
-        elif copies[0] < slot:
-            points.append((slot, size))
+        """Add a copy produced in `slot`, which takes over the readers up to the next copy."""
+        size, readers, spans = self.size[v], self.reader_slots[v], self._spans
+        if self.is_result[v]:
+            if copies[0] < slot:
+                self._points.append((slot, size))
+            else:
+                # The former first copy is now one that is freed after its run.
+                spans.append((slot, copies[0], size))
+                self._points.append((copies[0], size))
+            return
+        copy = bisect_left(copies, slot) - 1
+        last = bisect_left(readers, slot if copy >= 0 else copies[0]) - 1
+        if copy < 0:
+            spans.append((slot, max(slot, readers[last] if last >= 0 else slot) + 1, size))
+        elif last_reader(copies, readers, copy) <= slot:
+            spans.append((slot, slot + 1, size))
         else:
-            # The former first copy is now one that is freed after its run.
-            self._spans.append((slot, copies[0], size))
-            points.append((copies[0], size))
+            trimmed = max(copies[copy], readers[last]) if last >= 0 else copies[copy]
+            spans.append((trimmed + 1, slot, -size))
 
     def _remove_copy(self, v: int, copies: list[int], slot: int) -> None:
-        size, points = self.size[v], self._points
-        if not self.is_result[v]:
-            remove_copy(size, copies, self.reader_slots[v], slot, self._spans)
-        elif copies[0] < slot:
-            points.append((slot, -size))
+        """Remove one copy of several. Its readers take the copy before it; those of the first copy,
+        which have none, must get one next."""
+        size, readers, spans = self.size[v], self.reader_slots[v], self._spans
+        if self.is_result[v]:
+            if copies[0] < slot:
+                self._points.append((slot, -size))
+            else:
+                spans.append((slot, copies[1], -size))
+                self._points.append((copies[1], -size))
+            return
+        copy = bisect_left(copies, slot)
+        end = last_reader(copies, readers, copy)
+        if copy == 0 or end == slot:
+            spans.append((slot, end + 1, -size))
         else:
-            self._spans.append((slot, copies[1], -size))
-            points.append((copies[1], -size))
+            spans.append((last_reader(copies, readers, copy - 1) + 1, slot, size))
 
     def _copy_lifetimes(self, v: int) -> list[tuple[int, int]]:
         copies, readers = self.run_slots[self.producer[v]], self.reader_slots[v]
