@@ -195,6 +195,7 @@ COMMAND_LINES = {
     plan_options.COMMAND_RUN: ("run", "nowhere.py:step", "--budget=60%"),
 }
 WRONG_FLAGS = {
+    "budget": ("60x", "the unknown unit 'x'"),
     "reserve": ("60%", f"the reserve '60%' {BYTES}"),
     "split": ("atuo", "--split is 'atuo'; near are auto"),
     "offload": ("of", "--offload is 'of'; near: off"),

@@ -179,8 +179,6 @@ def test_wrong_use_raises_an_error() -> None:
         remat.enable(remat.optimize(net(), "40%"), "40%")
     with pytest.raises(TraceError, match=r"compiled by torch\.compile; pass the module inside"):
         remat.enable(torch.compile(net()), "40%")  # type: ignore[type-var]
-    with pytest.raises(TypeError, match="no option 'strateg'; near are strategy; there are"):
-        remat.enable(net(), "40%", strateg=None)
     with pytest.raises(InfeasibleBudget, match=r'for 60% of the peak .* pass "60%"'):
         remat.enable(net(), "60")
     with pytest.raises(

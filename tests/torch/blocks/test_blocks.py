@@ -597,13 +597,6 @@ def test_an_infeasible_budget_names_the_uncapturable_blocks() -> None:
         model(torch.randn(64, 16)).backward()
 
 
-def test_an_unknown_scope_is_refused() -> None:
-    model, _ = net()
-    with pytest.raises(ValueError, match="scope is 'block'; near are blocks"):
-        enabled(model, "75%", "block")
-    step(model, torch.randint(0, 50, (8,)), 1)
-
-
 class _Stateful(Sealed):
     """A block with state that its output depends on, of several kinds."""
 

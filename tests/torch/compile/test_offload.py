@@ -23,7 +23,7 @@ from torch._inductor import config
 from torch._inductor.utils import run_and_get_code
 
 import remat
-from remat.errors import BudgetError, InfeasibleBudget
+from remat.errors import InfeasibleBudget
 from remat.frontend.compile import partitioner
 from remat.frontend.compile.inductor import copy_operators
 from remat.frontend.compile.inductor.copy_operators import COPY_OPERATORS
@@ -345,14 +345,8 @@ def test_a_tensor_that_has_not_arrived_is_freed_with_its_handle() -> None:
 
 def test_options_that_cannot_be_met_are_refused() -> None:
     model = nn.Linear(2, 2)
-    with pytest.raises(ValueError, match="offload is 'of'; near: off"):
-        remat.compile(model, "50%", offload="of")
-    with pytest.raises(TypeError, match=r"remat\.Link"):
-        remat.compile(model, "50%", offload="auto", link=55e9)
     with pytest.raises(ValueError, match="CUDA graph cannot contain"):
         remat.compile(model, "50%", offload="auto", mode="reduce-overhead")
-    with pytest.raises(BudgetError, match="host budget"):
-        remat.compile(model, "50%", offload="auto", host_budget="many")
     run = remat.compile(model, "50%", offload="auto", host_budget="1000TiB", inductor=False)
     with pytest.raises(Exception, match="the host budget is"):
         run(torch.randn(2, 2)).sum().backward()

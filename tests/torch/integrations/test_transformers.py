@@ -177,12 +177,6 @@ def test_a_callback_enables_the_model_for_a_run(
     second_trainer.add_callback(RematCallback("1KB"))
     second_trainer.train()
     assert len(remat.plans(enabled)) == 1
-    with pytest.raises(
-        remat.BudgetError, match="'abc' is not a quantity"
-    ):  # at once, not at the first step
-        RematCallback("abc")
-    with pytest.raises(TypeError, match="there is no option 'output'; near are outputs"):
-        RematCallback("8GiB", output="dropped")
 
 
 class _Looking(TrainerCallback):
@@ -412,8 +406,6 @@ def test_a_model_compiled_by_accelerate_is_within_the_budget() -> None:
         assert made_plan.verified_bytes <= made_plan.budget_bytes
     for actual, other in zip(model.parameters(), eager.parameters(), strict=True):
         torch.testing.assert_close(actual.grad, other.grad, rtol=1e-5, atol=1e-8)
-    with pytest.raises(ValueError, match="there is no option 'tiem_limit'; near are"):
-        dynamo_plugin("60%", tiem_limit=2)
 
 
 @pytest.mark.slow

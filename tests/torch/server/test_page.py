@@ -174,6 +174,19 @@ def test_a_trace_is_solved_and_its_result_is_shown(
     expect(page.get_by_role("row", name="Tiny").first).to_contain_text("succeeded")
 
 
+def test_a_trace_is_solved_in_pieces_with_offloaded_tensors(
+    page: Page, server: Server, trace_file: Path
+) -> None:
+    choose(page, server, trace_file)
+    page.get_by_label("Split large operations").select_option("4")
+    page.get_by_label("Offload to the host").select_option("auto")
+    page.get_by_role("button", name="Solve").click()
+    expect(page.locator("#submit-problem")).to_contain_text("need costs, too")
+    page.get_by_label("Costs of the operations").select_option("roofline:h200")
+    page.get_by_role("button", name="Solve").click()
+    expect(page.locator(".state")).to_contain_text("Succeeded")
+
+
 @pytest.mark.slow
 def test_the_library_reads_the_downloaded_files(
     page: Page, server: Server, trace_file: Path, tmp_path: Path

@@ -73,7 +73,7 @@ async function chooseFile(file) {
   chosenDocument = parsed;
   setText(byId("file-facts"), parsed ? parsed.facts : "");
   showMessage(byId("file-problem"), problem);
-  byId("costs").disabled = parsed?.kind === "graph";
+  for (const id of ["costs", "split", "offload"]) byId(id).disabled = parsed?.kind === "graph";
 }
 
 function kind() {
@@ -85,8 +85,7 @@ function showKind() {
   const isFit = kind() === "fit";
   byId("fit-fields").hidden = !isFit;
   byId("solve-fields").hidden = isFit;
-  byId("budget-field").hidden = isSweep;
-  byId("infeasible-field").hidden = isSweep;
+  for (const id of ["budget", "infeasible", "split", "offload"]) byId(`${id}-field`).hidden = isSweep;
   byId("budgets-field").hidden = !isSweep;
   setText(byId("send"), { sweep: "Sweep", fit: "Predict" }[kind()] ?? "Solve");
 }
@@ -122,10 +121,17 @@ function budgets() {
   if (kind() === "solve") {
     const budget = byId("budget").value.trim();
     if (!budget) throw fieldError("budget", "Enter a budget, such as 8GiB, 60% or min.");
-    return { budget, infeasible: byId("infeasible").value || undefined };
+    return { budget, infeasible: byId("infeasible").value || undefined, ...passes() };
   }
   const parts = byId("budgets").value.split(",").map((part) => part.trim()).filter(Boolean);
   return { budgets: parts.length ? parts : undefined };
+}
+
+/** Return the options that change the step before it is solved; a bare graph has none. */
+function passes() {
+  if (chosenDocument.kind !== "trace") return {};
+  const split = byId("split").value;
+  return { split: Number(split) || split || undefined, offload: byId("offload").value || undefined };
 }
 
 function number(id, message) {
