@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -72,3 +72,24 @@ def assert_same(actual: Step, expected: Step, tolerance: float = 0.0) -> None:
         for name, size in sizes.items():
             difference = (others[name].double() - tensors[name].double()).abs().max().item()
             assert difference <= tolerance * max(size, least), name
+
+
+def assert_same_gradients(model: nn.Module, other: nn.Module, tolerance: float = 0.0) -> None:
+    """Check that two models have the same gradients and buffers."""
+    loss = torch.zeros(())
+    assert_same(results(model, loss), results(other, loss), tolerance)
+
+
+def assert_same_steps(
+    model: nn.Module,
+    other: nn.Module,
+    *args: Any,
+    seeds: Iterable[int] = (1,),
+    tolerance: float = 0.0,
+    **options: Any,
+) -> None:
+    """Check that steps of two models with these seeds have the same results. `options` are for
+    `step`."""
+    for seed in seeds:
+        expected = step(other, *args, seed=seed, **options)
+        assert_same(step(model, *args, seed=seed, **options), expected, tolerance)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from tests.helpers.training.models import WithParts
+from tests.helpers.training.steps import assert_same_steps
 from torch import nn
 
 import remat
@@ -41,38 +43,9 @@ def enabled(model: nn.Module, budget: str = "100%") -> tuple[Any, nn.Module]:
     return remat.enable(model, budget, scope="blocks", costs=COSTS), other
 
 
-def assert_same_steps(
-    model: nn.Module, other: nn.Module, x: torch.Tensor, *, autocast: bool = False
-) -> None:
-    """Check that two steps are equal bit for bit."""
-    for _ in range(2):
-        for module in (model, other):
-            module.zero_grad(set_to_none=True)
-            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-                loss = module(x)
-            loss.backward()
-        for (name, one), two in zip(model.named_parameters(), other.parameters(), strict=True):
-            assert (one.grad is None) == (two.grad is None), name
-            assert two.grad is None or torch.equal(one.grad, two.grad), name
-
-
 class Residual(WithParts, norm=lambda: nn.LayerNorm(16), wide=(16, 64), narrow=(64, 16)):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.narrow(torch.tanh(self.wide(self.norm(x)))).float()
-
-
-@pytest.mark.slow
-def test_autocast_enabled_inside_of_the_model_is_followed() -> None:
-    torch.manual_seed(0)
-    model, other = enabled(Chain(*(Residual() for _ in range(3)), inside_autocast=True))
-    assert_same_steps(model, other, torch.randn(64, 16))
-    assert any(call.plan is not None for call in remat.plans(model)[0].calls)
-
-
-def test_autocast_disabled_inside_of_the_model_is_followed() -> None:
-    torch.manual_seed(0)
-    model, other = enabled(Chain(*(Residual() for _ in range(3))))
-    assert_same_steps(model, other, torch.randn(64, 16), autocast=True)
 
 
 class Measuring(WithParts, layer=(16, 16), head=(16, 1)):
@@ -91,13 +64,6 @@ class Picking(WithParts, blocks=lambda: nn.ModuleList(Measuring() for _ in range
         return x.square().mean()
 
 
-def test_outputs_that_no_loss_reads_have_no_gradient() -> None:
-    torch.manual_seed(0)
-    model, other = enabled(Picking())
-    assert_same_steps(model, other, torch.randn(64, 16))
-    assert all(call.plan is not None for call in remat.plans(model)[0].calls)
-
-
 class Auxiliary(nn.Module):
     """A block that leaves a part of the loss in an attribute."""
 
@@ -111,10 +77,26 @@ class Auxiliary(nn.Module):
         return x + self.layer(x).tanh()
 
 
-def test_losses_stored_in_attributes_get_their_gradients() -> None:
+_MODELS: dict[str, tuple[Callable[[], nn.Module], bool]] = {
+    "autocast inside of the model": (
+        lambda: Chain(*(Residual() for _ in range(3)), inside_autocast=True), True,
+    ),
+    "autocast disabled inside": (lambda: Chain(*(Residual() for _ in range(3))), True),
+    "outputs that no loss reads": (Picking, True),
+    "losses in attributes": (lambda: Chain(*(Auxiliary() for _ in range(3))), False),
+}  # fmt: skip
+"""Models, and True if a plan of blocks has all their blocks."""
+
+
+@pytest.mark.slow_cases("autocast inside of the model")
+@pytest.mark.parametrize("name", _MODELS)
+def test_steps_are_eager_modes(name: str) -> None:
+    make, is_planned = _MODELS[name]
     torch.manual_seed(0)
-    model, other = enabled(Chain(*(Auxiliary() for _ in range(3))))
-    assert_same_steps(model, other, torch.randn(64, 16))
+    model, other = enabled(make())
+    autocast = torch.bfloat16 if name == "autocast disabled inside" else None
+    assert_same_steps(model, other, torch.randn(64, 16), seeds=(1, 2), autocast=autocast)
+    assert all((c.plan is not None) == is_planned for c in remat.plans(model)[0].calls)
 
 
 class Remembering(WithParts, weight=lambda: nn.Parameter(torch.randn(32, 16) / 6)):
@@ -162,12 +144,12 @@ def test_blocks_that_the_first_step_skipped_are_checkpointed(
     torch.manual_seed(0)
     model, other = enabled(Skipping())
     x = torch.randn(256, 16)
-    assert_same_steps(model, other, x)
+    assert_same_steps(model, other, x, seeds=(1, 2))
     caplog.clear()
     for module in (model, other):
         module.run = [2, 3]
     with caplog.at_level(logging.INFO, "remat"):
-        assert_same_steps(model, other, x)
+        assert_same_steps(model, other, x, seeds=(1, 2))
     assert "blocks.2 is called differently" in caplog.text
 
 
@@ -202,15 +184,11 @@ def test_steps_in_which_no_block_has_a_backward_run_without_a_plan(
     with caplog.at_level(logging.INFO, logger="remat"):
         for is_without in sequence:
             for module in (model, other):
-                module.zero_grad(set_to_none=True)
                 if kind == "frozen":
                     module.blocks.requires_grad_(not is_without)
                 elif kind == "attribute":
                     module.skips = is_without
-                module(x, kind == "argument" and is_without).backward()
-            for one, two in zip(model.parameters(), other.parameters(), strict=True):
-                assert (one.grad is None) == (two.grad is None)
-                assert two.grad is None or torch.equal(one.grad, two.grad)
+            assert_same_steps(model, other, x, kind == "argument" and is_without)
     assert len(remat.plans(model)) == 1
     messages = [m for m in caplog.messages if "none of the 3 blocks has a backward" in m]
     assert messages or (kind, steps) == ("attribute", "later")  # runs the plan, of no blocks

@@ -21,7 +21,7 @@ from tests.helpers.training.block_models import (
     plan_of,
     step,
 )
-from tests.helpers.training.steps import results
+from tests.helpers.training.steps import assert_same_gradients, assert_same_steps, results
 from torch import nn
 
 import remat
@@ -100,8 +100,7 @@ def test_a_budget_below_the_smallest_without_offloading(
     assert plan.host_bytes == sum(call.offloaded_bytes for call in plan.calls) > 0
     measured = peak_of(model, batch)
     assert 0.99 * plan.peak_bytes <= measured <= plan.peak_bytes <= budget
-    for seed in (1, 2):
-        assert_same(step(model, batch, seed), step(eager, batch, seed))
+    assert_same_steps(model, eager, batch, seeds=(1, 2))
     with pytest.raises(InfeasibleBudget) as raised:
         enabled(copy.deepcopy(eager), budget // 2, batch)
     assert raised.value.min_feasible_bytes is not None
@@ -118,8 +117,7 @@ def test_offloading_is_faster_where_both_fit(
     assert plan.lower_bound <= plan.overhead
     model = copy.deepcopy(planned)
     assert 0.99 * plan.peak_bytes <= peak_of(model, batch) <= plan.peak_bytes <= plan.budget_bytes
-    for seed in (1, 2, 3):
-        assert_same(step(model, batch, seed), step(eager, batch, seed))
+    assert_same_steps(model, eager, batch, seeds=(1, 2, 3))
     assert host_file().used_bytes == 0
 
 
@@ -148,10 +146,7 @@ def test_gradients_accumulate_with_evaluation_between(
                 m(batch)
             assert host_file().used_bytes == 0
             m.train()
-    for p, q in zip(reference.parameters(), model.parameters(), strict=True):
-        assert p.grad is not None
-        assert q.grad is not None
-        assert torch.equal(p.grad, q.grad)
+    assert_same_gradients(model, reference)
 
 
 def test_several_batches_and_a_step_without_a_backward(
@@ -207,7 +202,7 @@ def test_steps_after_an_error(
     assert host_file().used_bytes == 0
     model.fails_in = ""
     model.zero_grad(set_to_none=True)
-    assert_same(step(model, batch, 1), step(eager, batch, 1))
+    assert_same_steps(model, eager, batch)
     assert peak_of(model, batch) <= plan_of(model).peak_bytes
     offloaded = sum(len(call.offloaded) for call in plan_of(model).calls)
     assert _count_reloads_in_backward(model, batch) == offloaded
@@ -229,7 +224,7 @@ def test_slow_copies_make_the_step_wait_and_need_no_memory(
     monkeypatch.setattr(HostFile, "_copy", slow)
     assert peak_of(model, batch) <= plan_of(model).peak_bytes
     assert len(started) == 2 * sum(len(call.offloaded) for call in plan_of(model).calls)
-    assert_same(step(model, batch, 1), step(eager, batch, 1))
+    assert_same_steps(model, eager, batch)
 
 
 @pytest.mark.slow
@@ -248,7 +243,7 @@ def test_the_host_budget_is_respected(
         return number
 
     monkeypatch.setattr(HostFile, "write", recorded)
-    assert_same(step(model, batch, 1), step(eager, batch, 1))
+    assert_same_steps(model, eager, batch)
     assert max(used) == plan.host_bytes
     model = enabled(copy.deepcopy(eager), "45%", batch, host_budget=0)
     assert plan_of(model).host_bytes == 0
@@ -270,29 +265,17 @@ def test_batches_in_flight_count_on_the_host_and_not_on_the_device(
     plan = plan_of(model)
     assert plan.host_bytes == 2 * sum(call.offloaded_bytes for call in plan.calls) > 0
 
-    class TwoInFlight(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = model
-
-        def forward(self, ids: torch.Tensor) -> torch.Tensor:
-            first = loss_of(self.model(ids))
-            second = loss_of(self.model(ids))
-            first.backward()
-            return second
-
     step(model, batch, 1)
-    wrapper = TwoInFlight()
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     torch.manual_seed(1)
-    wrapper(batch).backward()
+    for loss in [loss_of(model(batch)) for _ in range(2)]:
+        loss.backward()
     torch.manual_seed(1)
     reference = copy.deepcopy(eager)
     for _ in range(2):
         loss_of(reference(batch)).backward()
-    for p, q in zip(reference.parameters(), model.parameters(), strict=True):
-        torch.testing.assert_close(p.grad, q.grad, rtol=1e-4, atol=1e-7)
+    assert_same_gradients(model, reference, 1e-4)
     assert host_file().used_bytes == 0
 
 
@@ -301,9 +284,9 @@ def test_another_size_offloads_with_the_same_schedules(
     eager: Breakable, planned: Breakable, batch: torch.Tensor
 ) -> None:
     model, shorter = copy.deepcopy(planned), batch[: TOKENS * 3 // 4]
-    assert_same(step(model, shorter, 1), step(eager, shorter, 1))
+    assert_same_steps(model, eager, shorter)
     assert peak_of(model, shorter) <= plan_of(model).peak_bytes
-    assert_same(step(model, batch, 2), step(eager, batch, 2))
+    assert_same_steps(model, eager, batch, seeds=(2,))
 
 
 @pytest.mark.slow
@@ -454,6 +437,5 @@ def test_a_transformer_trains() -> None:
         plan = plan_of(fast)
         assert plan.host_bytes > 0
         assert 0.99 * plan.peak_bytes <= peak_of(fast, ids) <= plan.peak_bytes <= plan.budget_bytes
-        for seed in (1, 2, 3):
-            assert_same(step(fast, ids, seed), step(model, ids, seed))
+        assert_same_steps(fast, model, ids, seeds=(1, 2, 3))
         assert host_file().used_bytes == 0

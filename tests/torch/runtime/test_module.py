@@ -6,11 +6,14 @@ import copy
 import io
 import logging
 from itertools import combinations
+from operator import itemgetter
 
 import pytest
 import torch
 from tests.helpers.training.models import FAMILIES, PLAIN, Case, Mlp, Norms, TwoHeads
 from tests.helpers.training.recorded_steps import assert_same, eager_step, run_step
+from tests.helpers.training.steps import assert_same as same_results
+from tests.helpers.training.steps import assert_same_gradients, assert_same_steps, results
 from torch import nn
 
 import remat
@@ -62,14 +65,11 @@ def test_an_optimizer_trains_an_optimised_module() -> None:
     reference = copy.deepcopy(model)
     gm = optimized(model, "min")
     x = torch.randn(64, 32)
-    for trained in (reference, gm):
-        optimizer = torch.optim.AdamW(trained.parameters(), lr=1e-2)
-        for _ in range(5):
-            optimizer.zero_grad()
-            trained(x)["loss"].backward()
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (reference, gm)]
+    for _ in range(5):  # each step starts from the weights of the last one
+        assert_same_steps(gm, reference, x, loss=itemgetter("loss"))
+        for optimizer in optimizers:
             optimizer.step()
-    for a, b in zip(reference.parameters(), model.parameters(), strict=True):
-        assert torch.equal(a, b)
 
 
 @pytest.mark.slow_cases("resnet")
@@ -123,12 +123,11 @@ def test_retain_graph_runs_the_backward_twice() -> None:
     x = torch.randn(64, 32)
     loss = gm(x)["loss"]
     loss.backward(retain_graph=True)
-    first = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    first = results(model, loss)
     model.zero_grad()
     loss.backward()
-    assert len(first) == 6
-    for name, gradient in first.items():
-        assert torch.equal(gradient, model.get_parameter(name).grad)
+    assert len(first.gradients) == 6
+    same_results(results(model, loss), first)
     with pytest.raises(RuntimeError, match="second time"):
         loss.backward()
 
@@ -150,10 +149,7 @@ def test_two_forwards_may_precede_their_backwards() -> None:
         a, b = m(**case.kwargs).loss, m(**other).loss
         (b * 2).backward()
         a.backward()
-    for p, q in zip(case.model.parameters(), reference.parameters(), strict=True):
-        assert torch.equal(p.grad, q.grad)
-    for p, q in zip(case.model.buffers(), reference.buffers(), strict=True):
-        assert torch.equal(p, q)
+    assert_same_gradients(case.model, reference)
 
 
 @pytest.mark.slow
@@ -173,9 +169,7 @@ def test_dropout_is_replayed_whatever_the_generator_did_since() -> None:
             loss = m(x)["loss"]
             torch.rand(1000)  # other code samples between forward and backward
             loss.backward()
-        for p, q in zip(model.parameters(), reference.parameters(), strict=True):
-            assert (p.grad is None) == (q.grad is None)
-            assert p.grad is None or torch.equal(p.grad, q.grad)
+        assert_same_gradients(model, reference)
 
 
 def test_evaluation_and_no_grad_run_the_original_model() -> None:
@@ -243,13 +237,7 @@ def test_new_shapes_are_replanned_and_logged(caplog: pytest.LogCaptureFixture) -
     gm = optimized(model, "min")
     with caplog.at_level(logging.INFO, logger="remat"):
         for rows in (64, 96, 64, 96, 64):  # now 64 may use the budget of 96
-            x = torch.randn(rows, 32)
-            gm.zero_grad()
-            reference.zero_grad()
-            gm(x)["loss"].backward()
-            reference(x)["loss"].backward()
-            for p, q in zip(model.parameters(), reference.parameters(), strict=True):
-                assert p.grad is None or torch.equal(p.grad, q.grad)
+            assert_same_steps(gm, reference, torch.randn(rows, 32), loss=itemgetter("loss"))
     replans = [r for r in caplog.records if "replanned" in r.getMessage()]
     assert [r.getMessage().split(":")[0] for r in replans] == ["inputs changed"] * 2
     assert all(r.levelno == logging.INFO for r in caplog.records)  # nothing is wrong
@@ -344,11 +332,7 @@ def test_outputs_may_be_unused() -> None:
     reference = copy.deepcopy(model)
     gm = optimized(model, "100%")
     x = torch.randn(64, 16)
-    for m in (gm, reference):
-        m(x).second.square().sum().backward()
-    for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
-        assert (p.grad is None) == (q.grad is None), name
-        assert q.grad is None or torch.allclose(p.grad, q.grad), name
+    assert_same_steps(gm, reference, x, loss=lambda out: out.second.square().sum(), tolerance=1e-6)
 
 
 @pytest.mark.slow

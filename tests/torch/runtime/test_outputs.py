@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tests.helpers.cpp_compiler import needs_compiler
+from tests.helpers.training.steps import Step, assert_same, assert_same_steps, step
 from torch import nn
 
 import remat
@@ -58,34 +59,27 @@ def loss_and_logits() -> LossAndLogits:
     return LossAndLogits()
 
 
-def gradients_of_step(model: Any) -> dict[str, torch.Tensor]:
-    """Run a step that keeps only the loss, and return its gradients."""
-    model.zero_grad(set_to_none=True)
-    model(batch())["loss"].backward()
-    return {n: p.grad.clone() for n, p in model.named_parameters()}
+def step_of(model: Any) -> Step:
+    """Run a step that keeps only the loss."""
+    return step(model, batch(), run=lambda ids: model(ids)["loss"])
 
 
 def measured_peak(model: nn.Module, run: Any) -> int:
     """Return the peak by the allocator of a warm step that keeps only the loss."""
-    gradients_of_step(model)
+    step_of(model)
     model.zero_grad(set_to_none=True)
     ids = batch()
     peak = allocated_peak(lambda: run(ids)["loss"].backward())
     return peak + ids.nbytes + sum(p.nbytes for p in model.parameters())
 
 
-def assert_equal(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert actual.keys() == expected.keys()
-    assert all(torch.equal(actual[name], expected[name]) for name in expected)
-
-
 def test_a_plan_with_dropped_outputs_takes_less_and_computes_the_same() -> None:
     model = loss_and_logits()
-    expected = gradients_of_step(copy.deepcopy(model))
+    expected = step_of(copy.deepcopy(model))
     plans = {}
     for outputs in ("held", "dropped"):
         gm = remat.optimize(model, "min", (batch(),), costs=COSTS, outputs=outputs, split="off")
-        assert_equal(gradients_of_step(gm), expected)
+        assert_same(step_of(gm), expected)
         plans[outputs] = gm.plan
         assert gm.program is not None
         assert gm.program.outputs_dropped == (outputs == "dropped")
@@ -122,11 +116,11 @@ def test_dropping_outputs_that_are_counted_is_logged_once(caplog: pytest.LogCapt
         for _ in range(4):
             outputs = gm(batch())
             outputs["loss"].backward()
-        gradients_of_step(gm)
-        gradients_of_step(gm)
+        step_of(gm)
+        step_of(gm)
         assert warnings_logged() == []
         for _ in range(4):
-            gradients_of_step(gm)
+            step_of(gm)
     (message,) = warnings_logged()
     assert "1.37 MiB" in message
 
@@ -139,8 +133,8 @@ def test_nothing_is_logged_where_dropping_saves_nothing(caplog: pytest.LogCaptur
     )
     with caplog.at_level(logging.WARNING, logger="remat"):
         for _ in range(4):
-            gradients_of_step(all_of_it)
-            gradients_of_step(planned_so)
+            step_of(all_of_it)
+            step_of(planned_so)
     assert 'outputs="dropped"' not in caplog.text
 
 
@@ -157,14 +151,12 @@ def test_an_unknown_value_of_outputs_is_refused(call: Any) -> None:
 @needs_compiler
 def test_dropped_outputs_work_under_torch_compile() -> None:
     model = loss_and_logits()
-    expected = gradients_of_step(copy.deepcopy(model))
+    expected = step_of(copy.deepcopy(model))
     torch._dynamo.reset()
     before = len(remat.compiled_plans())
     run = remat.compile(model, "min", outputs="dropped", time_limit=4.0)
-    run(batch())["loss"].backward()
-    for name, parameter in model.named_parameters():
-        assert parameter.grad is not None
-        torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-4, atol=1e-6)
+    actual = step(model, batch(), run=run, loss=operator.itemgetter("loss"))
+    assert_same(actual, expected, tolerance=1e-4)
     (plan,) = remat.compiled_plans()[before:]
     assert plan.verified_bytes is not None
     assert measured_peak(model, run) <= plan.verified_bytes
@@ -215,12 +207,12 @@ class Wrapped(LossAndLogits):
 
 def test_the_step_takes_less_and_computes_the_same() -> None:
     model = loss_and_logits()
-    expected = gradients_of_step(copy.deepcopy(model))
+    expected = step_of(copy.deepcopy(model))
     peaks = {}
     for outputs in ("dropped", "loss"):
         gm = remat.optimize(model, "min", (batch(),), costs=COSTS, outputs=outputs, split="off")
         assert torch.equal(gm(batch())["loss"], model(batch())["loss"])
-        assert_equal(gradients_of_step(gm), expected)
+        assert_same(step_of(gm), expected)
         peaks[outputs] = gm.plan.peak_bytes
         assert measured_peak(model, gm) <= gm.plan.peak_bytes
     assert peaks["loss"] <= peaks["dropped"]
@@ -229,12 +221,11 @@ def test_the_step_takes_less_and_computes_the_same() -> None:
 @pytest.mark.slow
 def test_with_pieces_the_logits_never_exist_as_a_whole() -> None:
     model = loss_and_logits()
-    expected = gradients_of_step(copy.deepcopy(model))
+    expected = step_of(copy.deepcopy(model))
     gm = remat.optimize(model, "min", (batch(),), **LOSS_ONLY)
     assert gm.plan.peak_bytes < LOGITS_BYTES
     assert measured_peak(model, gm) <= gm.plan.peak_bytes
-    for name, gradient in gradients_of_step(gm).items():
-        torch.testing.assert_close(gradient, expected[name], rtol=1e-5, atol=1e-7)
+    assert_same(step_of(gm), expected, tolerance=1e-5)
 
 
 @pytest.mark.parametrize("container", [Pair, LossOutput, lambda loss, logits: (loss, [logits])])
@@ -308,8 +299,7 @@ def test_random_numbers_and_writes_stay_in_the_step() -> None:
     gm = remat.optimize(model, "100%", (batch(),), **LOSS_ONLY)
     sampled = []
     for run in (eager, gm):
-        torch.manual_seed(1)
-        run(batch())["loss"].backward()
+        step_of(run)
         sampled.append(torch.rand(2))
     assert torch.equal(*sampled)
     assert torch.equal(model.calls, eager.calls)
@@ -329,13 +319,7 @@ def test_gradients_may_come_from_several_losses() -> None:
     model = TwoLosses()
     eager = copy.deepcopy(model)
     gm = remat.optimize(model, "100%", (batch(),), **LOSS_ONLY)
-    for run in (eager, gm):
-        outputs = run(batch())
-        (outputs["loss"] + outputs["penalty"]).backward()
-    assert_equal(
-        {n: p.grad for n, p in model.named_parameters() if p.grad is not None},
-        {n: p.grad for n, p in eager.named_parameters() if p.grad is not None},
-    )
+    assert_same_steps(gm, eager, batch(), loss=lambda outputs: outputs["loss"] + outputs["penalty"])
     named = remat.optimize(TwoLosses(), "100%", (batch(),), **LOSS_ONLY, differentiate="loss")
     assert named(batch())["penalty"] > 0  # a number is returned, without a gradient
     with pytest.raises(remat.GuardError):
@@ -378,7 +362,7 @@ def test_a_trace_is_stored_without_the_outputs() -> None:
     schedule = remat.solve(measured, "100%").schedule
     model = loss_and_logits()
     gm = remat.lower(remat.rewrite(measured, schedule), model)
-    assert_equal(gradients_of_step(gm), gradients_of_step(loss_and_logits()))
+    assert_same(step_of(gm), step_of(loss_and_logits()))
 
 
 class Layers(LossAndLogits):
@@ -395,9 +379,9 @@ class Layers(LossAndLogits):
 def test_blocks_return_the_loss_only() -> None:
     torch.manual_seed(0)
     model = Layers()
-    expected = gradients_of_step(copy.deepcopy(model))
+    expected = step_of(copy.deepcopy(model))
     remat.enable(model, "100%", scope="blocks", outputs="loss", costs="cpu")
-    assert_equal(gradients_of_step(model), expected)
+    assert_same(step_of(model), expected)
     output = model(batch())
     with pytest.raises(remat.OutputNotComputed):
         output["logits"].sum()
@@ -434,8 +418,8 @@ def test_without_inductor_the_measured_peak_is_the_planned_one(outputs: str) -> 
     torch._dynamo.reset()
     model = loss_and_logits()
     run = remat.compile(model, "95%", outputs=outputs, inductor=False, split="off")
-    gradients_of_step(run)
-    gradients_of_step(run)
+    step_of(run)
+    step_of(run)
     assert measured_peak(model, run) == remat.compiled_plans()[-1].plan.peak_bytes
 
 
@@ -443,7 +427,7 @@ def test_without_inductor_the_measured_peak_is_the_planned_one(outputs: str) -> 
 @needs_compiler
 def test_compiled_steps_return_the_loss_only() -> None:
     model = loss_and_logits()
-    expected = gradients_of_step(copy.deepcopy(model))
+    expected = step_of(copy.deepcopy(model))
     verified = {}
     for outputs in ("dropped", "loss"):
         torch._dynamo.reset()
@@ -455,14 +439,10 @@ def test_compiled_steps_return_the_loss_only() -> None:
         assert peak <= plan.verified_bytes
         verified[outputs] = plan.verified_bytes
     assert verified["loss"] < verified["dropped"]
-    model.zero_grad(set_to_none=True)
-    output = run(batch())
-    output["loss"].backward()
     with pytest.raises(remat.OutputNotComputed, match="'logits' was not returned"):
-        output["logits"].argmax(-1)
-    for name, parameter in model.named_parameters():
-        assert parameter.grad is not None
-        torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-4, atol=1e-6)
+        run(batch())["logits"].argmax(-1)
+    actual = step(model, batch(), run=run, loss=operator.itemgetter("loss"))
+    assert_same(actual, expected, tolerance=1e-4)
     with torch.no_grad():
         assert run(batch())["logits"].shape == (8, 64, 700)
 
@@ -484,9 +464,9 @@ class WithCache(Layers):
 def test_blocks_return_objects_as_they_are() -> None:
     torch.manual_seed(0)
     model = WithCache()
-    expected = gradients_of_step(copy.deepcopy(model))
+    expected = step_of(copy.deepcopy(model))
     remat.enable(model, "100%", scope="blocks", outputs="loss", costs="cpu")
-    assert_equal(gradients_of_step(model), expected)
+    assert_same(step_of(model), expected)
     output = model(batch())
     assert isinstance(output["cache"], Cache)
     for name in ("logits", "more"):
