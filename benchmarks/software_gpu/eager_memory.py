@@ -208,7 +208,7 @@ class Setting:
         plan = remat.plans(model)[-1]
         assert isinstance(plan, BlocksPlan)
         return self._row("enable", budget) | judged(
-            plan.peak_bytes, plan.budget_bytes, plan.library_bytes, peaks
+            plan.peak_bytes, plan.budget_bytes, plan.graph.library_bytes, peaks
         )
 
 

@@ -267,7 +267,7 @@ class SolveRequest(_SolveOptions):
 
     budget: BudgetData
     """The largest peak: bytes, "8GiB", "60%" of the peak without recomputation, or "min"."""
-    link: LinkRecord | None = Field(None, description=OPTIONS["link"].help)
+    link: LinkRecord | None = Field(default=None, description=OPTIONS["link"].help)
 
     @property
     def checked_options(self) -> CheckedOptions:

@@ -43,7 +43,7 @@ def figure_bytes(figure: Figure, suffix: str) -> bytes:
     return stream.getvalue()
 
 
-def _figure_writer(suffix: str) -> Callable[[FrontierContent], bytes]:
+def _frontier_figure_writer(suffix: str) -> Callable[[FrontierContent], bytes]:
     def write(content: FrontierContent) -> bytes:
         figure = view.frontier_figure(content.plans, content.rows, device=content.device)
         return figure_bytes(figure, suffix)
@@ -56,8 +56,8 @@ FRONTIER_WRITERS: dict[str, Callable[[FrontierContent], str | bytes]] = {
     ".html": lambda content: view.frontier_html(
         content.plans, content.rows, text=content.text, device=content.device
     ),
-    ".png": _figure_writer(".png"),
-    ".pdf": _figure_writer(".pdf"),
+    ".png": _frontier_figure_writer(".png"),
+    ".pdf": _frontier_figure_writer(".pdf"),
 }
 """Functions that return a file's content, by file name ending."""
 
