@@ -7,25 +7,22 @@ Inductor decides which of them write in place.
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 from torch._guards import detect_fake_mode
 
-from remat.documents.arguments import Argument, Ref, referenced_names
+from remat.documents.arguments import Ref
 from remat.documents.records import Node
 from remat.documents.targets import ADD_PRODUCT_TARGET, ADD_TARGET, WRITE_ROWS_TARGET
 from remat.documents.trace import Trace
 from remat.errors import RematError
 from remat.frontend.capture.reading.trace_builder import TraceBuilder, identifier
 from remat.frontend.common.aliases import is_getitem, mutated_args
-from remat.frontend.common.operators import (
-    argument_to_torch,
-    resolve,
-)
+from remat.frontend.common.graph_writer import GraphWriter
+from remat.frontend.common.operators import resolve
 from remat.frontend.compile.compat import is_tangent
 from remat.frontend.compile.fx_utils import PIECE_KEY, module_path
 from remat.graph import Split
@@ -38,6 +35,9 @@ _COPIED_META = (
     "from_node", "seq_nr", "partitioner_tag", "custom",
 )  # fmt: skip
 """Items of `meta` that the nodes of pieces copy from the node that was split."""
+
+_FUNCTIONAL_TARGETS = {ADD_TARGET: "aten.add.Tensor", ADD_PRODUCT_TARGET: "aten.addmm.default"}
+"""The functional operators of the calls that add a piece to a sum in place."""
 
 
 def split_joint_graph(
@@ -55,7 +55,7 @@ def split_joint_graph(
         raise CannotSplit(str(error)) from error
     if split is trace:
         raise CannotSplit(split_obstacle(trace) or "there is no rule for one of them")
-    graph = _GraphOfPieces(module, split).graph()
+    graph = _GraphOfPieces(module, split).write()
     splits = tuple(record.to_split() for record in split.splits)
     return fx.GraphModule(module, graph), splits, split_obstacle(trace)
 
@@ -92,15 +92,17 @@ def _read_joint_graph(module: fx.GraphModule, num_fwd_outputs: int) -> Trace:
     return builder.step(_tensors(returned[:num_fwd_outputs]), _tensors(returned[num_fwd_outputs:]))
 
 
-class _GraphOfPieces:
-    """The fx graph of a split trace: copies of nodes that stayed, and new nodes for pieces."""
+class _GraphOfPieces(GraphWriter):
+    """The fx graph of a split trace: copies of the joint graph's nodes that stayed, and new nodes
+    for pieces, with the `meta` of the node that was split."""
 
     def __init__(self, module: fx.GraphModule, trace: Trace) -> None:
+        super().__init__(fx.Graph())
         self.trace = trace
         self.old = module.graph
-        self.old_nodes: dict[str, fx.Node] = {identifier(n.name): n for n in module.graph.nodes}
-        self.new_graph = fx.Graph()
-        self.tensors: dict[str, fx.Node] = {}
+        self.templates = {identifier(node.name): node for node in module.graph.nodes}
+        self.meta: dict[str, Any] = {}
+        """The `meta` of the nodes of the current record."""
         self.rows: dict[str, list[Ref]] = {}
         """The pieces that were written into a buffer so far, by the buffer's name."""
         writers = [node for node in trace.nodes if node.target == WRITE_ROWS_TARGET]
@@ -108,53 +110,58 @@ class _GraphOfPieces:
         inputs = [n.meta["val"] for n in module.graph.find_nodes(op="placeholder")]
         self.fake_mode = detect_fake_mode(inputs)
 
-    def graph(self) -> fx.Graph:
-        """Return the graph."""
+    def write(self) -> fx.Graph:
+        """Write the whole graph, and return it."""
         for node in self.old.nodes:
             if node.op in ("placeholder", "get_attr"):
-                self.tensors[identifier(node.name)] = self._copy(node)
+                self._copy(node)
         for record in self.trace.nodes:
-            if not record.piece_of and record.name in self.old_nodes:
-                self._copy_with_items(self.old_nodes[record.name])
-            else:
+            template = self.templates.get(record.name)
+            if template is None or record.piece_of:
                 self._add(record)
+            else:
+                for node in (template, *filter(is_getitem, template.users)):
+                    self._copy(node)
         old_output = self.old.output_node()
         (returned,) = old_output.args
-        output = self.new_graph.output(
-            fx.map_arg(returned, lambda n: self.tensors[identifier(n.name)])
-        )
+        output = self.graph.output(fx.map_arg(returned, self._copy_of))
         output.meta.update(old_output.meta)
-        self.new_graph.lint()
-        return self.new_graph
+        self.graph.lint()
+        return self.graph
 
-    def _copy(self, node: fx.Node) -> fx.Node:
-        copied = self.new_graph.node_copy(node, self._copy_of)
+    def call(
+        self,
+        function: Callable[..., object],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> fx.Node:
+        """Append a call with its fake result."""
+        node = super().call(function, args, kwargs)
+        fake_args, fake_kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+        with self.fake_mode:  # type: ignore[union-attr]
+            node.meta = {**self.meta, "val": function(*fake_args, **fake_kwargs)}
+        return node
+
+    def _copy(self, node: fx.Node) -> None:
+        copied = self.graph.node_copy(node, self._copy_of)
         copied.meta = dict(node.meta)
-        return copied
+        self.nodes[identifier(node.name)] = copied
 
     def _copy_of(self, node: fx.Node) -> fx.Node:
-        return self.tensors[identifier(node.name)]
-
-    def _copy_with_items(self, node: fx.Node) -> None:
-        self.tensors[identifier(node.name)] = self._copy(node)
-        for user in node.users:
-            if is_getitem(user):
-                self.tensors[identifier(user.name)] = self._copy(user)
+        return self.nodes[identifier(node.name)]
 
     def _add(self, record: Node) -> None:
         """Add the node of a piece, or of a sum of pieces."""
+        source = self.templates.get((record.piece_of or record.name).split(MOVED_SUFFIX)[0])
+        meta = {} if source is None else source.meta
+        self.meta = {key: meta[key] for key in _COPIED_META if key in meta}
+        if record.piece_of:
+            self.meta[PIECE_KEY] = (record.piece_of, record.piece)
         if record.target == WRITE_ROWS_TARGET:
             self._write_rows(record)
-            return
-        target, args = record.target, record.args
-        if target == ADD_TARGET:
-            target = "aten.add.Tensor"
-        elif target == ADD_PRODUCT_TARGET:
-            target = "aten.addmm.default"
-        node = self._call(record, target, args, record.kwargs)
-        for result in record.results:
-            is_item = result.position >= 0
-            self.tensors[result.name] = self._item(node, result.position) if is_item else node
+        else:
+            function = resolve(_FUNCTIONAL_TARGETS.get(record.target, record.target))
+            self.bind(self.call(function, *self.arguments(record)), record.results)
 
     def _write_rows(self, record: Node) -> None:
         """Remember a piece of a buffer; after the last, join all of them."""
@@ -167,42 +174,12 @@ class _GraphOfPieces:
             return
         assert isinstance(first, int)
         assert isinstance(count, int)
-        joined = self._call(record, "aten.cat.default", (tuple(rows), first + count - 1), {})
+        parts = [self.nodes[row.name] for row in rows]
+        joined = self.call(torch.ops.aten.cat.default, (parts, first + count - 1))
         if count > 1:
-            joined = self._node(record, torch.ops.aten.view.default, (joined, list(shape)), {})  # type: ignore[arg-type]
-        self.tensors[result.name] = joined
-
-    def _call(
-        self, record: Node, target: str, args: tuple[Argument, ...], kwargs: Mapping[str, Argument]
-    ) -> fx.Node:
-        nodes: dict[str, Any] = {
-            name: self.tensors[name] for name in referenced_names((args, *kwargs.values()))
-        }
-        return self._node(
-            record,
-            resolve(target),
-            tuple(argument_to_torch(item, nodes) for item in args),
-            {key: argument_to_torch(item, nodes) for key, item in kwargs.items()},
-        )
-
-    def _node(
-        self, record: Node, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> fx.Node:
-        node = self.new_graph.call_function(target, args, kwargs)
-        source = self.old_nodes.get((record.piece_of or record.name).split(MOVED_SUFFIX)[0])
-        if source is not None:
-            node.meta = {key: source.meta[key] for key in _COPIED_META if key in source.meta}
-        if record.piece_of:
-            node.meta[PIECE_KEY] = (record.piece_of, record.piece)
-        fake_args, fake_kwargs = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
-        with self.fake_mode:  # type: ignore[union-attr]
-            node.meta["val"] = target(*fake_args, **fake_kwargs)
-        return node
-
-    def _item(self, node: fx.Node, position: int) -> fx.Node:
-        item = self.new_graph.call_function(operator.getitem, (node, position))
-        item.meta = {**node.meta, "val": node.meta["val"][position]}
-        return item
+            assert isinstance(shape, tuple)
+            joined = self.call(torch.ops.aten.view.default, (joined, list(shape)))
+        self.nodes[result.name] = joined
 
 
 def _tensors(values: Any) -> list[fx.Node]:

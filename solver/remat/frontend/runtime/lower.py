@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import logging
-import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -19,16 +18,16 @@ from torch import fx, nn
 from torch._ops import OpOverload
 from torch.fx.graph import _BoxedCodeGen
 
-from remat.documents.arguments import Argument, referenced_names
+from remat.documents.arguments import referenced_names
 from remat.documents.memory_reuse import OUT_VARIANTS
 from remat.documents.program import Program, Statement
 from remat.documents.records import Placeholder, TensorMeta
 from remat.documents.targets import ACCUMULATE_TARGET, WRITE_TARGET
 from remat.errors import DocumentError, GuardError
 from remat.frontend.common.aliases import is_getitem
+from remat.frontend.common.graph_writer import GraphWriter
 from remat.frontend.common.operators import (
     NAMESPACES,
-    argument_to_torch,
     literal_to_torch,
     resolve,
     resolve_out_variant,
@@ -224,58 +223,59 @@ def _build_graph(
     # The boxed calling convention empties its argument list, so that each value is freed after its
     # last use; the ordinary one would keep every saved tensor alive through the backward.
     graph.set_codegen(_BoxedCodeGen())
-    nodes: dict[str, Any] = {name: graph.placeholder(name) for name in inputs}
+    writer = _ProgramGraph(graph, namespaces)
+    for name in inputs:
+        writer.nodes[name] = graph.placeholder(name)
     for statement in statements:
-        _append(graph, statement, nodes, namespaces)
-    graph.output([nodes[name] for name in outputs])
+        writer.append(statement)
+    graph.output([writer.nodes[name] for name in outputs])
     return graph
 
 
-def _append(
-    graph: fx.Graph, statement: Statement, nodes: dict[str, Any], namespaces: Collection[str]
-) -> None:
-    """Append the calls of a statement to the graph, and its results to `nodes`, by name."""
+class _ProgramGraph(GraphWriter):
+    """The fx graph of a program's forward or backward."""
 
-    def decode(argument: Argument) -> Any:
-        return argument_to_torch(argument, nodes)
+    def __init__(self, graph: fx.Graph, namespaces: Collection[str]) -> None:
+        super().__init__(graph)
+        self.namespaces = namespaces
 
-    args = statement.args
-    if statement.target == ACCUMULATE_TARGET:
-        parameter = nodes[f"into_{next(referenced_names(args[0]))}"]
-        call = graph.call_function(accumulate_grad, (parameter, decode(args[1])))
-    else:
-        operation: Any = resolve(statement.target, namespaces)
-        decoded = tuple(decode(item) for item in args)
-        kwargs = {key: decode(item) for key, item in statement.kwargs.items()}
-        if statement.target == WRITE_TARGET:
-            _check_write(statement, namespaces)
-        if statement.overwrites:
-            _check_temporary(nodes[statement.overwrites])
-        if statement.overwrites and statement.target == WRITE_TARGET:
-            operation = write
-        elif statement.overwrites:
-            operation = resolve_out_variant(statement.target)
-            kwargs[OUT_VARIANTS[statement.target].out_name] = nodes[statement.overwrites]
-        call_arguments = operation, decoded, kwargs
-        if statement.rng_action == "save":
-            state_node = graph.call_function(generator_state, (statement.device,))
-            nodes[statement.rng_state] = _named(state_node, statement.rng_state)
-        if statement.rng_action == "replay":
-            state: Any = nodes[statement.rng_state]
-            call = graph.call_function(
-                run_with_generator_state, (state, statement.device, *call_arguments)
-            )
-        elif statement.target in NEEDS_GRAD_MODE:
-            call = graph.call_function(run_with_grad_mode, call_arguments)
+    def append(self, statement: Statement) -> None:
+        """Append the calls of a statement."""
+        if statement.target == ACCUMULATE_TARGET:
+            parameter, gradient = referenced_names(statement.args)
+            addends = (self.nodes[f"into_{parameter}"], self.nodes[gradient])
+            call = self.call(accumulate_grad, addends)
         else:
-            call = graph.call_function(*call_arguments)
-    call.meta["remat"] = {"module": statement.module, "recomputation": statement.recomputation}
-    for result in statement.results:
-        result_node = call
-        if result.position >= 0:
-            # Tuple elements are read at once, or the tuple would keep all of them alive.
-            result_node = graph.call_function(operator.getitem, (call, result.position))
-        nodes[result.name] = _named(result_node, result.name)
+            operation: Any = resolve(statement.target, self.namespaces)
+            args, kwargs = self.arguments(statement)
+            if statement.target == WRITE_TARGET:
+                _check_write(statement, self.namespaces)
+            if statement.overwrites:
+                _check_temporary(self.nodes[statement.overwrites])
+            if statement.overwrites and statement.target == WRITE_TARGET:
+                operation = write
+            elif statement.overwrites:
+                operation = resolve_out_variant(statement.target)
+                kwargs[OUT_VARIANTS[statement.target].out_name] = self.nodes[statement.overwrites]
+            if statement.rng_action == "save":
+                state = self.call(generator_state, (statement.device,))
+                self.nodes[statement.rng_state] = _named(state, statement.rng_state)
+            if statement.rng_action == "replay":
+                state = self.nodes[statement.rng_state]
+                call = self.call(
+                    run_with_generator_state, (state, statement.device, operation, args, kwargs)
+                )
+            elif statement.target in NEEDS_GRAD_MODE:
+                call = self.call(run_with_grad_mode, (operation, args, kwargs))
+            else:
+                call = self.call(operation, args, kwargs)
+        call.meta["remat"] = {
+            "module": statement.module,
+            "recomputation": statement.recomputation,
+        }
+        self.bind(call, statement.results)
+        for binding in statement.results:
+            _named(self.nodes[binding.name], binding.name)
 
 
 def _check_write(statement: Statement, namespaces: Collection[str]) -> None:
