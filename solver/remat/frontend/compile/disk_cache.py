@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch._functorch.config as functorch_config
 import torch._inductor.config as inductor_config
+from pydantic import TypeAdapter
 from torch import fx
 from torch._dynamo.utils import counters
 from torch._inductor.runtime.cache_dir_utils import cache_dir
@@ -32,11 +33,10 @@ from remat.frontend.compile.registry import (
     CompiledPlan,
     PlannedSplit,
     ReplanFeedback,
-    UnsplitStep,
 )
 from remat.plan import Plan
 
-_FORMAT = 6
+_FORMAT = 7
 _SPECIAL_FIELDS = (
     "plan", "retained_names", "storages", "module", "compile_id", "group", "number",
     "infeasible_limits",
@@ -44,6 +44,7 @@ _SPECIAL_FIELDS = (
 """Fields with another encoding, and those that belong to one process."""
 
 _PLAIN_FIELDS = [field.name for field in fields(CompiledPlan) if field.name not in _SPECIAL_FIELDS]
+_FEEDBACK_AND_SPLIT = TypeAdapter(tuple[ReplanFeedback, PlannedSplit | None])
 
 
 @dataclass(frozen=True)
@@ -91,42 +92,19 @@ def load_plan(key: str) -> CachedPlan | None:
             return CachedPlan(None)
         plain = {name: record[name] for name in _PLAIN_FIELDS}
         retained_names = frozenset(map(str, record["retained_names"]))
-        plan = Plan.from_json(record["plan"])
-        separate_buffers = frozenset(map(str, data["separate_buffers"]))
-        feedback = ReplanFeedback(
-            int(data["excess_bytes"]),
-            separate_buffers,
-            bool(data["plain_exceeds"]),
-            bool(data["without_offload"]),
+        compiled = CompiledPlan(
+            Plan.from_json(record["plan"]), retained_names=retained_names, **plain
         )
-        split = _split_of(data["split"])
-        compiled = CompiledPlan(plan, retained_names=retained_names, **plain)
-        return CachedPlan(compiled, feedback, split)
+        return CachedPlan(compiled, *_FEEDBACK_AND_SPLIT.validate_python(data["feedback"]))
     except (OSError, ValueError, KeyError, TypeError, RematError):
         return None
-
-
-def _split_of(record: Any) -> PlannedSplit | None:
-    """Return the split of a record of the file. Raises TypeError or ValueError for another one."""
-    if record is None:
-        return None
-    pieces, (peak_bytes, saved_bytes, time_s), min_bytes = record
-    unsplit = UnsplitStep(int(peak_bytes), int(saved_bytes), float(time_s))
-    return PlannedSplit(int(pieces), unsplit, None if min_bytes is None else int(min_bytes))
 
 
 def store_plan(key: str, cached: CachedPlan) -> None:
     """Write a plan. If that fails, a later process plans the graph once more."""
     compiled = cached.compiled
-    feedback, split = cached.feedback, cached.split
-    data: dict[str, Any] = {
-        "compiled": None,
-        "excess_bytes": feedback.excess_bytes,
-        "separate_buffers": sorted(feedback.separate_buffers),
-        "plain_exceeds": feedback.plain_exceeds,
-        "without_offload": feedback.without_offload,
-        "split": split,
-    }
+    feedback = _FEEDBACK_AND_SPLIT.dump_python((cached.feedback, cached.split), mode="json")
+    data: dict[str, Any] = {"compiled": None, "feedback": feedback}
     if compiled is not None:
         data["compiled"] = {name: getattr(compiled, name) for name in _PLAIN_FIELDS} | {
             "plan": compiled.plan.to_json(),

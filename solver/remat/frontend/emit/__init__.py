@@ -1,8 +1,7 @@
 """Checkpointing policies for executors other than remat, under the rules of each.
 
 - `emit`: `remat.emit`, which selects a policy for each block.
-- `trials`: runs each block under each candidate policy, and measures it.
-- `executors`: the executors by the name of their rules.
+- `trials`: the executors by the name of their rules; each block, run under each of their policies.
 - `operators`: `torch.utils.checkpoint` with a decision for each operator call.
 - `regions`: torch_remat, which saves what selected submodules save.
 - `megatron`: Megatron-core's recomputation settings.

@@ -30,12 +30,11 @@ from remat.frontend.blocks.dry_run import run_dry
 from remat.frontend.capture.trace import check_differentiable, normalise_inputs
 from remat.frontend.costs.cost_cache import CostCache
 from remat.frontend.emit.apply_policies import check_no_policies_applied
-from remat.frontend.emit.executors import EXECUTORS
 from remat.frontend.emit.transformers_layers import (
     checkpointable_layers,
     temporary_checkpointing_flags,
 )
-from remat.frontend.emit.trials import PolicyTrials
+from remat.frontend.emit.trials import EXECUTORS, PolicyTrials
 from remat.frontend.memory.device_memory import Reserve
 from remat.frontend.runtime.guards import ModelCall
 from remat.limits.budget import Budget
@@ -91,7 +90,8 @@ def emit(
             f"rules is {rules!r}{similar_names_hint(rules, RULES)}; it must be one of "
             f"{', '.join(RULES)}"
         )
-    EXECUTORS[rules].check_model(model)
+    if (check_model := EXECUTORS[rules].check_model) is not None:
+        check_model(model)
     options = checked_options(
         OPTIMIZE,
         budget,

@@ -1,20 +1,29 @@
-"""Trials of a model's blocks: each block runs standalone under each candidate policy."""
+"""Trials of blocks: each block runs standalone under each candidate policy of an executor."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any, TypeAlias
 
+from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from remat.blockwise.block_step import AS_IT_IS, BlockOption
-from remat.blockwise.policies import BlockPolicy
+from remat.blockwise.choose import ExecutorSetting
+from remat.blockwise.policies import MEGATRON, OPERATORS, REGIONS, BlockPolicy
 from remat.errors import TraceError, one_line
-from remat.frontend.blocks.profile import ModuleInvocation, measure_invocation, requires_gradient
+from remat.frontend.blocks.profile import (
+    BackwardFunction,
+    ModuleInvocation,
+    gradients_by_autograd,
+    measure_invocation,
+    requires_gradient,
+)
 from remat.frontend.capture.model.preserved_state import rng_state_preserved
-from remat.frontend.emit.executors import Executor
+from remat.frontend.emit import megatron, operators, regions
 from remat.frontend.emit.operator_profile import block_fingerprint
 from remat.frontend.memory.meter import Gauge
 from remat.report.report import fold_layer_numbers
@@ -25,6 +34,47 @@ _ROUNDS = 3
 
 _UNNAMED_BLOCK = "block"
 """The block name in policies that are not yet assigned to a block."""
+
+Candidate: TypeAlias = tuple[BlockPolicy, float | None]
+"""A policy that is worth a trial, with the fraction of the forward's time that its recomputation
+takes; None if only a trial shows it."""
+
+
+@dataclass(frozen=True)
+class Executor:
+    """A checkpointing library that runs blocks under policies.
+
+    `run_block` runs one call of a block under a policy. `candidate_policies` returns the candidates
+    for a block from the name for their policies, the block, and a function that runs one call of
+    it. `check_model` raises if the library cannot run a model or is not installed.
+    `compute_gradients` runs a backward as the library needs it. `settings_for_all_blocks` is None
+    for a library in which each block may have another policy; else it yields for each setting of
+    the library the index of every call's policy, from the module path and the policies of each
+    call.
+    """
+
+    run_block: Callable[..., Any]
+    candidate_policies: Callable[[str, nn.Module, Callable[[], Any]], Sequence[Candidate]]
+    check_model: Callable[[nn.Module], None] | None = None
+    compute_gradients: BackwardFunction = gradients_by_autograd
+    settings_for_all_blocks: (
+        Callable[[Sequence[str], Sequence[tuple[BlockPolicy, ...]]], Iterator[ExecutorSetting]]
+        | None
+    ) = None
+
+
+EXECUTORS = {
+    OPERATORS: Executor(operators.run_block, operators.candidate_policies),
+    REGIONS: Executor(regions.run_block, regions.candidate_policies),
+    MEGATRON: Executor(
+        megatron.run_block,
+        megatron.candidate_policies,
+        megatron.check_model,
+        megatron.compute_gradients,
+        megatron.settings_for_all_blocks,
+    ),
+}
+"""The executor of each value of `rules`."""
 
 _TrialResult = tuple[tuple[BlockOption, ...], tuple[BlockPolicy, ...], str]
 """The measured options of a block, their policies, and the reason if there is only one."""
@@ -61,7 +111,7 @@ class PolicyTrials:
         """Measure a block call as it is and, unless there is an `obstacle` to recomputation, under
         each candidate policy of the executor."""
         path, module = call.submodule.path, call.submodule.module
-        candidates: Sequence[tuple[BlockPolicy, float | None]] = ()
+        candidates: Sequence[Candidate] = ()
         if not obstacle:
             with rng_state_preserved():
                 candidates = self.executor.candidate_policies(_UNNAMED_BLOCK, module, call.run)
