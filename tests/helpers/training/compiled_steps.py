@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -42,12 +43,35 @@ def assert_same(actual_steps: list[Step], wanted: list[Step], tolerance: float) 
         steps.assert_same(actual, expected, tolerance)
 
 
-def plans_of(options: Any, case: Case) -> list[CompiledPlan]:
-    """Return the plans of one compiled step."""
+def compiled(
+    case: Case, budget: int | str, seeds: Sequence[int] = (1,), **options: Any
+) -> tuple[Callable[..., Any], list[CompiledPlan], list[Step]]:
+    """Compile a model within a budget and run a step for each seed. Return the compiled model, the
+    plans of its graphs, and the steps."""
     before = len(remat.compiled_plans())
     torch._dynamo.reset()
-    step(case, torch.compile(case.model, **options))
-    return remat.compiled_plans()[before:]
+    run = remat.compile(case.model, budget, **options)
+    actual = [step(case, run, seed) for seed in seeds]
+    return run, remat.compiled_plans()[before:], actual
+
+
+def plans_of(case: Case, budget: int | str, **options: Any) -> list[CompiledPlan]:
+    """Return the plans of one compiled step."""
+    return compiled(case, budget, **options)[1]
+
+
+def compiled_as_without(
+    case: Case, budget: int | str, tolerance: float, **options: Any
+) -> tuple[Callable[..., Any], list[CompiledPlan]]:
+    """Compile a model within a budget, and check that two steps are those of torch.compile without
+    a plan. Return the compiled model and the plans of its graphs."""
+    case, state = with_state(case)
+    is_eager = options.get("inductor") is False
+    expected = two_steps(case, state, **({"backend": EAGER} if is_eager else {}))
+    case.model.load_state_dict(state)
+    run, plans, actual = compiled(case, budget, (1, 2), **options)
+    assert_same(actual, expected, tolerance)
+    return run, plans
 
 
 class Blocks(nn.Module):

@@ -15,9 +15,10 @@ import torch._dynamo
 from tests.helpers.cpp_compiler import needs_compiler
 from tests.helpers.graphs import chain
 from tests.helpers.training.compiled_steps import (
-    EAGER,
     assert_same,
     blocks,
+    compiled,
+    compiled_as_without,
     convolutions,
     dropout_case,
     measured_peak,
@@ -31,7 +32,7 @@ from torch import nn
 from torch._inductor.virtualized import V
 
 import remat
-from remat.errors import BudgetError, InfeasibleBudget, SolverTimeout
+from remat.errors import BudgetError, SolverTimeout
 from remat.frontend.compile import candidates
 from remat.frontend.compile.compile_options import read_options
 from remat.frontend.compile.inductor import peak_check, probe
@@ -53,7 +54,7 @@ QUICK = {"tied", "norms", "two-heads"}
     [
         *(
             (name, "min") if name in QUICK else pytest.param(name, "min", marks=pytest.mark.slow)
-            for name in (*PLAIN, "gpt2", "llama")
+            for name in (*PLAIN, "gpt2", "llama", "bert", "t5", "vit", "resnet")
         ),
         pytest.param("norms", "100%", marks=pytest.mark.slow),
     ],
@@ -62,25 +63,13 @@ def test_gradients_without_inductor_are_bitwise_those_of_the_same_graph(
     name: str, budget: str
 ) -> None:
     """Buffers included, in a second step too, with dropout and checkpointed parts."""
-    case, state = with_state((PLAIN | FAMILIES)[name]())
-    expected = two_steps(case, state, backend=EAGER)
-    options = {"budget": budget, "inductor": False, "time_limit": 3.0, "split": "off"}
-    assert_same(two_steps(case, state, backend="remat", options=options), expected, 0.0)
-
-
-@pytest.mark.parametrize("name", ["bert", "t5", "vit", "resnet"])
-@pytest.mark.slow
-def test_gradients_of_more_families_are_exact(name: str) -> None:
-    case, state = with_state(FAMILIES[name]())
-    expected = two_steps(case, state, backend=EAGER)
-    options = {"budget": "min", "inductor": False, "time_limit": 5.0, "split": "off"}
-    assert_same(two_steps(case, state, backend="remat", options=options), expected, 0.0)
+    case = (PLAIN | FAMILIES)[name]()
+    compiled_as_without(case, budget, 0.0, inductor=False, time_limit=5.0, split="off")
 
 
 def test_a_plan_recomputes_operations() -> None:
-    case, _ = with_state(PLAIN["checkpointed"]())
-    options = {"budget": "min", "inductor": False, "split": "off", "time_limit": 3.0}
-    (plan,) = plans_of({"backend": "remat", "options": options}, case)
+    case = PLAIN["checkpointed"]()
+    (plan,) = plans_of(case, "min", inductor=False, split="off", time_limit=3.0)
     assert plan.plan.peak_bytes < 0.9 * plan.plan.baseline_peak_bytes
     assert len(plan.plan.schedule) > len(plan.plan.graph)
     assert plan.verified_bytes is None
@@ -102,15 +91,8 @@ def test_a_plan_recomputes_operations() -> None:
 def test_compiled_steps_are_within_the_budget(make: Any, percent: int) -> None:
     """Planned, verified and measured; with the gradients of plain torch.compile, dropout
     included."""
-    case, state = with_state(make())
-    expected = two_steps(case, state)
-    before = len(remat.compiled_plans())
-    options = {"budget": f"{percent}%", "time_limit": 5.0}
-    torch._dynamo.reset()
-    case.model.load_state_dict(state)
-    run = torch.compile(case.model, backend="remat", options=options)
-    assert_same([step(case, run, seed) for seed in (1, 2)], expected, 1e-5)
-    (plan,) = remat.compiled_plans()[before:]
+    case = make()
+    run, (plan,) = compiled_as_without(case, f"{percent}%", 1e-5, time_limit=5.0)
     assert plan.budget_bytes is not None
     assert plan.verified_bytes is not None
     assert plan.budget_bytes == plan.baseline_bytes * percent // 100
@@ -124,12 +106,7 @@ def test_compiled_steps_are_within_the_budget(make: Any, percent: int) -> None:
 @pytest.mark.slow
 @needs_compiler
 def test_a_budget_of_100_percent_gives_torch_compiles_step() -> None:
-    case, state = with_state(dropout_case())
-    expected = two_steps(case, state)
-    before = len(remat.compiled_plans())
-    actual = two_steps(case, state, backend="remat", options={"budget": "100%"})
-    assert_same(actual, expected, 1e-6)
-    (plan,) = remat.compiled_plans()[before:]
+    _, (plan,) = compiled_as_without(dropout_case(), "100%", 1e-6)
     assert len(plan.plan.schedule) == len(plan.plan.graph)
     assert plan.plan.overhead == 0
     assert plan.rounds == 1
@@ -165,8 +142,9 @@ class Counting(nn.Module):
 def test_reads_of_a_mutated_buffer_are_not_recomputed(inductor: bool, by_a_view: bool) -> None:
     case, state = with_state(Case(Counting(by_a_view), (torch.randn(4, 8),), loss=lambda out: out))
     expected = [step(case, case.model, seed) for seed in (1, 2)]
-    options = {"budget": "100%", "inductor": inductor}
-    assert_same(two_steps(case, state, backend="remat", options=options), expected, 1e-6)
+    case.model.load_state_dict(state)
+    _, _, actual = compiled(case, "100%", (1, 2), inductor=inductor)
+    assert_same(actual, expected, 1e-6)
 
 
 def layers() -> Case:
@@ -194,15 +172,15 @@ def test_kernels_that_take_more_memory_trigger_a_replan(
         )
 
     monkeypatch.setattr(peak_check, "live_peak_bytes", larger)
-    before = remat.compiled_plans()
+    case.model.load_state_dict(state)
     if times > 3:
+        before = remat.compiled_plans()
         with pytest.raises(Exception, match=r"after [123] plans. Pass a budget of"):
-            two_steps(case, state, backend="remat", options={"budget": "95%", "split": "off"})
+            compiled(case, "95%", split="off")
         assert remat.compiled_plans() == before
         return
-    actual = two_steps(case, state, backend="remat", options={"budget": "95%"})
+    _, (plan,), actual = compiled(case, "95%", (1, 2))
     assert_same(actual, expected, 1e-5)
-    (plan,) = remat.compiled_plans()[len(before) :]
     assert plan.rounds == 2
     assert plan.budget_bytes is not None
     assert plan.plan.budget_bytes < plan.budget_bytes
@@ -254,20 +232,17 @@ def test_graphs_of_one_step_share_a_budget() -> None:
     expected = [step(case, case.model, seed) for seed in (1, 2)]
     torch._dynamo.reset()
     plain_peak = measured_peak(case, torch.compile(case.model))
-    torch._dynamo.reset()
-    before = len(remat.compiled_plans())
     budget = plain_peak * 99 // 100
-    run = remat.compile(case.model, budget, time_limit=3.0)
     case.model.load_state_dict(state)
-    assert_same([step(case, run, seed) for seed in (1, 2)], expected, 1e-5)
-    plans = remat.compiled_plans()[before:]
+    run, plans, actual = compiled(case, budget, (1, 2), time_limit=3.0)
+    assert_same(actual, expected, 1e-5)
     assert len(plans) >= 3
     parameters = sum(p.nbytes for p in case.model.parameters())
     assert all(plan.external_bytes > parameters / 4 for plan in plans)
     assert measured_peak(case, run) <= budget
     with pytest.raises(Exception, match="are used outside this graph"):
         step(case, remat.compile(case.model, plain_peak * 9 // 10, inductor=False))
-    shares = plans_of({"backend": "remat", "options": {"budget": "80%", "inductor": False}}, case)
+    shares = plans_of(case, "80%", inductor=False)
     assert all(len(plan.plan.schedule) > len(plan.plan.graph) for plan in shares)
 
 
@@ -283,9 +258,8 @@ def test_a_graph_that_is_not_the_last_saves_at_most_its_share() -> None:
     """Its share of a percentage, its outputs included."""
     block = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(6)))
     block.append(Wide())
-    x = torch.randn(512, 32)
-    options = {"backend": "remat", "options": {"budget": "80%", "inductor": False}}
-    (saving,) = plans_of(options, Case(block, (x,), loss=lambda out: out.sum()))
+    case = Case(block, (torch.randn(512, 32),), loss=lambda out: out.sum())
+    (saving,) = plans_of(case, "80%", inductor=False)
     assert saving.saved_bytes <= 0.8 * saving.baseline_saved_bytes
     assert saving.plan.overhead > 0
     graph = saving.plan.graph
@@ -362,19 +336,8 @@ def test_reading_a_large_graph_does_not_use_up_the_time_limit(
     assert solver.solve(graph, budget_bytes).peak_bytes <= budget_bytes
 
 
-@pytest.mark.slow
-def test_an_infeasible_budget_names_the_smallest_feasible_one() -> None:
-    case, _ = with_state(PLAIN["checkpointed"]())
-    run = remat.compile(case.model, "10%", inductor=False, split="off")
-    with pytest.raises(Exception, match="Pass a budget of at least") as caught:
-        step(case, run)
-    inner = getattr(caught.value, "inner_exception", caught.value)
-    assert isinstance(inner, InfeasibleBudget)
-    assert inner.min_feasible_bytes
-
-
 def test_inference_is_not_planned() -> None:
-    case, _ = with_state(PLAIN["tied"]())
+    case = PLAIN["tied"]()
     before = len(remat.compiled_plans())
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # where no plan was made before

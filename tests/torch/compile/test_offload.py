@@ -16,8 +16,16 @@ import torch._dynamo
 import torch._functorch.config as functorch_config
 import torch.nn.functional as F
 from tests.helpers.cpp_compiler import needs_compiler
-from tests.helpers.training.compiled_steps import Convolutions, assert_same, step, with_state
+from tests.helpers.training.compiled_steps import (
+    Convolutions,
+    assert_same,
+    compiled,
+    measured_peak,
+    step,
+    with_state,
+)
 from tests.helpers.training.models import Case
+from tests.helpers.training.steps import Step
 from torch import fx, nn
 from torch._inductor import config
 from torch._inductor.utils import run_and_get_code
@@ -28,7 +36,6 @@ from remat.frontend.compile import partitioner
 from remat.frontend.compile.inductor import copy_operators
 from remat.frontend.compile.inductor.copy_operators import COPY_OPERATORS
 from remat.frontend.compile.registry import CompiledPlan
-from remat.frontend.memory.meter import allocated_peak
 from remat.frontend.runtime.host_file import host_file
 from remat.passes.offload.copies import without_copies
 
@@ -89,17 +96,16 @@ def layers(dropout: float = 0.1) -> Case:
 
 def compiled_step(case: Case, budget: int | str, **options: Any) -> tuple[Any, CompiledPlan]:
     """Compile a model with offloading, run a step, and return it with its plan."""
-    torch._dynamo.reset()
-    run = remat.compile(case.model, budget, **(OPTIONS | options))
-    step(case, run)
-    return run, remat.compiled_plans()[-1]
+    run, plans, _ = compiled(case, budget, **(OPTIONS | options))
+    return run, plans[-1]
 
 
-def measured_peak(case: Case, run: Any) -> int:
-    """Return the allocator's peak of a step, with parameters and batch."""
-    case.model.zero_grad(set_to_none=True)
-    peak = allocated_peak(lambda: run(*case.args).backward())
-    return peak + sum(t.nbytes for t in (*case.args, *case.model.parameters()))
+def unplanned_steps(case: Case, **options: Any) -> list[Step]:
+    """Return two steps of a plan that neither recomputes nor offloads."""
+    case, state = with_state(case)
+    _, _, steps = compiled(case, "100%", (1, 2), **options)
+    case.model.load_state_dict(state)
+    return steps
 
 
 def smallest_peak_without_copies(plan: CompiledPlan) -> int:
@@ -143,10 +149,8 @@ def test_a_budget_below_the_smallest_without_is_met() -> None:
     """Memory is as verified; the numbers are those of a plan that neither recomputes nor offloads;
     and nothing stays on the host, however a step ends."""
     case = layers()
-    torch._dynamo.reset()
-    reference = remat.compile(case.model, "100%")
-    expected = [step(case, reference, seed) for seed in (1, 2)]
-    run, plan = compiled_step(case, "40%", split="off")
+    expected = unplanned_steps(case)
+    run, plan = compiled_step(case, "40%")
     assert plan.offloads
     assert plan.budget_bytes is not None
     assert smallest_peak_without_copies(plan) > plan.budget_bytes
@@ -177,7 +181,7 @@ def test_a_slow_link_makes_no_budget_infeasible() -> None:
     """Copies that start early, so as to end in time, take more memory than there is: then they
     start later, and the step waits for them."""
     case = layers()
-    run, plan = compiled_step(case, "40%", link=remat.Link(1e12, 5e8), split="off")
+    run, plan = compiled_step(case, "40%", link=remat.Link(1e12, 5e8))
     assert plan.offloads
     assert float(plan.plan.stats["waiting_s"]) > 0
     assert plan.verified_bytes is not None
@@ -187,12 +191,8 @@ def test_a_slow_link_makes_no_budget_infeasible() -> None:
 def test_the_generated_code_has_the_planned_order() -> None:
     """Where copies are fast, tensors are offloaded instead of recomputed."""
     case = layers(dropout=0.0)
-    torch._dynamo.reset()
-    options = {"budget": "50%", **OPTIONS}
-    run = torch.compile(case.model, backend="remat", options=options)
     with without_graph_caches():
-        _, code = run_and_get_code(lambda: step(case, run))
-    plan = remat.compiled_plans()[-1]
+        (_, plan), code = run_and_get_code(lambda: compiled_step(case, "50%"))
     assert len(plan.plan.schedule) == len(plan.plan.graph)
     assert [name for half in code for name in copies_of_code(half)] == copies_of_plan(plan)
     assert f"{len(plan.plan.graph.renewal)} tensors of" in plan.plan.describe()
@@ -237,10 +237,8 @@ def test_a_program_whose_order_was_changed_is_refused(
 )
 def test_a_language_model_trains_with_its_tensors_on_the_host(inductor: bool, budget: str) -> None:
     case = small_gpt()
-    torch._dynamo.reset()
-    reference = remat.compile(case.model, "100%", inductor=inductor)
-    expected = [step(case, reference, seed) for seed in (1, 2)]
-    run, plan = compiled_step(case, budget, split="off", inductor=inductor)
+    expected = unplanned_steps(case, inductor=inductor)
+    run, plan = compiled_step(case, budget, inductor=inductor)
     assert plan.offloads
     assert_same([step(case, run, seed) for seed in (1, 2)], expected, tolerance=0.0)
     expected_bytes = plan.verified_bytes if inductor else plan.plan.peak_bytes
@@ -252,9 +250,9 @@ def test_a_language_model_trains_with_its_tensors_on_the_host(inductor: bool, bu
 @pytest.mark.slow
 def test_no_more_than_the_host_budget_is_on_the_host() -> None:
     case = layers()
-    options = {"inductor": False, "split": "off"}
-    assert not compiled_step(case, "70%", host_budget=0, **options)[1].offloads
-    _, plan = compiled_step(case, "70%", host_budget="4MiB", link=remat.Link(1e9, 1e9), **options)
+    assert not compiled_step(case, "70%", host_budget=0, inductor=False)[1].offloads
+    options = {"host_budget": "4MiB", "link": remat.Link(1e9, 1e9), "inductor": False}
+    _, plan = compiled_step(case, "70%", **options)
     assert 0 < plan.plan.host_bytes <= 4 << 20
     assert "of which the step waits" in plan.plan.describe()
 
@@ -278,12 +276,10 @@ def test_the_graphs_of_a_step_share_the_host_budget() -> None:
     expected = [step(case, case.model)]
     host_bytes: list[int] = []
     for host_budget in ("64MiB", "9MiB"):
-        before = len(remat.compiled_plans())
-        options = {"host_budget": host_budget, "inductor": False, "split": "off"}
-        run, _ = compiled_step(case, "60%", **options)
-        stats = [compiled.plan.stats for compiled in remat.compiled_plans()[before:]]
-        assert len(stats) == 2
-        host_bytes.append(sum(int(s.get("host_bytes", 0)) for s in stats))
+        options = OPTIONS | {"host_budget": host_budget, "inductor": False}
+        run, plans, _ = compiled(case, "60%", **options)
+        assert len(plans) == 2
+        host_bytes.append(sum(plan.plan.host_bytes for plan in plans))
         assert_same([step(case, run)], expected, tolerance=1e-5)
     assert host_bytes[0] > 9 << 20
     assert 0 < host_bytes[1] <= 9 << 20
@@ -293,17 +289,10 @@ def test_the_graphs_of_a_step_share_the_host_budget() -> None:
 def test_tensors_come_back_in_the_strides_that_inductor_selects() -> None:
     """On CPUs, convolutions write channels-last tensors, which the graph does not know."""
     torch.manual_seed(0)
-    images = torch.randn(8, 3, 64, 64)
-    case, state = with_state(Case(Convolutions(), (images,), loss=lambda loss: loss))
-    torch._dynamo.reset()
-    reference = remat.compile(case.model, "100%")
-    expected = [step(case, reference, seed) for seed in (1, 2)]
-    case.model.load_state_dict(state)
-    torch._dynamo.reset()
-    run = remat.compile(case.model, "63%", offload="auto", link=FAST, split="off")
+    case = Case(Convolutions(), (torch.randn(8, 3, 64, 64),), loss=lambda loss: loss)
+    expected = unplanned_steps(case)
     with without_graph_caches():
-        actual = [step(case, run, seed) for seed in (1, 2)]
-    plan = remat.compiled_plans()[-1]
+        run, (plan,), actual = compiled(case, "63%", (1, 2), **OPTIONS)
     assert plan.offloads
     assert_same(actual, expected, tolerance=0.0)
     assert plan.verified_bytes is not None

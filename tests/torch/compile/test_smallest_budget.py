@@ -14,10 +14,9 @@ import torch._dynamo
 import torch.nn.functional as F
 from tests.helpers.cpp_compiler import needs_compiler
 from tests.helpers.training.compiled_steps import (
-    EAGER,
     Convolutions,
-    assert_same,
     blocks,
+    compiled_as_without,
     plans_of,
     two_steps,
     with_state,
@@ -78,9 +77,8 @@ MODELS: dict[str, Callable[[], Case]] = {
 
 def plan_of(case: Case, budget: str, **options: Any) -> CompiledPlan | None:
     """Return the plan of a step within a budget; None if no plan fits it."""
-    options = {"budget": budget, "inductor": False, "time_limit": 8.0, **options}
     try:
-        (plan,) = plans_of({"backend": "remat", "options": options}, case)
+        (plan,) = plans_of(case, budget, **{"inductor": False, "time_limit": 8.0, **options})
     except Exception as error:
         if cause_of_type(error, InfeasibleBudget) is None:
             raise
@@ -107,10 +105,7 @@ def test_the_smallest_budget_tries_pieces(caplog: pytest.LogCaptureFixture) -> N
 
 @pytest.mark.slow
 def test_gradients_in_pieces_are_those_of_the_whole_graph() -> None:
-    case, state = with_state(language_model())
-    expected = two_steps(case, state, backend=EAGER)
-    options = {"budget": "min", "inductor": False, "time_limit": 4.0}
-    assert_same(two_steps(case, state, backend="remat", options=options), expected, 1e-5)
+    compiled_as_without(language_model(), "min", 1e-5, inductor=False, time_limit=4.0)
 
 
 @pytest.mark.slow
@@ -122,10 +117,10 @@ def test_inductors_kernels_for_the_smallest_budget() -> None:
     two_steps(case, state)
     plain_s = time.perf_counter() - started_s
     started_s = time.perf_counter()
-    (smallest,) = plans_of({"backend": "remat", "options": {"budget": "min"}}, case)
+    (smallest,) = plans_of(case, "min")
     elapsed_s = time.perf_counter() - started_s
     assert elapsed_s <= 2 * plain_s + TIME_LIMIT_S
-    (limited,) = plans_of({"backend": "remat", "options": {"budget": "70%"}}, case)
+    (limited,) = plans_of(case, "70%")
     assert smallest.verified_bytes is not None
     assert limited.verified_bytes is not None
     assert smallest.verified_bytes <= limited.verified_bytes

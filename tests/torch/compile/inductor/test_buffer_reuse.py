@@ -6,9 +6,14 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 from tests.helpers.cpp_compiler import needs_compiler
-from tests.helpers.training.compiled_steps import blocks, convolutions, measured_peak, plans_of
+from tests.helpers.training.compiled_steps import (
+    blocks,
+    compiled,
+    convolutions,
+    measured_peak,
+    plans_of,
+)
 from tests.helpers.training.recorded_steps import Case
 from torch._inductor import ir
 from torch._inductor.codegen.wrapper import PythonWrapperCodegen
@@ -53,30 +58,27 @@ def test_inductor_reuses_the_predicted_buffers(
     monkeypatch.setattr(peak_check, "in_place_buffers", predict_reuses)
     monkeypatch.setattr(PythonWrapperCodegen, "codegen_inplace_reuse", written)
     monkeypatch.setattr(PythonWrapperCodegen, "generate", generated)
-    options = {"budget": "90%", "time_limit": 5.0}
-    (compiled,) = plans_of({"backend": "remat", "options": options}, make())
+    (plan,) = plans_of(make(), "90%", time_limit=5.0)
     relevant = {reuse for reuse in predicted_reuses if reuse[0] in graphs}
     assert len({graph for graph, _, _ in relevant}) >= 2  # forward and backward, of each round
     assert relevant <= applied_reuses
-    operations = compiled.plan.graph.operations
+    operations = plan.plan.graph.operations
     assert not any(o.overwrites for o in operations if o.recomputable or not o.backward)
 
 
 @pytest.mark.slow
 def test_the_smallest_peak_relies_on_buffer_reuse() -> None:
     """The blocks have their peak at an activation's gradient, which overwrites another one."""
-    case, options = blocks(), {"budget": "min", "time_limit": 5.0}
-    run = torch.compile(case.model, backend="remat", options=options)
-    measured = measured_peak(case, run)
-    compiled = remat.compiled_plans()[-1]
-    plan = compiled.plan
+    case = blocks()
+    run, (smallest,), _ = compiled(case, "min", time_limit=5.0)
+    measured, plan = measured_peak(case, run), smallest.plan
     counted = [
         v for o in plan.graph.operations for v in o.overwrites if plan.graph.values[v].size_bytes
     ]
     assert counted
-    assert compiled.verified_bytes is not None
-    assert 0.95 * plan.peak_bytes <= compiled.verified_bytes <= 1.01 * plan.peak_bytes
-    assert measured == pytest.approx(compiled.verified_bytes, rel=0.02)
+    assert smallest.verified_bytes is not None
+    assert 0.95 * plan.peak_bytes <= smallest.verified_bytes <= 1.01 * plan.peak_bytes
+    assert measured == pytest.approx(smallest.verified_bytes, rel=0.02)
 
 
 def test_buffers_that_are_read_later_are_not_overwritten() -> None:

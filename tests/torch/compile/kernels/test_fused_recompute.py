@@ -9,12 +9,11 @@ import pytest
 import torch
 from tests.helpers.cpp_compiler import needs_compiler
 from tests.helpers.training.compiled_steps import (
-    assert_same,
+    compiled,
+    compiled_as_without,
     dropout_case,
     measured_peak,
     plans_of,
-    two_steps,
-    with_state,
 )
 from tests.helpers.training.recorded_steps import Case
 from torch import nn
@@ -39,31 +38,23 @@ def relu_case() -> Case:
 def test_fused_recomputation_saves_memory_without_extra_kernels(
     make: Callable[[], Case], share: float
 ) -> None:
-    case, state = with_state(make())
-    expected = two_steps(case, state)
-    before = len(remat.compiled_plans())
-    actual = two_steps(case, state, backend="remat", options={"budget": f"{share:.0%}"})
-    assert_same(actual, expected, 1e-6)
-    (compiled,) = remat.compiled_plans()[before:]
-    assert len(compiled.plan.schedule) == len(compiled.plan.graph)
-    assert compiled.rounds == 1
-    assert compiled.verified_bytes is not None
-    assert compiled.verified_bytes <= share * compiled.baseline_bytes
+    _, (plan,) = compiled_as_without(make(), f"{share:.0%}", 1e-6)
+    assert len(plan.plan.schedule) == len(plan.plan.graph)
+    assert plan.rounds == 1
+    assert plan.verified_bytes is not None
+    assert plan.verified_bytes <= share * plan.baseline_bytes
 
 
 @pytest.mark.slow
 def test_recomputed_activations_are_not_retained() -> None:
     """By the allocator, and by name: each activation is computed in the forward and in the
     backward."""
-    case, state = with_state(dropout_case())
+    case = dropout_case()
     plain_bytes = measured_peak(case, torch.compile(case.model))
-    case.model.load_state_dict(state)
-    torch._dynamo.reset()
-    run = torch.compile(case.model, backend="remat", options={"budget": "75%"})
+    run, (plan,), _ = compiled(case, "75%")
     measured_bytes = measured_peak(case, run)
-    compiled = remat.compiled_plans()[-1]
     assert measured_bytes <= 0.76 * plain_bytes
-    graph = compiled.plan.graph
+    graph = plan.plan.graph
     assert graph.boundary is not None
     large = {i for i, value in enumerate(graph.values) if value.size_bytes == 512 * 64 * 4}
     retained = {
@@ -77,9 +68,9 @@ def test_recomputed_activations_are_not_retained() -> None:
 
 @pytest.mark.slow
 def test_nothing_is_recomputed_where_everything_fits() -> None:
-    (compiled,) = plans_of({"backend": "remat", "options": {"budget": "100%"}}, relu_case())
-    assert len(compiled.plan.schedule) == len(compiled.plan.graph)
-    truths = [v for v in compiled.plan.graph.values if v.size_bytes == 512 * 64]
+    (plan,) = plans_of(relu_case(), "100%")
+    assert len(plan.plan.schedule) == len(plan.plan.graph)
+    truths = [v for v in plan.plan.graph.values if v.size_bytes == 512 * 64]
     # On CPUs these masks take longer to write and read than to recompute. The mask of the last
     # ReLU, whose result the backward does not read, is smaller than the inputs of its computation.
     assert len(truths) <= 1
@@ -88,8 +79,8 @@ def test_nothing_is_recomputed_where_everything_fits() -> None:
 @pytest.mark.slow
 def test_an_infeasible_budget_names_the_smallest_of_all_variants() -> None:
     with pytest.raises(BackendCompilerFailed) as caught:
-        plans_of({"backend": "remat", "options": {"budget": "10%", "split": "off"}}, dropout_case())
-    (smallest,) = plans_of({"backend": "remat", "options": {"budget": "min"}}, dropout_case())
+        plans_of(dropout_case(), "10%", split="off")
+    (smallest,) = plans_of(dropout_case(), "min")
     error = caught.value.inner_exception
     assert isinstance(error, remat.InfeasibleBudget)
     assert error.min_feasible_bytes is not None

@@ -10,17 +10,12 @@ import torch
 import torch._dynamo
 from tests.helpers.cpp_compiler import needs_compiler
 from tests.helpers.training.compiled_steps import (
-    assert_same,
+    compiled_as_without,
     measured_peak,
     plans_of,
-    step,
-    two_steps,
-    with_state,
 )
 from tests.helpers.training.recorded_steps import Case
 from torch import nn
-
-import remat
 
 pytestmark = [needs_compiler, pytest.mark.usefixtures("empty_compile_caches")]
 
@@ -110,17 +105,10 @@ since_2_13 = pytest.mark.skipif(
 )
 def test_the_planned_peak_is_the_measured_one(make: Callable[[], Case]) -> None:
     """At the smallest peak, where every difference shows; gradients are unchanged."""
-    case, state = with_state(make())
-    expected = two_steps(case, state)
-    options = {"budget": "min", "time_limit": 5.0}
-    torch._dynamo.reset()
-    case.model.load_state_dict(state)
-    before = len(remat.compiled_plans())
-    run = torch.compile(case.model, backend="remat", options=options)
+    case = make()
     # Batch norms whose scale the next one cancels have gradients that are mostly rounding error.
     tolerance = 1e-4 if make is normed else 1e-5
-    assert_same([step(case, run, seed) for seed in (1, 2)], expected, tolerance)
-    (compiled,) = remat.compiled_plans()[before:]
+    run, (compiled,) = compiled_as_without(case, "min", tolerance, time_limit=5.0)
     assert compiled.verified_bytes is not None
     assert compiled.verified_bytes == pytest.approx(compiled.plan.peak_bytes, rel=0.005)
     assert measured_peak(case, run) == pytest.approx(compiled.verified_bytes, rel=0.01)
@@ -130,9 +118,8 @@ def test_the_planned_peak_is_the_measured_one(make: Callable[[], Case]) -> None:
 def test_gathered_weights_are_never_written_to_memory() -> None:
     """On CPUs, where Inductor generates kernels for matrix-vector products. They cost no time
     either."""
-    case = experts()
     gathered_bytes = 64 * 48 * 48 * 4
-    (compiled,) = plans_of({"backend": "remat", "options": {"budget": "100%"}}, case)
+    (compiled,) = plans_of(experts(), "100%")
     assert compiled.baseline_bytes > gathered_bytes
     graph = compiled.plan.graph
     written_values = [
@@ -149,8 +136,7 @@ def test_gathered_weights_are_never_written_to_memory() -> None:
 def test_inputs_of_a_reduction_are_inlined() -> None:
     """Batch norm sums the masked gradient of a ReLU and reads it once more: no kernel of the
     backward holds an activation, a gradient and a third tensor of that size."""
-    case = normed()
-    (compiled,) = plans_of({"backend": "remat", "options": {"budget": "100%"}}, case)
+    (compiled,) = plans_of(normed(), "100%")
     graph = compiled.plan.graph
     activation_bytes = 4 * 8 * 40 * 40 * 4
     large = {n for n, value in enumerate(graph.values) if value.size_bytes == activation_bytes}
@@ -176,7 +162,6 @@ def test_the_last_convolution_has_the_layout_that_inductor_chooses() -> None:
     ]
     images = torch.randn(4, 3, 48, 48)
     case = Case(nn.Sequential(*layers), (images,), loss=lambda out: out.mean((2, 3)).square().sum())
-    case, state = with_state(case)
     strides: list[tuple[int, ...]] = []
 
     def saved(tensor: torch.Tensor) -> torch.Tensor:
@@ -184,9 +169,7 @@ def test_the_last_convolution_has_the_layout_that_inductor_chooses() -> None:
             strides.append(tensor.stride())
         return tensor
 
-    expected = two_steps(case, state)
     with torch.autograd.graph.saved_tensors_hooks(saved, lambda tensor: tensor):
-        actual = two_steps(case, state, backend="remat", options={"budget": "80%"})
-    assert_same(actual, expected, 1e-5)
+        compiled_as_without(case, "80%", 1e-5)
     assert strides
     assert set(strides) == {(32 * 24 * 24, 1, 32 * 24, 32)}
