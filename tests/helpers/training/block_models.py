@@ -7,13 +7,14 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from tests.helpers.training import steps
-from tests.helpers.training.steps import Step, loss_of
+from tests.helpers.training.steps import Step
 from tests.helpers.training.steps import assert_same as assert_same
+from tests.helpers.training.steps import loss_of as loss_of
+from tests.helpers.training.steps import peak_of as peak_of
 from torch import nn
 
 import remat
 from remat.blockwise.blocks_plan import BlocksPlan
-from remat.frontend.memory.meter import measure_step
 
 
 class Output(NamedTuple):
@@ -95,19 +96,6 @@ def step(model: nn.Module, batch: torch.Tensor, seed: int) -> Step:
     result = steps.step(model, batch, seed=seed)
     model.zero_grad(set_to_none=True)
     return result
-
-
-def peak_of(model: nn.Module, batch: torch.Tensor) -> int:
-    """Return the peak in bytes of one step, parameters and batch included."""
-
-    def one() -> None:
-        loss_of(model(batch)).backward()
-
-    model.zero_grad(set_to_none=True)
-    constants = [*model.parameters(), *model.buffers(), batch]
-    peak_bytes = measure_step(one, constants).peak_bytes
-    model.zero_grad(set_to_none=True)
-    return peak_bytes
 
 
 NEAR = remat.Auto(gap=0.05, time_limit=5.0)

@@ -9,6 +9,8 @@ import torch
 from tests.helpers.training.models import Case
 from torch import nn
 
+from remat.frontend.memory.meter import measure_step
+
 
 class Step(NamedTuple):
     """The loss, the gradients of parameters (by name) and inputs ("in0"), and the buffers."""
@@ -59,6 +61,26 @@ def step_of(case: Case, run: Callable[..., Any] | None = None, seed: int = 1) ->
         case.model, *case.args,
         run=run, loss=case.loss, seed=seed, autocast=case.autocast, **case.kwargs,
     )  # fmt: skip
+
+
+def peak_of(
+    model: nn.Module,
+    *args: Any,
+    loss: Callable[[Any], torch.Tensor] = loss_of,
+    **kwargs: Any,
+) -> int:
+    """Return the peak in bytes of one step on the CPU, parameters and batch included. No gradients
+    stay in memory."""
+
+    def one() -> None:
+        loss(model(*args, **kwargs)).backward()
+
+    model.zero_grad(set_to_none=True)
+    inputs = [item for item in (*args, *kwargs.values()) if isinstance(item, torch.Tensor)]
+    constants = [*model.parameters(), *model.buffers(), *inputs]
+    peak_bytes = measure_step(one, constants).peak_bytes
+    model.zero_grad(set_to_none=True)
+    return peak_bytes
 
 
 def assert_same(actual: Step, expected: Step, tolerance: float = 0.0) -> None:

@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.helpers.training import steps
 from tests.helpers.training.models import WithParts
+from tests.helpers.training.steps import Step, assert_same, loss_of, peak_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -21,7 +23,6 @@ from remat.blockwise.policies import BlockPolicy, Policies
 from remat.errors import InfeasibleBudget, RematError, TraceError
 from remat.frontend.emit import operator_profile, operators
 from remat.frontend.emit.operator_profile import OperatorCall
-from remat.frontend.memory.meter import measure_step
 from remat.integrations import checkpoint as by_torch
 from remat.integrations import torch_remat as by_torch_remat
 from remat.integrations import transformers as by_transformers
@@ -67,36 +68,11 @@ def net(count: int = 4) -> tuple[Net, torch.Tensor]:
     return Net([Block(32) for _ in range(count)]), torch.randint(0, 50, (256,))
 
 
-def loss_of(model: nn.Module, *batch: Any, **named: Any) -> torch.Tensor:
-    result = model(*batch, **named)
-    return result if isinstance(result, torch.Tensor) else result[0]
-
-
-def step(model: nn.Module, *batch: Any, **named: Any) -> list[torch.Tensor]:
-    """Return the loss and the gradients."""
-    torch.manual_seed(7)
-    loss = loss_of(model, *batch, **named)
-    loss.backward()
-    tensors = [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+def step(model: nn.Module, *batch: Any, **named: Any) -> Step:
+    """Run one step; no gradients stay in memory."""
+    result = steps.step(model, *batch, seed=7, **named)
     model.zero_grad(set_to_none=True)
-    return tensors
-
-
-def assert_same(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
-    assert len(actual) == len(expected)
-    assert all(map(torch.equal, actual, expected))
-
-
-def peak_of(model: nn.Module, *batch: torch.Tensor, **named: Any) -> int:
-    tensors = [t for t in (*batch, *named.values()) if isinstance(t, torch.Tensor)]
-    constants = {id(t): t for t in (*model.parameters(), *model.buffers(), *tensors)}
-
-    def one() -> None:
-        loss_of(model, *batch, **named).backward()
-
-    peak_bytes = measure_step(one, list(constants.values())).peak_bytes
-    model.zero_grad(set_to_none=True)
-    return peak_bytes
+    return result
 
 
 def emitted(model: nn.Module, budget: int | str, *batch: Any, **more: Any) -> Policies:
@@ -148,7 +124,7 @@ def test_random_numbers_continue_from_step_to_step(rules: str) -> None:
         torch.manual_seed(7)
         losses = []
         for _ in range(3):
-            loss = loss_of(module, ids)
+            loss = loss_of(module(ids))
             loss.backward()
             losses.append(loss.item())
         states.append((losses, torch.get_rng_state().tolist()))
@@ -249,9 +225,7 @@ def test_a_block_that_is_called_twice_has_one_policy() -> None:
     policies = emitted(model, "60%", ids)
     assert [p.block for p in policies.blocks] == ["blocks.0", "blocks.1"]
     by_torch.apply(model, policies)
-    actual = step(model, ids)
-    for mine, other in zip(actual, expected, strict=True):  # sums of three, in another order
-        torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-7)
+    assert_same(step(model, ids), expected, 1e-5)  # sums of three, in another order
     assert peak_of(model, ids) <= policies.peak_bytes
 
 
@@ -262,15 +236,12 @@ def test_blocks_that_change_their_state_get_no_policy() -> None:
     ]
     model = Net([*blocks, Block(32), Block(32)])
     ids = torch.randint(0, 50, (256,))
-    other = copy.deepcopy(model)
-    expected = step(other, ids)
+    expected = step(copy.deepcopy(model), ids)
     policies = emitted(model, "min", ids)
     assert [p.how for p in policies.blocks[:2]] == ["as it is"] * 2
     assert policies.blocks[2].how != "as it is"
     by_torch.apply(model, policies)
     assert_same(step(model, ids), expected)
-    for name, buffer in other.named_buffers():
-        assert torch.equal(model.get_buffer(name), buffer), name
 
 
 @pytest.mark.slow_cases("2-operators")

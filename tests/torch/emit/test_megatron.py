@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.helpers.training import steps
+from tests.helpers.training.steps import Step
 from torch import nn
 
 import remat
@@ -23,7 +25,6 @@ from remat.blockwise.choose import cheapest_setting
 from remat.blockwise.policies import BlockPolicy, Policies
 from remat.errors import InfeasibleBudget, RematError, TraceError
 from remat.frontend.emit.megatron import settings_for_all_blocks
-from remat.frontend.memory.meter import measure_step
 from remat.integrations import megatron
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -103,21 +104,13 @@ def batch() -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "position_ids": places, "attention_mask": mask, "labels": ids}
 
 
-def step(model: nn.Module) -> dict[str, Any]:
-    torch.manual_seed(1)
-    model(**batch()).mean().backward()
-    return {name: p.grad for name, p in model.named_parameters()}
+def step(model: nn.Module) -> Step:
+    return steps.step(model, loss=torch.Tensor.mean, **batch())
 
 
 def peak_of(model: nn.Module) -> int:
-    inputs = batch()
-
-    def one() -> None:
-        model(**inputs).mean().backward()
-
-    one()  # what Megatron compiles
-    model.zero_grad(set_to_none=True)
-    return measure_step(one, [*model.parameters(), *inputs.values()]).peak_bytes
+    step(model)  # what Megatron compiles
+    return steps.peak_of(model, loss=torch.Tensor.mean, **batch())
 
 
 def emitted(model: nn.Module, budget: int | str, **more: Any) -> Policies:
@@ -144,9 +137,7 @@ def test_a_model_with_the_options_has_the_predicted_peak(core: Any, name: str, b
     options = megatron.options(policies)
     assert options, "something is recomputed"
     model = MODELS[name](**options)
-    actual = step(model)
-    assert all(torch.equal(actual[n], expected[n]) for n in expected if expected[n] is not None)
-    model.zero_grad(set_to_none=True)
+    steps.assert_same(step(model), expected)
     measured_bytes = peak_of(model)
     # Megatron's experts keep tensors in objects of their own, with their autograd history.
     least = 0.95 if name == "gpt" else 0.7
