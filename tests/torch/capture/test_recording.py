@@ -21,7 +21,7 @@ from remat.documents.records import Node
 from remat.documents.targets import COPY_TARGET
 from remat.frontend.capture import attempts
 from remat.frontend.capture.model.flat_model import FlatModel
-from remat.frontend.capture.reading.joint_graph import GraphInput, JointGraph
+from remat.frontend.capture.reading.reader import GraphInput, JointGraph
 
 _DETACH = "aten.detach.default"
 

@@ -193,7 +193,12 @@ def test_a_program_cannot_overwrite_what_it_reads_later() -> None:
         with_statement(program, index + 1, args=(Ref(statement.overwrites),))
 
 
-def test_a_program_cannot_overwrite_a_view_of_a_saved_tensor() -> None:
+@pytest.mark.parametrize(
+    ("target", "arguments"), [("aten.alias.default", ()), ("aten._unsafe_view.default", ((-1,),))]
+)
+def test_a_program_cannot_overwrite_a_view_of_a_saved_tensor(
+    target: str, arguments: tuple[tuple[int, ...], ...]
+) -> None:
     trace = measured_trace()
     program = remat.rewrite(trace, remat.Schedule.keep_all(trace.graph()))
     statement = next(s for s in program.backward if s.overwrites)
@@ -202,7 +207,7 @@ def test_a_program_cannot_overwrite_a_view_of_a_saved_tensor() -> None:
         if statement.overwrites in {binding.name for binding in s.results}
     )  # fmt: skip
     saved = program.saved[0]
-    viewed = with_statement(program, index, target="aten.alias.default", args=(Ref(saved),))
+    viewed = with_statement(program, index, target=target, args=(Ref(saved), *arguments))
     with pytest.raises(DocumentError, match=f"{statement.overwrites}, which is a view of {saved}"):
         lower_program(viewed)
 

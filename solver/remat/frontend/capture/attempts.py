@@ -23,7 +23,7 @@ from remat.frontend.capture.model.stores import check_no_growth, check_steady
 from remat.frontend.capture.model.values import path_label
 from remat.frontend.capture.operator_recorder import ForeignTensorError
 from remat.frontend.capture.reading.constant_folding import ConstantFolding, ConstantQuery
-from remat.frontend.capture.reading.joint_graph import JointGraph
+from remat.frontend.capture.reading.reader import JointGraph
 from remat.frontend.capture.recording import record_joint_graph, sparse_gradient
 from remat.frontend.common.code_origin import failing_part, is_framework_code
 from remat.frontend.common.garbage_collection import cycles_not_collected

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from remat.errors import TraceError
 from remat.frontend.capture.eager_kernels.fake_results import STORAGE_COPIES, in_copied_storage
 from remat.frontend.capture.model.module_paths import ModulePaths
-from remat.frontend.capture.reading.joint_graph import GraphInput
+from remat.frontend.capture.reading.reader import GraphInput
 from remat.frontend.capture.symbol_values import SYMBOLIC_TYPES, SymbolicNumber
 from remat.frontend.common.writes import write, writer_of
 

@@ -25,7 +25,7 @@ from remat.frontend.capture.model.flat_model import FlatModel
 from remat.frontend.capture.model.python_state import PythonState
 from remat.frontend.capture.model.stores import check_unchanged_by_backward
 from remat.frontend.capture.operator_recorder import OperatorRecorder
-from remat.frontend.capture.reading.joint_graph import GraphInput, JointGraph
+from remat.frontend.capture.reading.reader import GraphInput, JointGraph
 from remat.frontend.capture.reading.trace_builder import check_dense
 from remat.frontend.capture.writes import writes_recorded
 from remat.frontend.common.torch_modes import autocast_disabled, capture_paused

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._ops import OpOverload
 from torch.fx.graph import _BoxedCodeGen
 
 from remat.documents.arguments import referenced_names
@@ -24,7 +23,7 @@ from remat.documents.program import Program, Statement
 from remat.documents.records import Placeholder, TensorMeta
 from remat.documents.targets import ACCUMULATE_TARGET, WRITE_TARGET
 from remat.errors import DocumentError, GuardError
-from remat.frontend.common.aliases import is_getitem
+from remat.frontend.common.aliases import is_getitem, is_view
 from remat.frontend.common.graph_writer import GraphWriter
 from remat.frontend.common.operators import (
     NAMESPACES,
@@ -290,18 +289,10 @@ def _check_temporary(node: fx.Node) -> None:
     """Raise `DocumentError` if a node views an input of the graph: a saved tensor, or one of the
     caller's."""
     base = node
-    while base.op == "call_function" and (_is_view(base) or is_getitem(base)):
+    while base.op == "call_function" and (is_view(base) or is_getitem(base)):
         base = base.all_input_nodes[0]
     if base.op == "placeholder":
         raise DocumentError(f"the program writes over {node.name}, which is a view of {base.name}")
-
-
-def _is_view(node: fx.Node) -> bool:
-    target = node.target
-    aliases = (
-        (r.alias_info for r in target._schema.returns) if isinstance(target, OpOverload) else ()
-    )
-    return any(alias is not None and not alias.is_write for alias in aliases)
 
 
 def _named(node: fx.Node, name: str) -> fx.Node:

@@ -17,8 +17,7 @@ from remat.frontend.capture.eager_kernels.fake_results import correct_fake_dtype
 from remat.frontend.capture.model.attribute_guards import AttributeGuards
 from remat.frontend.capture.model.flat_model import FlatModel
 from remat.frontend.capture.reading.constant_folding import ConstantQuery
-from remat.frontend.capture.reading.joint_graph import JointGraph
-from remat.frontend.capture.reading.reader import JointGraphReader
+from remat.frontend.capture.reading.reader import JointGraph, JointGraphReader
 from remat.frontend.capture.symbol_values import SymbolValues
 from remat.frontend.common.garbage_collection import cycles_not_collected
 from remat.frontend.common.target_gpu import CUDA_DEVICE, TargetGpu, local_gpu_name

@@ -1,11 +1,13 @@
-"""`JointGraphReader`: reads the nodes of a joint graph, in their order, into a `TraceBuilder`."""
+"""`JointGraph`: forward and backward of a training step as one graph of functional operators; and
+`JointGraphReader`, which reads its nodes, in their order, into a `TraceBuilder`."""
 
 from __future__ import annotations
 
 import base64
 import math
 import operator
-from dataclasses import astuple
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass
 
 import torch
 from torch import fx
@@ -16,7 +18,6 @@ from remat.documents.targets import WRITE_TARGET
 from remat.errors import TraceError
 from remat.frontend.capture.model.flat_model import FlatModel
 from remat.frontend.capture.reading.gradients import add_gradients
-from remat.frontend.capture.reading.joint_graph import JointGraph
 from remat.frontend.capture.reading.mutations import (
     BATCH_NORM_BACKWARDS,
     BATCH_NORM_TRAINING_INDEX,
@@ -33,6 +34,35 @@ _MSE_LOSS = "aten.mse_loss.default"
 
 MAX_CONSTANT_BYTES = 1 << 20
 """Tensor constants in the model's code are part of the trace; larger ones must be buffers."""
+
+
+@dataclass(frozen=True)
+class GraphInput:
+    """A tensor that the step reads, by the `kind` and `target` of its `Placeholder`."""
+
+    kind: str
+    target: str
+
+
+@dataclass(frozen=True, eq=False)
+class JointGraph:
+    """The forward and backward of a training step as functional operators.
+
+    The `val` of a node is its fake tensor, or several; `module` is the path of the module that it
+    belongs to, and `is_backward` is True if it was recorded after the forward (operators only).
+    `constants` are real tensors, by the target of their `get_attr` node. `inputs` says what each
+    placeholder is. `writes` are pairs of an input and its new value, which the forward leaves in
+    it; `gradients` are pairs of an input and its gradient. `outputs` are the outputs of the model.
+    `sources` has for each item of `gradients` the indices of the outputs that depend on the input.
+    """
+
+    graph: fx.Graph
+    constants: Mapping[str, torch.Tensor]
+    inputs: Mapping[fx.Node, GraphInput]
+    writes: Sequence[tuple[fx.Node, fx.Node]]
+    outputs: Sequence[fx.Node]
+    gradients: Sequence[tuple[fx.Node, fx.Node]]
+    sources: Sequence[frozenset[int]]
 
 
 class JointGraphReader:
