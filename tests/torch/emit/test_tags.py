@@ -26,23 +26,27 @@ CPU = remat.Roofline("cpu")
 
 
 class Block(nn.Module):
-    def __init__(self, width: int, drop: float) -> None:
+    def __init__(self, width: int, drop: float, in_place: bool) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(width)
         self.wide, self.narrow = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-        self.drop = drop
+        self.drop, self.in_place = drop, in_place
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         output = self.narrow(F.silu(self.wide(self.norm(x))))
+        if self.in_place:
+            output = output.mul_(1.01)
         if self.drop:
             output = output * (torch.rand_like(output) > self.drop)
         return x + output
 
 
-def step_of(drop: float = 0.0, count: int = 4) -> tuple[fx.GraphModule, list[torch.Tensor]]:
+def step_of(
+    drop: float = 0.0, count: int = 4, in_place: bool = False
+) -> tuple[fx.GraphModule, list[torch.Tensor]]:
     """Return the graph from parameters and a batch to a loss and gradients, and its inputs."""
     torch.manual_seed(0)
-    model = nn.Sequential(*(Block(32, drop) for _ in range(count)))
+    model = nn.Sequential(*(Block(32, drop, in_place) for _ in range(count)))
     names = [name for name, _ in model.named_parameters()]
     step_inputs = [p.detach() for p in model.parameters()] + [torch.randn(256, 32)]
 
@@ -98,6 +102,37 @@ def test_random_operations_are_never_recomputed() -> None:
     memory_policy("min", costs=CPU)(gm)
     random_nodes = [n for n in gm.graph.nodes if "rand_like" in str(n.target)]
     assert {n.meta["recompute"] for n in random_nodes} == {CheckpointPolicy.MUST_SAVE}
+
+
+def test_what_is_written_in_place_is_neither_recomputed_nor_counted_twice() -> None:
+    gm, inputs = step_of(in_place=True)
+    expected, most_bytes = run_graph(gm, inputs)
+    policy = memory_policy("70%", costs=CPU)
+    policy(gm)
+    assert policy.plan is not None
+    assert policy.plan.baseline_peak_bytes == pytest.approx(most_bytes, rel=0.001)
+    written = [n.args[0] for n in gm.graph.nodes if "mul_" in str(n.target)]
+    assert {n.meta["recompute"] for n in written} == {CheckpointPolicy.MUST_SAVE}
+    actual, peak_bytes = run_graph(apply_recompute_tags(gm), inputs)
+    assert all(map(torch.equal, actual, expected))
+    assert 0.97 * policy.plan.peak_bytes <= peak_bytes <= policy.plan.peak_bytes
+
+
+def opaque_silu(x: torch.Tensor) -> torch.Tensor:
+    return F.silu(x)
+
+
+def test_functions_without_a_schema_are_never_recomputed() -> None:
+    gm, _ = step_of()
+    for node in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.silu.default):
+        node.target = opaque_silu
+    gm.recompile()
+    policy = memory_policy("min", costs=CPU)
+    policy(gm)
+    assert policy.plan is not None
+    assert policy.plan.schedule.recomputed(policy.plan.graph), "other operations are"
+    opaque = gm.graph.find_nodes(op="call_function", target=opaque_silu)
+    assert {n.meta["recompute"] for n in opaque} == {CheckpointPolicy.MUST_SAVE}
 
 
 def test_a_graph_without_a_backward_is_refused() -> None:
