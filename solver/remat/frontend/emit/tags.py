@@ -9,7 +9,7 @@ recomputed.
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import fx
@@ -50,67 +50,47 @@ _PHASE, _BACKWARD = "phase", "autograd_backward"
 """The keys in a node's `meta` by which torch marks the backward."""
 
 
-def tag(
-    gm: fx.GraphModule,
-    budget: int | str,
-    *,
-    strategy: Selective | None = None,
-    costs: Roofline | None = None,
-    cache: CostCache | None = None,
-    infeasible: str = INFEASIBLE_ERROR,
-) -> Plan:
-    """Tag each forward node of a training step as saved or recomputed, and return the plan that the
-    tags mean. `budget` limits all memory of the graph, its inputs included.
-
-    `gm` is a graph of forward, loss and backward whose nodes have fake values (`meta["val"]`).
-    Backward nodes are marked by torch with `meta["autograd_backward"]`, or with
-    `meta["custom"]["phase"] == "backward"`. Operations are measured on the device of the graph,
-    or estimated by a `Roofline`.
-
-    With `infeasible="smallest"`, the tags have the smallest peak if no tags fit the budget.
-
-    Raises `TraceError` if no node is marked as backward, `InfeasibleBudget` if no tags fit.
-    """
-    trace, first_backward = _read_step(gm)
-    graph = _without_boundary(_with_costs(trace, costs, cache).graph())
-    plan = solve(graph, budget, strategy or Selective(), infeasible=infeasible)
-    recomputed = {graph.operations[op].name for op in plan.schedule.recomputed(graph)}
-    for node in gm.graph.nodes:
-        if node is first_backward:
-            break
-        if node.op == "call_function":  # an operation with its views and results
-            is_recomputed = identifier(producer(node).name) in recomputed
-            node.meta[_TAG] = (
-                CheckpointPolicy.MUST_RECOMPUTE if is_recomputed else CheckpointPolicy.MUST_SAVE
-            )
-    return plan
-
-
+@dataclass
 class MemoryPolicy:
-    """A graph pass that calls `tag`, with the signature of torchtitan's memory policies."""
+    """A graph pass that tags each forward node of a training step as saved or recomputed, with the
+    signature of torchtitan's memory policies.
 
-    def __init__(
-        self,
-        budget: int | str,
-        strategy: Selective | None = None,
-        costs: Roofline | None = None,
-        infeasible: str = INFEASIBLE_ERROR,
-    ) -> None:
-        is_smallest_accepted(infeasible)  # raises for an unknown value
-        self.budget, self.strategy, self.costs = budget, strategy, costs
-        self.infeasible = infeasible
-        self.plan: Plan | None = None
-        """The plan of the last graph."""
+    `budget` limits all memory of the graph, its inputs included. Operations are measured on the
+    device of the graph, or estimated by `costs`. With `infeasible="smallest"`, the tags have the
+    smallest peak if no tags fit the budget. `plan` is the plan of the last graph.
+    """
+
+    budget: int | str
+    strategy: Selective | None = None
+    costs: Roofline | None = None
+    infeasible: str = INFEASIBLE_ERROR
+    plan: Plan | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        is_smallest_accepted(self.infeasible)  # raises for an unknown value
 
     def __call__(self, gm: fx.GraphModule, *, config: object = None) -> fx.GraphModule:
-        """Tag the graph, and return it. Raises the errors of `tag`."""
-        self.plan = tag(
-            gm,
-            self.budget,
-            strategy=self.strategy,
-            costs=self.costs,
-            infeasible=self.infeasible,
-        )
+        """Tag a graph, and return it.
+
+        `gm` is a graph of forward, loss and backward whose nodes have fake values (`meta["val"]`).
+        Backward nodes are marked by torch with `meta["autograd_backward"]`, or with
+        `meta["custom"]["phase"] == "backward"`.
+
+        Raises `TraceError` if no node is marked as backward, `InfeasibleBudget` if no tags fit.
+        """
+        trace, first_backward = _read_step(gm)
+        graph = _without_boundary(_with_costs(trace, self.costs).graph())
+        strategy = self.strategy or Selective()
+        self.plan = solve(graph, self.budget, strategy, infeasible=self.infeasible)
+        recomputed = {graph.operations[op].name for op in self.plan.schedule.recomputed(graph)}
+        for node in gm.graph.nodes:
+            if node is first_backward:
+                break
+            if node.op == "call_function":  # an operation with its views and results
+                is_recomputed = identifier(producer(node).name) in recomputed
+                node.meta[_TAG] = (
+                    CheckpointPolicy.MUST_RECOMPUTE if is_recomputed else CheckpointPolicy.MUST_SAVE
+                )
         logger.info("tagged the nodes of a training step:\n%s", self.plan)
         return gm
 
@@ -170,7 +150,7 @@ def _is_backward_phase(node: fx.Node) -> bool:
     return node.meta.get("custom", {}).get(_PHASE) == "backward"
 
 
-def _with_costs(trace: Trace, costs: Roofline | None, cache: CostCache | None) -> Trace:
+def _with_costs(trace: Trace, costs: Roofline | None) -> Trace:
     """Return the trace with the seconds of each operation, measured or estimated by a roofline. An
     operation that cannot be written as data costs nothing."""
     operations = [node for node in trace.operations if node is not None]
@@ -184,7 +164,7 @@ def _with_costs(trace: Trace, costs: Roofline | None, cache: CostCache | None) -
                 described,
                 trace.tensors,
                 device,
-                cache or CostCache(),
+                CostCache(),
                 report,
                 trace_device_type=device.type,
             )
