@@ -11,12 +11,12 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import nn
+from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
@@ -27,6 +27,7 @@ from remat.frontend.capture.model.hooks import hooks_inside
 from remat.frontend.capture.model.preserved_state import model_state_preserved
 from remat.frontend.capture.model.python_state import PythonState
 from remat.frontend.capture.model.wrapped_code import checkpointing_disabled, checkpointing_enabled
+from remat.frontend.common.operators import returns_alias, written_arguments
 from remat.frontend.common.pytree import tensors_in
 
 
@@ -230,10 +231,10 @@ class WriteJournal(TorchDispatchMode):
         kwargs = kwargs or {}
         if any(hasattr(cls, "__tensor_flatten__") for cls in types):
             return NotImplemented  # a DTensor's operators on local tensors come here
-        for tensor in _written_arguments(func, args, kwargs):
+        for tensor in filter(_has_memory, written_arguments(func, args, kwargs)):
             self._note(tensor)
         result = func(*args, **kwargs)
-        if not _returns_alias(func):
+        if not (isinstance(func, OpOverload) and returns_alias(func)):
             old = {
                 t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if _has_memory(t)
             }
@@ -259,35 +260,6 @@ class WriteJournal(TorchDispatchMode):
 
 def _has_memory(item: Any) -> bool:
     return isinstance(item, torch.Tensor) and item.layout is torch.strided and not item.is_meta
-
-
-def _written_arguments(
-    func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> Iterator[torch.Tensor]:
-    """Yield the tensors among the arguments that an operator writes into."""
-    positions, names = _written_positions(func)
-    items = [args[p] for p in positions if p < len(args)]
-    items += [kwargs[name] for name in names if name in kwargs]
-    yield from filter(_has_memory, tree_leaves(items))
-
-
-@lru_cache(maxsize=4096)
-def _written_positions(func: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Return the positions and names of the arguments that an operator writes into."""
-    schema = getattr(func, "_schema", None)
-    written = [
-        (position, argument.name)
-        for position, argument in enumerate(schema.arguments if schema is not None else ())
-        if argument.alias_info is not None and argument.alias_info.is_write
-    ]
-    return tuple(position for position, _ in written), tuple(name for _, name in written)
-
-
-@lru_cache(maxsize=4096)
-def _returns_alias(func: Any) -> bool:
-    """True if an operator returns a view of an argument, or an argument."""
-    schema = getattr(func, "_schema", None)
-    return schema is not None and any(r.alias_info is not None for r in schema.returns)
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from torch._ops import OpOverload
 from remat.errors import TraceError
 from remat.frontend.capture.eager_kernels.overrides import kernels_registered
 from remat.frontend.capture.operator_recorder import OperatorRecorder
+from remat.frontend.common.operators import written_arguments
 from remat.frontend.common.writes import Writer, writer_of
 
 Tensor = torch.Tensor
@@ -54,7 +55,7 @@ class _FunctionalizedWrites:
     def run(self, operator: OpOverload, *args: Any, **kwargs: Any) -> Any:
         """Call an operator."""
         writer = writer_of(operator)
-        written = _written_tensors(operator, args, kwargs)
+        written = [t for t in written_arguments(operator, args, kwargs) if isinstance(t, Tensor)]
         if writer is not None and len(written) == 1 and self._is_recorded(writer, written[0]):
             return self._record(operator, written[0], args, kwargs)
         for tensor in written:
@@ -116,20 +117,6 @@ def _is_elementwise(operator: OpOverload) -> bool:
     packet = getattr(torch.ops.aten, name, None)
     functional = getattr(packet, operator._overloadname, None)
     return isinstance(functional, OpOverload) and torch.Tag.pointwise in functional.tags
-
-
-def _written_tensors(
-    operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> list[Tensor]:
-    """Return the tensors that a call writes into."""
-    tensors: list[Tensor] = []
-    for position, argument in enumerate(operator._schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        value = args[position] if position < len(args) else kwargs.get(argument.name)
-        items = value if isinstance(value, (list, tuple)) else [value]
-        tensors += [item for item in items if isinstance(item, Tensor)]
-    return tensors
 
 
 def _unwrapped(wrapper: Tensor) -> Tensor:

@@ -11,6 +11,8 @@ import operator
 from torch import fx
 from torch._ops import OpOverload
 
+from remat.frontend.common.operators import written_arguments
+
 _UNTAGGED_VIEWS = frozenset(
     {"aten._unsafe_view.default", "aten.detach.default", "aten.alias.default"}
 )
@@ -53,12 +55,5 @@ def producer(node: fx.Node) -> fx.Node:
 
 def mutated_args(node: fx.Node) -> list[fx.Node]:
     """Return the arguments that a node writes to, according to its schema."""
-    target = node.target
-    if not isinstance(target, OpOverload):
-        return []
-    mutated: list[fx.Node] = []
-    for parameter, argument in zip(target._schema.arguments, node.args, strict=False):
-        if parameter.alias_info is not None and parameter.alias_info.is_write:
-            items = argument if isinstance(argument, (list, tuple)) else (argument,)
-            mutated += [item for item in items if isinstance(item, fx.Node)]
-    return mutated
+    written = written_arguments(node.target, node.args, node.kwargs)
+    return [item for item in written if isinstance(item, fx.Node)]

@@ -7,8 +7,9 @@ access files: `aten.from_file` and `aten.save` (which returns no tensor).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import TypeAlias
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import cache
+from typing import Any, TypeAlias
 
 import torch
 from torch import fx
@@ -170,6 +171,33 @@ def argument_from_torch(
     raise TraceError(
         f"an operation has an argument of type {type(value).__qualname__}, which cannot be saved"
     )
+
+
+@cache
+def written_parameters(operator: object) -> tuple[tuple[int, str], ...]:
+    """Return the positions and names of the arguments that an operator writes into, by its schema;
+    none for another function."""
+    schema = operator._schema.arguments if isinstance(operator, OpOverload) else ()
+    return tuple(
+        (position, argument.name)
+        for position, argument in enumerate(schema)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
+
+
+def written_arguments(
+    operator: object, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Iterator[Any]:
+    """Yield the arguments of a call that its operator writes into; of lists, the items."""
+    for position, name in written_parameters(operator):
+        value = args[position] if position < len(args) else kwargs.get(name)
+        yield from value if isinstance(value, (list, tuple)) else (value,)
+
+
+@cache
+def returns_alias(operator: OpOverload) -> bool:
+    """True if an operator returns a view of an argument, or an argument."""
+    return any(result.alias_info is not None for result in operator._schema.returns)
 
 
 def is_random(node: fx.Node) -> bool:

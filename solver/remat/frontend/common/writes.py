@@ -13,7 +13,7 @@ from torch._ops import OpOverload
 from remat.documents.base import NAMESPACES
 from remat.documents.targets import WRITE_TARGET
 from remat.errors import DocumentError
-from remat.frontend.common.operators import find_operator, register
+from remat.frontend.common.operators import find_operator, register, written_parameters
 
 
 class Writer(NamedTuple):
@@ -27,7 +27,7 @@ def writer_of(operator: OpOverload) -> Writer | None:
     """Return the `Writer` of an operator that writes into one tensor. None if it writes into none
     or several or a list, changes shapes or strides, or samples random numbers."""
     arguments = operator._schema.arguments
-    written = [a for a in arguments if a.alias_info is not None and a.alias_info.is_write]
+    written = [arguments[position] for position, _ in written_parameters(operator)]
     other_tags = {torch.Tag.inplace_view, torch.Tag.nondeterministic_seeded}
     if len(written) != 1 or str(written[0].type) != "Tensor" or other_tags & {*operator.tags}:
         return None

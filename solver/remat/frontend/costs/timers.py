@@ -29,7 +29,7 @@ from remat.documents.arguments import Ref
 from remat.documents.records import Node, Result, TensorMeta
 from remat.errors import DocumentError, TraceError
 from remat.frontend.common.garbage_collection import cycles_not_collected
-from remat.frontend.common.operators import argument_from_torch
+from remat.frontend.common.operators import argument_from_torch, written_parameters
 from remat.frontend.common.pytree import tensors_in
 from remat.frontend.costs.cost_cache import MeasuredCost
 
@@ -270,9 +270,6 @@ def _operator_seconds(
     is_view = bool(results) and all(
         _has_storage(t) and t.untyped_storage()._cdata in storages for t in results
     )
-    is_write = any(
-        a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments
-    )
     try:
         node = Node(
             name="timed",
@@ -283,7 +280,7 @@ def _operator_seconds(
                 Result(name=f"r{number}", tensor=_meta(t), storage=number)
                 for number, t in enumerate(results)
             ),
-            view=is_view and not is_write,
+            view=is_view and not written_parameters(func),
         )
         return operation_seconds(node, metas, roofline)
     except (DocumentError, TraceError, ValueError, RuntimeError):

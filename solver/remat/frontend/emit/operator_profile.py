@@ -20,6 +20,7 @@ from remat.frontend.blocks.profile import (
     synchronized_time_s,
 )
 from remat.frontend.capture.model.preserved_state import rng_state_preserved
+from remat.frontend.common.operators import written_arguments
 from remat.frontend.common.pytree import tensors_in
 
 _ROUNDS = 3
@@ -169,25 +170,13 @@ class _ProfilingMode(TorchDispatchMode):
         self._call_counts[name] = call_index + 1
         is_unsavable = is_random = True  # for anything but an `OpOverload`
         if isinstance(func, torch._ops.OpOverload):
-            self.mutated |= set(_mutated_storages(func, args, keywords))
+            written = tensors_in(list(written_arguments(func, args, keywords)))
+            self.mutated |= set(map(_storage_ref, written))
             is_random = torch.Tag.nondeterministic_seeded in func.tags
             is_unsavable = func._schema.is_mutable or not inputs.isdisjoint(output_tensors)
         call = OperatorCall(name, call_index, time_s, new_bytes, is_unsavable, is_random)
         self.calls.append((call, frozenset(output_tensors)))
         return outputs
-
-
-def _mutated_storages(
-    func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> list[StorageWeakRef]:
-    """Return the storages of the arguments that an operator writes to, by its schema."""
-    storages: list[StorageWeakRef] = []
-    for position, parameter in enumerate(func._schema.arguments):
-        if parameter.alias_info is None or not parameter.alias_info.is_write:
-            continue
-        argument = args[position] if position < len(args) else kwargs.get(parameter.name)
-        storages += map(_storage_ref, tensors_in(argument))
-    return storages
 
 
 def _storage_ref(tensor: torch.Tensor) -> StorageWeakRef:

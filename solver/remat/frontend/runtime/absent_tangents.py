@@ -21,6 +21,7 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.fx.graph import _BoxedCodeGen
 
 from remat.documents.records import TensorMeta
+from remat.frontend.common.operators import returns_alias
 from remat.frontend.common.torch_modes import run_with_grad_mode
 from remat.frontend.runtime.operations import (
     accumulate_grad,
@@ -176,7 +177,7 @@ def _is_view(node: fx.Node) -> bool:
     that returns an argument, or a function that is not an operator of torch."""
     if not isinstance(node.target, OpOverload):
         return True
-    return any(r.alias_info is not None for r in node.target._schema.returns)
+    return returns_alias(node.target)
 
 
 def _layouts(
