@@ -29,6 +29,7 @@ from remat.frontend.capture.model.python_state import PythonState
 from remat.frontend.capture.model.wrapped_code import checkpointing_disabled, checkpointing_enabled
 from remat.frontend.common.operators import returns_alias, written_arguments
 from remat.frontend.common.pytree import tensors_in
+from remat.frontend.common.torch_modes import attributes_set
 
 
 class BufferSnapshot:
@@ -282,11 +283,6 @@ def patched_forwards(forwards: dict[nn.Module, Callable[..., Any]]) -> Iterator[
 def layer_checkpointing_disabled(model: nn.Module) -> Iterator[None]:
     """Switch the gradient checkpointing of the layers of Transformers off inside this context: the
     plan decides what is retained."""
-    layers: list[Any] = [m for m in model.modules() if getattr(m, CHECKPOINTING_FLAG, False)]
-    for layer in layers:
-        setattr(layer, CHECKPOINTING_FLAG, False)
-    try:
+    layers = (m for m in model.modules() if getattr(m, CHECKPOINTING_FLAG, False))
+    with attributes_set(*((layer, CHECKPOINTING_FLAG, False) for layer in layers)):
         yield
-    finally:
-        for layer in layers:
-            setattr(layer, CHECKPOINTING_FLAG, True)

@@ -6,10 +6,10 @@ answer False leads to a branch on data, or to an operation that torch cannot cap
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dis import opmap
 from pathlib import Path
 
@@ -27,6 +27,7 @@ from remat.frontend.capture.reading.reader import JointGraph
 from remat.frontend.capture.recording import record_joint_graph, sparse_gradient
 from remat.frontend.common.code_origin import failing_part, is_framework_code
 from remat.frontend.common.garbage_collection import cycles_not_collected
+from remat.frontend.common.torch_modes import attributes_set
 
 log = logging.getLogger("remat")
 
@@ -80,23 +81,17 @@ def _record_as_compiled(
         with (
             _errors_of_fake_kernels_not_logged(),
             ConstantFolding() as folding,
-            _is_compiling_set(),
+            attributes_set((torch.compiler, "_is_compiling_flag", True)),
         ):
             return _record(flat_model, leaves), folding.queries
     except Exception as error:
         return error
 
 
-@contextlib.contextmanager
-def _errors_of_fake_kernels_not_logged() -> Iterator[None]:
-    """Within the context, torch does not log errors of fake kernels: the other export may succeed,
-    and if not, `TraceError` has the error."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    was_disabled, logger.disabled = logger.disabled, True
-    try:
-        yield
-    finally:
-        logger.disabled = was_disabled
+def _errors_of_fake_kernels_not_logged() -> AbstractContextManager[None]:
+    """Return a context in which torch does not log errors of fake kernels: the other export may
+    succeed, and if not, `TraceError` has the error."""
+    return attributes_set((logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True))
 
 
 def _is_raised_by_framework(error: BaseException) -> bool:
@@ -164,17 +159,6 @@ def _written(joint: JointGraph) -> set[str]:
     """Return the kinds and names of the graph inputs that a step writes into."""
     inputs = (joint.inputs[node] for node, _ in joint.writes)
     return {f"{graph_input.kind} {graph_input.target}" for graph_input in inputs}
-
-
-@contextlib.contextmanager
-def _is_compiling_set() -> Iterator[None]:
-    """Within the context, `torch.compiler.is_compiling()` returns True."""
-    before = torch.compiler._is_compiling_flag
-    torch.compiler._is_compiling_flag = True
-    try:
-        yield
-    finally:
-        torch.compiler._is_compiling_flag = before
 
 
 def _is_data_dependent(error: BaseException) -> bool:

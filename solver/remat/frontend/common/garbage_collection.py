@@ -1,8 +1,7 @@
 """Python's cyclic garbage collector, restricted while it would disturb.
 
-The collector belongs to the process, not to a thread. Where contexts of several threads overlap,
-the first one restricts it, and the last one restores it: a thread that ends earlier does not slow
-down the others.
+The collector belongs to the process, not to a thread: a thread that ends earlier does not slow down
+the others.
 """
 
 from __future__ import annotations
@@ -15,46 +14,47 @@ from dataclasses import dataclass, field
 
 
 @dataclass
-class _Restriction:
-    """A restriction of the collector. `restrict` returns False if the user had set it already; then
-    it stays."""
+class ProcessChange:
+    """A change of the process for as long as any thread needs it. `apply` returns the function that
+    undoes it; None if the user had made the change already: then it stays."""
 
-    restrict: Callable[[], bool]
-    restore: Callable[[], None]
-    _is_restored: bool = False
+    apply: Callable[[], Callable[[], object] | None]
+    _undo: Callable[[], object] | None = None
     _context_count: int = 0
     _lock: threading.RLock = field(default_factory=threading.RLock)  # finalizers may enter it, too
 
     @contextlib.contextmanager
     def in_force(self) -> Iterator[None]:
+        """Within the context, the change is in force: the first context of several threads applies
+        it, and the last one undoes it."""
         with self._lock:
             if self._context_count == 0:
-                self._is_restored = self.restrict()
+                self._undo = self.apply()
             self._context_count += 1
         try:
             yield
         finally:
             with self._lock:
                 self._context_count -= 1
-                if self._context_count == 0 and self._is_restored:
-                    self.restore()
+                if self._context_count == 0 and self._undo is not None:
+                    self._undo()
 
 
-def _disable() -> bool:
+def _disable() -> Callable[[], object] | None:
     was_enabled = gc.isenabled()
     gc.disable()
-    return was_enabled
+    return gc.enable if was_enabled else None
 
 
-def _freeze() -> bool:
+def _freeze() -> Callable[[], object] | None:
     if gc.get_freeze_count():  # they would be unfrozen with the others
-        return False
+        return None
     gc.freeze()
-    return True
+    return gc.unfreeze
 
 
-_DISABLED = _Restriction(_disable, gc.enable)
-_FROZEN = _Restriction(_freeze, gc.unfreeze)
+_DISABLED = ProcessChange(_disable)
+_FROZEN = ProcessChange(_freeze)
 
 
 @contextlib.contextmanager

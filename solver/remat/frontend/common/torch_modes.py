@@ -1,4 +1,4 @@
-"""Context managers for torch's modes: autocast, the grad mode, and all others at once.
+"""Context managers for torch's modes: autocast, the grad mode, all others at once, and attributes.
 
 Some kernels depend on the grad mode: oneDNN's LSTM layer creates its workspace, which its backward
 needs, only where gradients are enabled. The step's graphs run with gradients disabled, except for
@@ -26,6 +26,19 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 NEEDS_GRAD_MODE = frozenset({"aten.mkldnn_rnn_layer.default"})
 """The operations that have to run with gradients enabled."""
+
+
+@contextmanager
+def attributes_set(*settings: tuple[Any, str, Any]) -> Iterator[None]:
+    """Within the context, attributes have other values: triples of an owner, a name and a value."""
+    before = [(owner, name, getattr(owner, name)) for owner, name, _ in settings]
+    for owner, name, value in settings:
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for owner, name, value in before:
+            setattr(owner, name, value)
 
 
 def autocast_to(device: str, dtype: str | None) -> AbstractContextManager[object]:

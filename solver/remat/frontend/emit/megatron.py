@@ -19,6 +19,7 @@ from remat.blockwise.block_step import AS_IT_IS, CHECKPOINTED, SELECTIVE
 from remat.blockwise.choose import ExecutorSetting
 from remat.blockwise.policies import BlockPolicy
 from remat.errors import RematError, TraceError
+from remat.frontend.common.torch_modes import attributes_set
 
 _SWITCHES: dict[str, tuple[tuple[str, str], ...]] = {
     "core_attn": (
@@ -195,18 +196,13 @@ def _switches_of(layer: nn.Module, name: str) -> Iterator[tuple[nn.Module, str]]
 @contextmanager
 def _switches_set(layer: nn.Module, modules: Sequence[str]) -> Iterator[None]:
     """Inside this context, the layer recomputes exactly these modules."""
-    switches = [
-        (module, attribute, getattr(module, attribute), name in modules)
+    settings = (
+        (module, attribute, name in modules)
         for name in _SWITCHES
         for module, attribute in _switches_of(layer, name)
-    ]
-    for module, attribute, _, is_on in switches:
-        setattr(module, attribute, is_on)
-    try:
+    )
+    with attributes_set(*settings):
         yield
-    finally:
-        for module, attribute, was_on, _ in switches:
-            setattr(module, attribute, was_on)
 
 
 def _layer_class() -> type[nn.Module]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Protocol, Self
@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 from remat.costs.roofline import count_flops
 from remat.documents.trace import CUDA_ALIGNMENT_BYTES
+from remat.frontend.common.torch_modes import attributes_set
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,10 +123,9 @@ class LiveStorageMeter(TorchDispatchMode):
         self.live_bytes += change_bytes
 
 
-@contextmanager
-def _resize_tracked(meter: LiveStorageMeter) -> Iterator[None]:
-    """Report to the meter the calls of `UntypedStorage.resize_` inside of this context: FSDP2 frees
-    gathered parameters by it."""
+def _resize_tracked(meter: LiveStorageMeter) -> AbstractContextManager[None]:
+    """Return a context in which calls of `UntypedStorage.resize_` are reported to the meter: FSDP2
+    frees gathered parameters by it."""
     original_resize = torch.UntypedStorage.resize_
 
     def resize_(storage: torch.UntypedStorage, size_bytes: int) -> Any:
@@ -134,11 +134,7 @@ def _resize_tracked(meter: LiveStorageMeter) -> Iterator[None]:
         meter.add_resize(storage.nbytes() - bytes_before, storage)
         return result
 
-    torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        torch.UntypedStorage.resize_ = original_resize  # type: ignore[method-assign]
+    return attributes_set((torch.UntypedStorage, "resize_", resize_))
 
 
 def unique_bytes(tensors: Iterable[torch.Tensor]) -> int:

@@ -16,7 +16,7 @@ autocast is enabled for the CPU, and the operators get CUDA's policies in torch'
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -24,6 +24,8 @@ import torch
 from torch._C import DispatchKey, DispatchKeySet
 from torch._ops import OpOverload, resolve_key
 from torch.utils._pytree import tree_leaves, tree_map
+
+from remat.frontend.common.torch_modes import attributes_set
 
 _to_copy = torch.ops.aten._to_copy.default
 
@@ -58,21 +60,16 @@ class AutocastCache:
             self._casts[leaf, dtype] = _uncached_to_copy(x, **kwargs)
         return self._casts[leaf, dtype]
 
-    @contextmanager
-    def cleared_with_torch_cache(self) -> Iterator[None]:
-        """Within the context, also clear this cache when torch clears its own, which it does at the
-        end of the outermost autocast region."""
+    def cleared_with_torch_cache(self) -> AbstractContextManager[None]:
+        """Return a context in which this cache is also cleared when torch clears its own, which it
+        does at the end of the outermost autocast region."""
         clear = torch.clear_autocast_cache
 
         def clear_both() -> None:
             self._casts.clear()
             clear()
 
-        torch.clear_autocast_cache = clear_both
-        try:
-            yield
-        finally:
-            torch.clear_autocast_cache = clear
+        return attributes_set((torch, "clear_autocast_cache", clear_both))
 
 
 def _is_autocast_cast(x: torch.Tensor, dtype: torch.dtype) -> bool:

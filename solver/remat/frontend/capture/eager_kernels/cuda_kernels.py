@@ -9,8 +9,8 @@ too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 
 import torch
 from torch._ops import OpOverload
@@ -18,20 +18,18 @@ from torch._prims_common import suggest_memory_format
 
 from remat.frontend.capture.eager_kernels.attention import attention_kernel
 from remat.frontend.common.target_gpu import TargetGpu
+from remat.frontend.common.torch_modes import attributes_set
+
+Tensor = torch.Tensor
+_aten = torch.ops.aten
 
 _CHANNELS_LAST = (torch.channels_last, torch.channels_last_3d)
 
 
-@contextmanager
-def cudnn_convolution_layouts() -> Iterator[None]:
-    """Within the context, fake convolutions have the layouts of cuDNN. For captures, which run one
-    at a time."""
-    original = torch._C._conv_determine_backend_memory_format
-    torch._C._conv_determine_backend_memory_format = _cudnn_memory_format
-    try:
-        yield
-    finally:
-        torch._C._conv_determine_backend_memory_format = original
+def cudnn_convolution_layouts() -> AbstractContextManager[None]:
+    """Return a context in which fake convolutions have the layouts of cuDNN. For captures, which
+    run one at a time."""
+    return attributes_set((torch._C, "_conv_determine_backend_memory_format", _cudnn_memory_format))
 
 
 def _cudnn_memory_format(
@@ -47,10 +45,6 @@ def _cudnn_memory_format(
         if memory_format in _CHANNELS_LAST:
             return memory_format
     return torch.contiguous_format
-
-
-Tensor = torch.Tensor
-_aten = torch.ops.aten
 
 
 def batch_norm(

@@ -29,6 +29,7 @@ from torch.overrides import TorchFunctionMode
 from remat.errors import TraceError
 from remat.frontend.capture.model.reached_code import is_user_module
 from remat.frontend.common.code_origin import is_framework_code, line_of
+from remat.frontend.common.torch_modes import attributes_set
 
 log = logging.getLogger("remat")
 
@@ -101,7 +102,6 @@ def rng_changes_forbidden(model: nn.Module) -> Iterator[None]:
     step. The generators of Python and NumPy are restored."""
     python_state, numpy_state = random.getstate(), np.random.get_state()
     thread = threading.get_ident()
-    originals = [(m, name, getattr(m, name)) for m, name in _RNG_FUNCTIONS]
 
     def refusing(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         def refuse(*args: Any, **kwargs: Any) -> Any:
@@ -112,18 +112,16 @@ def rng_changes_forbidden(model: nn.Module) -> Iterator[None]:
 
         return refuse
 
-    for module, name, original in originals:
-        setattr(module, name, refusing(name, original))
+    refusals = [(m, name, refusing(name, getattr(m, name))) for m, name in _RNG_FUNCTIONS]
     use = ""
     try:
-        yield
+        with attributes_set(*refusals):
+            yield
         if random.getstate() != python_state:
             use = "draws Python's random numbers"
         if not all(map(np.array_equal, np.random.get_state(), numpy_state)):
             use = "draws NumPy's random numbers"
     finally:
-        for module, name, original in originals:
-            setattr(module, name, original)
         random.setstate(python_state)
         np.random.set_state(numpy_state)
     if use:

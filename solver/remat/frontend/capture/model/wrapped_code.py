@@ -9,12 +9,16 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 import torch._dynamo
 import torch.utils.checkpoint
 from torch import nn
+
+from remat.frontend.common.garbage_collection import ProcessChange
+from remat.frontend.common.torch_modes import attributes_set
 
 _GENERATOR = "_checkpoint_without_reentrant_generator"
 if hasattr(torch.utils.checkpoint, f"{_GENERATOR}_impl"):  # since torch 2.14
@@ -27,16 +31,12 @@ class _ThreadState(threading.local):
 
 
 _thread_state = _ThreadState()
-_lock = threading.Lock()
-_patch_users = 0
-"""The number of contexts that need the patch, in all threads."""
-_originals: tuple[Callable[..., Any], Callable[..., Any]] | None = None
 
 
 @contextmanager
 def checkpointing_disabled() -> Iterator[None]:
     """Within the context, in this thread, `torch.utils.checkpoint` only calls its function."""
-    with _torch_patched(), _disabled_set_to(True):
+    with _PATCHED.in_force(), attributes_set((_thread_state, "is_disabled", True)):
         yield
 
 
@@ -44,41 +44,15 @@ def checkpointing_disabled() -> Iterator[None]:
 def checkpointing_enabled() -> Iterator[None]:
     """Within the context, in this thread, `torch.utils.checkpoint` works normally, also inside of
     `checkpointing_disabled`. Remat's own checkpoints need it."""
-    with _disabled_set_to(False):
+    with attributes_set((_thread_state, "is_disabled", False)):
         yield
 
 
-@contextmanager
-def _disabled_set_to(is_disabled: bool) -> Iterator[None]:
-    before, _thread_state.is_disabled = _thread_state.is_disabled, is_disabled
-    try:
-        yield
-    finally:
-        _thread_state.is_disabled = before
-
-
-@contextmanager
-def _torch_patched() -> Iterator[None]:
-    """Patch torch's two checkpoint functions for as long as any thread is in this context."""
-    global _patch_users, _originals
-    module = torch.utils.checkpoint
-    with _lock:
-        if not _patch_users:
-            _originals = getattr(module, _GENERATOR), module.CheckpointFunction.apply
-            _patch_torch(*_originals)
-        _patch_users += 1
-    try:
-        yield
-    finally:
-        with _lock:
-            _patch_users -= 1
-            if not _patch_users:
-                assert _originals is not None
-                _set_torch_functions(*_originals)
-
-
-def _patch_torch(generator: Callable[..., Any], apply: Callable[..., Any]) -> None:
-    """Replace torch's checkpoint functions by ones that obey the flag of their thread."""
+def _patch_torch() -> Callable[[], None]:
+    """Replace torch's checkpoint functions by ones that obey the flag of their thread. Return the
+    function that restores torch's."""
+    module: Any = torch.utils.checkpoint
+    generator, apply = getattr(module, _GENERATOR), module.CheckpointFunction.apply
 
     def patched_generator(*args: object, **kwargs: object) -> Iterator[None]:
         if _thread_state.is_disabled:
@@ -91,13 +65,15 @@ def _patch_torch(generator: Callable[..., Any], apply: Callable[..., Any]) -> No
             return function(*args)
         return apply(function, preserve_rng, *args)
 
-    _set_torch_functions(patched_generator, patched_apply)
+    def set_functions(generator: Callable[..., Any], apply: Callable[..., Any]) -> None:
+        setattr(module, _GENERATOR, generator)
+        module.CheckpointFunction.apply = apply
+
+    set_functions(patched_generator, patched_apply)
+    return partial(set_functions, generator, apply)
 
 
-def _set_torch_functions(generator: Callable[..., Any], apply: Callable[..., Any]) -> None:
-    module: Any = torch.utils.checkpoint
-    setattr(module, _GENERATOR, generator)
-    module.CheckpointFunction.apply = apply
+_PATCHED = ProcessChange(_patch_torch)
 
 
 def unwrap_compiled(model: nn.Module) -> nn.Module:
