@@ -28,8 +28,7 @@ from remat.documents.arguments import Literal, Ref
 from remat.documents.records import TensorMeta
 from remat.documents.trace import Trace
 from remat.frontend.capture.eager_kernels.attention import AttentionCall, select_attention_kernel
-from remat.frontend.capture.eager_kernels.autocast import AutocastCache, with_cuda_autocast
-from remat.frontend.capture.eager_kernels.cuda_kernels import CUDA_KERNELS, absent_gpu_kernels
+from remat.frontend.capture.eager_kernels.autocast import AutocastCache
 from remat.frontend.capture.eager_kernels.overrides import eager_kernel_overrides
 from remat.frontend.capture.trace import _reject_multiple_gpus
 from remat.frontend.common.target_gpu import TargetGpu, find_target_gpu
@@ -538,37 +537,6 @@ def test_autocast_of_a_trace_for_a_gpu_is_cudas() -> None:
     assert len([n for n in casts if n.args[0] == Ref(weights[0])]) == 1
 
 
-def state_of_torch() -> tuple[object, ...]:
-    kernels = absent_gpu_kernels(TargetGpu("h100", H100))
-    operators = {
-        *CUDA_KERNELS,
-        *kernels,
-        *(operator for operator, _ in with_cuda_autocast({})),
-    }
-    return (
-        {str(operator): dict(operator.py_kernels) for operator in operators},
-        torch._C._dispatch_tls_is_dispatch_key_included(torch._C.DispatchKey.Functionalize),
-        torch._C._get_mkldnn_enabled(),
-        torch.is_autocast_enabled("cpu"),
-        torch.get_autocast_dtype("cpu"),
-        torch.autocast_increment_nesting(),
-        torch.autocast_decrement_nesting(),
-    )
-
-
-def test_tracing_for_a_gpu_restores_torch() -> None:
-    before = state_of_torch()
-
-    class Fails(Mixed):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            raise ValueError("no", state_of_torch())
-
-    with torch.autocast("cpu", torch.float16), pytest.raises(remat.TraceError, match="no") as error:
-        remat.trace(Fails(), torch.randn(4, 8), device="h100")
-    assert error.value.__cause__ is not None
-    assert state_of_torch() == before != error.value.__cause__.args[1]
-
-
 class Log(TorchDispatchMode):
     """A mode that records operations and the dtypes of their results."""
 
@@ -781,12 +749,14 @@ def programmed(case: Case, device: str) -> remat.Program:
     return remat.rewrite(trace, remat.Schedule.keep_all(trace.graph()))
 
 
+def on(*devices: str) -> Any:
+    """Return a model whose parameters are on these devices."""
+    tensors = [SimpleNamespace(device=torch.device(device)) for device in devices]
+    return SimpleNamespace(parameters=lambda: iter(tensors), buffers=lambda: iter(()))
+
+
 def test_a_program_for_one_gpu_can_be_lowered_for_another() -> None:
     program = programmed(gpt2(layers=1), "h100")
-
-    def on(*devices: str) -> Any:
-        tensors = [SimpleNamespace(device=torch.device(device)) for device in devices]
-        return SimpleNamespace(parameters=lambda: iter(tensors), buffers=lambda: iter(()))
 
     moved = program_on_model_device(program, on("cuda:1", "cuda:1"))
     assert moved == program_on_device(program, "cuda:1")
@@ -807,10 +777,6 @@ def test_a_program_for_the_cpu_is_refused_on_a_gpu() -> None:
 
 
 def test_a_model_on_two_gpus_is_refused() -> None:
-    def on(*devices: str) -> Any:
-        tensors = [SimpleNamespace(device=torch.device(device)) for device in devices]
-        return SimpleNamespace(parameters=lambda: iter(tensors), buffers=lambda: iter(()))
-
     _reject_multiple_gpus(on("cuda:0", "cpu", "cuda:0"), (), {}, None)
     _reject_multiple_gpus(on("cuda:0", "cuda:1"), (), {}, "h100")
     with pytest.raises(remat.TraceError, match="are on cuda:0, cuda:1, and a plan is for one"):

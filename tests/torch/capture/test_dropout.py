@@ -104,31 +104,6 @@ def traced_args(case: Case) -> tuple[nn.Module, tuple[Any, ...]]:
     return case.model, case.args
 
 
-def state_of_torch() -> tuple[object, ...]:
-    aten = torch.ops.aten
-    operators = (aten.dropout.default, aten.bernoulli_.float, aten._to_copy.default)
-    return (
-        *(dict(operator.py_kernels) for operator in operators),
-        torch._C._dispatch_tls_is_dispatch_key_included(torch._C.DispatchKey.Functionalize),
-        torch.clear_autocast_cache,
-        torch.is_autocast_cache_enabled(),
-    )
-
-
-def test_a_capture_restores_torch() -> None:
-    before = state_of_torch()
-    remat.trace(*traced_args(case_of(lambda h: F.dropout(h, 0.1))))
-    assert state_of_torch() == before
-
-    def fails(h: torch.Tensor) -> torch.Tensor:
-        raise ValueError("no", state_of_torch())
-
-    with pytest.raises(remat.TraceError, match="no") as error:
-        remat.trace(*traced_args(case_of(fails)))
-    assert error.value.__cause__ is not None
-    assert state_of_torch() == before != error.value.__cause__.args[1]
-
-
 def test_concurrent_captures_wait_for_each_other() -> None:
     """They change torch in all threads."""
     first_entered, second_entered = threading.Event(), threading.Event()

@@ -122,16 +122,18 @@ def test_each_kind_of_device_has_its_own_precision() -> None:
     assert [products for products, *_ in precisions] == ["bf16", "tf32"]
 
 
-def test_an_older_switch_that_torch_refuses_to_read_is_recorded_as_none() -> None:
+@pytest.mark.parametrize("operation", ["matmul", "conv", "rnn"])
+def test_an_older_switch_that_torch_refuses_to_read_is_recorded_as_none(operation: str) -> None:
     """torch refuses once a newer switch was used, which has the same information."""
-    products, cpu = torch.backends.mkldnn.matmul, torch.device("cpu")
-    before, key_before = products.fp32_precision, cost_key.environment_key(cpu)
+    switch, cpu = getattr(torch.backends.mkldnn, operation), torch.device("cpu")
+    before, key_before = switch.fp32_precision, cost_key.environment_key(cpu)
     try:
-        products.fp32_precision = "bf16"
+        switch.fp32_precision = "bf16"
         changed = cost_key.environment_key(cpu)
     finally:
-        products.fp32_precision = before
-    assert (key_before["matmul"], changed["matmul"]) == ("highest", None)
+        switch.fp32_precision = before
+    if operation == "matmul":
+        assert (key_before["matmul"], changed["matmul"]) == ("highest", None)
     assert changed["fp32"] != key_before["fp32"]
     assert cost_key.environment_key(cpu) == key_before
 

@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ from remat.frontend.common import operators
 from remat.frontend.costs import cost_key, timers
 from remat.frontend.costs import operation_benchmark as benches
 from remat.frontend.costs import operation_costs as pricing
-from remat.frontend.costs.cost_cache import CostCache
+from remat.frontend.costs.cost_cache import CostCache, MeasuredCost
 from remat.frontend.costs.measure import measure
 from remat.frontend.costs.operands import OperandFactory
 from remat.frontend.costs.timers import MIN_COST_S
@@ -131,6 +131,20 @@ def warned(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
     return caplog
 
 
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The targets of the operations that are measured."""
+    targets: list[str] = []
+    cost = benches.OperationBenchmark.measure
+
+    def measure_and_note(self: benches.OperationBenchmark, node: Node) -> MeasuredCost:
+        targets.append(node.target)
+        return cost(self, node)
+
+    monkeypatch.setattr(benches.OperationBenchmark, "measure", measure_and_note)
+    return targets
+
+
 def test_every_operation_has_a_cost_and_its_source() -> None:
     trace = chain()
     priced = measure(trace, "cpu")
@@ -148,22 +162,15 @@ def test_every_operation_has_a_cost_and_its_source() -> None:
     assert priced.graph().total_cost_s > 0
 
 
-def test_equal_operations_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    ran: list[str] = []
-    cost = benches.OperationBenchmark.measure
-    monkeypatch.setattr(
-        benches.OperationBenchmark,
-        "measure",
-        lambda self, node: (ran.append(node.target), cost(self, node))[1],
-    )
+def test_equal_operations_are_measured_once(measured: list[str]) -> None:
     priced = measure(chain(10))
-    assert ran == ["aten.mm.default", "aten.relu.default"]
+    assert measured == ["aten.mm.default", "aten.relu.default"]
     assert len({node.cost_s for node in priced.nodes if node.target == "aten.mm.default"}) == 1
     second = measure(chain(4))
-    assert len(ran) == 2, "the second time the costs are cached"
+    assert len(measured) == 2, "the second time the costs are cached"
     assert [n.cost_s for n in second.nodes] == [n.cost_s for n in priced.nodes[:12]]
     measure(chain(1), cache=False)
-    assert len(ran) == 4
+    assert len(measured) == 4
 
 
 def products(
@@ -207,26 +214,19 @@ def switches() -> Iterator[None]:
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.usefixtures("switches")
 def test_everything_that_affects_a_cost_is_in_its_key(
-    change: str, monkeypatch: pytest.MonkeyPatch
+    change: str, measured: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After any of these changes a shared cache has no entry for the operation."""
-    ran: list[str] = []
-    cost = benches.OperationBenchmark.measure
-    monkeypatch.setattr(
-        benches.OperationBenchmark,
-        "measure",
-        lambda self, node: (ran.append(node.target), cost(self, node))[1],
-    )
     with CostCache() as cache:
         measure(products(), cache=cache)
         measure(products(), cache=cache)
-        assert ran == ["aten.addmm.default"], "nothing has changed"
+        assert measured == ["aten.addmm.default"], "nothing has changed"
         changed = CHANGES[change](monkeypatch)
         measure(changed, cache=cache)
-        assert ran == ["aten.addmm.default"] * 2
+        assert measured == ["aten.addmm.default"] * 2
     with CostCache() as another_process:
         measure(changed, cache=another_process)
-    assert len(ran) == 2
+    assert len(measured) == 2
 
 
 def test_a_second_measurement_replaces_derived_costs(tmp_path: Path) -> None:
@@ -309,101 +309,67 @@ def test_a_measured_time_is_at_least_the_real_one() -> None:
     assert timers.measure_on_cpu(lambda: time.sleep(2e-3)).cost_s >= 2e-3
 
 
-OPERATIONS = {
-    "embedding": (
-        "aten.embedding.default",
-        lambda b: [b.graph_input(7, 4), b.graph_input(5, dtype="int64")],
-    ),
-    "embedding_backward": (
-        "aten.embedding_dense_backward.default",
-        lambda b: [b.graph_input(5, 4), b.graph_input(5, dtype="int64"), 7, -1, False],
-    ),
-    "nll": (
-        "aten.nll_loss_forward.default",
-        lambda b: [b.graph_input(6, 3), b.graph_input(6, dtype="int64"), None, 1, -100],
-    ),
-    "nll_backward": (
-        "aten.nll_loss_backward.default",
-        lambda b: [
-            b.graph_input(),
-            b.graph_input(6, 3),
-            b.graph_input(6, dtype="int64"),
-            None,
-            1,
-            -100,
-            b.graph_input(),
-        ],
-    ),
-    "gather": (
-        "aten.gather.default",
-        lambda b: [b.graph_input(4, 9), 1, b.graph_input(4, 2, dtype="int64")],
-    ),
-    "scatter": (
-        "aten.scatter.value",
-        lambda b: [b.graph_input(4, 3), 1, b.graph_input(4, 2, dtype="int64"), 1.0],
-    ),
-    "index": (
-        "aten.index.Tensor",
-        lambda b: [b.graph_input(3, 9), (None, b.graph_input(4, dtype="int64"))],
-    ),
-    "index_mask": (
-        "aten.index.Tensor",
-        lambda b: [
-            b.graph_input(3, 9, 2),
-            (b.graph_input(3, 9, dtype="bool"), b.graph_input(27, dtype="int64")),
-        ],
-    ),
-    "index_put": (
-        "aten.index_put.default",
-        lambda b: [
-            b.graph_input(3, 9),
-            (b.graph_input(4, dtype="int64"),),
-            b.graph_input(4, 9),
-            True,
-        ],
-    ),
-    "index_select": (
-        "aten.index_select.default",
-        lambda b: [b.graph_input(3, 9), 1, b.graph_input(4, dtype="int64")],
-    ),
-    "max_pool_backward": (
-        "aten.max_pool2d_with_indices_backward.default",
-        lambda b: [
-            *(
-                b.graph_input(1, 2, 4, 4),
-                b.graph_input(1, 2, 8, 8),
-                (2, 2),
-                (2, 2),
-                (0, 0),
-                (1, 1),
-                False,
-            ),
-            b.graph_input(1, 2, 4, 4, dtype="int64"),
-        ],
-    ),
-    "integer_division": (
-        "aten.div.Tensor_mode",
-        lambda b: [b.graph_input(4, dtype="int64"), b.graph_input(4, dtype="int64")],
-    ),
-    "where": (
-        "aten.where.self",
-        lambda b: [b.graph_input(4, dtype="bool"), b.graph_input(4), b.graph_input(4)],
-    ),
-    "bernoulli": ("aten.bernoulli.p", lambda b: [b.graph_input(4), 0.5]),
-    "bernoulli_of_tensor": ("aten.bernoulli.default", lambda b: [b.graph_input(400)]),
-    "dropout": ("aten.native_dropout.default", lambda b: [b.graph_input(4), 0.5, True]),
-    "half": ("aten.add.Tensor", lambda b: [b.graph_input(4, dtype="bfloat16"), 1]),
-    "nothing": ("aten.add.Tensor", lambda b: [b.graph_input(0, 4), 1]),
-}
+class Input(NamedTuple):
+    """A tensor among the arguments of an operation."""
+
+    shape: tuple[int, ...]
+    dtype: str = "float32"
 
 
-@pytest.mark.parametrize("name", OPERATIONS)
-def test_operands_are_valid_for_the_operation(name: str, warned: pytest.LogCaptureFixture) -> None:
-    target, arguments = OPERATIONS[name]
-    b = Builder()
+def f(*shape: int) -> Input:
+    return Input(shape)
+
+
+def i(*shape: int) -> Input:
+    return Input(shape, "int64")
+
+
+def b(*shape: int) -> Input:
+    return Input(shape, "bool")
+
+
+_TARGETS = (None, 1, -100)
+_POOL = ((2, 2), (2, 2), (0, 0), (1, 1), False)
+
+OPERATIONS: list[tuple[str, tuple[Any, ...]]] = [
+    ("embedding.default", (f(7, 4), i(5))),
+    ("embedding_dense_backward.default", (f(5, 4), i(5), 7, -1, False)),
+    ("nll_loss_forward.default", (f(6, 3), i(6), *_TARGETS)),
+    ("nll_loss_backward.default", (f(), f(6, 3), i(6), *_TARGETS, f())),
+    ("gather.default", (f(4, 9), 1, i(4, 2))),
+    ("scatter.value", (f(4, 3), 1, i(4, 2), 1.0)),
+    ("index.Tensor", (f(3, 9), (None, i(4)))),
+    ("index.Tensor", (f(3, 9, 2), (b(3, 9), i(27)))),
+    ("index_put.default", (f(3, 9), (i(4),), f(4, 9), True)),
+    ("index_select.default", (f(3, 9), 1, i(4))),
+    (
+        "max_pool2d_with_indices_backward.default",
+        (f(1, 2, 4, 4), f(1, 2, 8, 8), *_POOL, i(1, 2, 4, 4)),
+    ),
+    ("div.Tensor_mode", (i(4), i(4))),
+    ("where.self", (b(4), f(4), f(4))),
+    ("bernoulli.p", (f(4), 0.5)),
+    ("bernoulli.default", (f(400),)),
+    ("native_dropout.default", (f(4), 0.5, True)),
+    ("add.Tensor", (Input((4,), "bfloat16"), 1)),
+    ("add.Tensor", (f(0, 4), 1)),
+]
+
+
+@pytest.mark.parametrize(("target", "arguments"), OPERATIONS)
+def test_operands_are_valid_for_the_operation(
+    target: str, arguments: tuple[Any, ...], warned: pytest.LogCaptureFixture
+) -> None:
+    builder = Builder()
+
+    def created(argument: Any) -> Any:
+        if isinstance(argument, Input):
+            return builder.graph_input(*argument.shape, dtype=argument.dtype)
+        return tuple(map(created, argument)) if isinstance(argument, tuple) else argument
+
     kwargs: dict[str, Argument] = {"rounding_mode": "floor"} if "mode" in target else {}
-    b.call(target, arguments(b), dense(1), kwargs=kwargs)
-    node = measure(b.trace()).nodes[0]
+    builder.call(f"aten.{target}", map(created, arguments), dense(1), kwargs=kwargs)
+    node = measure(builder.trace()).nodes[0]
     assert node.cost_source.startswith("measured"), warned.text
 
 
@@ -802,21 +768,6 @@ def test_a_trace_without_launch_times_is_readable() -> None:
     for node in data["nodes"]:
         del node["launch_s"]
     assert Trace.from_json(json.dumps(data)) == chain()
-
-
-@pytest.mark.parametrize("operation", ["matmul", "conv", "rnn"])
-def test_the_newer_tf32_switches_are_in_the_key(operation: str) -> None:
-    """torch refuses to read the older ones then."""
-    switch = getattr(torch.backends.mkldnn, operation)
-    cpu = torch.device("cpu")
-    before, key_before = switch.fp32_precision, cost_key.environment_key(cpu)
-    try:
-        switch.fp32_precision = "bf16"
-        assert cost_key.environment_key(cpu)["fp32"] != key_before["fp32"]
-        assert measure(chain(1), cache=False).measured
-    finally:
-        switch.fp32_precision = before
-    assert cost_key.environment_key(cpu) == key_before
 
 
 def test_progress_is_reported() -> None:
