@@ -18,6 +18,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 from remat.documents.arguments import Argument, Literal, Ref
 from remat.documents.base import NAMESPACES, check_target
 from remat.documents.memory_reuse import OUT_VARIANTS
+from remat.documents.records import TensorMeta
 from remat.documents.targets import COPY_TARGET
 from remat.errors import DocumentError, TraceError
 
@@ -170,6 +171,17 @@ def argument_from_torch(
         return encode_other(value)
     raise TraceError(
         f"an operation has an argument of type {type(value).__qualname__}, which cannot be saved"
+    )
+
+
+def tensor_meta(tensor: torch.Tensor) -> TensorMeta:
+    """Return the metadata of a tensor."""
+    return TensorMeta(
+        dtype=str(tensor.dtype).removeprefix("torch."),
+        shape=tuple(tensor.shape),
+        stride=tensor.stride(),
+        offset=tensor.storage_offset(),
+        device=str(tensor.device),
     )
 
 

@@ -29,7 +29,7 @@ from remat.documents.arguments import Ref
 from remat.documents.records import Node, Result, TensorMeta
 from remat.errors import DocumentError, TraceError
 from remat.frontend.common.garbage_collection import cycles_not_collected
-from remat.frontend.common.operators import argument_from_torch, written_parameters
+from remat.frontend.common.operators import argument_from_torch, tensor_meta, written_parameters
 from remat.frontend.common.pytree import tensors_in
 from remat.frontend.costs.cost_cache import MeasuredCost
 
@@ -261,7 +261,7 @@ def _operator_seconds(
         if not isinstance(item, torch.Tensor):
             raise TraceError(f"an argument of {func} is a {type(item).__name__}")
         name = names.setdefault(id(item), f"t{len(names)}")
-        metas[name] = _meta(item)
+        metas[name] = tensor_meta(item)
         return Ref(name)
 
     operands = tensors_in((args, kwargs))
@@ -277,7 +277,7 @@ def _operator_seconds(
             args=tuple(argument_from_torch(item, encode) for item in args),
             kwargs={key: argument_from_torch(item, encode) for key, item in kwargs.items()},
             results=tuple(
-                Result(name=f"r{number}", tensor=_meta(t), storage=number)
+                Result(name=f"r{number}", tensor=tensor_meta(t), storage=number)
                 for number, t in enumerate(results)
             ),
             view=is_view and not written_parameters(func),
@@ -290,12 +290,3 @@ def _operator_seconds(
 
 def _has_storage(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided
-
-
-def _meta(tensor: torch.Tensor) -> TensorMeta:
-    return TensorMeta(
-        dtype=str(tensor.dtype).removeprefix("torch."),
-        shape=tuple(tensor.shape),
-        stride=tensor.stride(),
-        device=str(tensor.device),
-    )

@@ -18,8 +18,10 @@ from torch.optim import Adafactor, Optimizer
 
 from remat.allocator.prediction import uses_cublas, uses_cublaslt
 from remat.allocator.replay import ALIGNMENT_BYTES, round_size
+from remat.costs.optimizer_memory import optimizer_memory
 from remat.documents.trace import Trace, accumulated_gradient_bytes
 from remat.errors import BudgetError
+from remat.frontend.common.operators import tensor_meta
 from remat.limits.budget import Budget
 from remat.limits.limits import SEGMENTS_MARGIN, Limits, nothing_left
 from remat.limits.options import parse_reserve
@@ -264,8 +266,10 @@ def _predicted_state_bytes(
         group.get(option) for option in ("fused", "capturable")
     )
     if isinstance(optimizer, Adafactor):
-        step_bytes = ALIGNMENT_BYTES if scalars_count else 0
-        return sum(step_bytes + _adafactor_bytes(p) for p in parameters)
+        # On meta tensors, its `step` fails: it reads elements.
+        state = optimizer_memory("adafactor", list(map(tensor_meta, parameters)))
+        steps_bytes = ALIGNMENT_BYTES * len(parameters) * scalars_count
+        return steps_bytes + sum(map(round_size, state.state_sizes_bytes))
     meta_parameters = [torch.empty_like(p, device="meta", requires_grad=True) for p in parameters]
     for parameter in meta_parameters:
         parameter.grad = torch.empty_like(parameter)
@@ -287,17 +291,6 @@ def _predicted_state_bytes(
     scalar_bytes = sum(_state_bytes(state, torch.device("cpu")) for state in states)
     tensor_bytes = sum(_state_bytes(state, torch.device("meta")) for state in states)
     return tensor_bytes + scalar_bytes * scalars_count
-
-
-def _adafactor_bytes(parameter: Tensor) -> int:
-    """Return the bytes of Adafactor's state for a parameter: a variance of its rows and one of its
-    columns; for a vector, a variance of each element. (On meta tensors, Adafactor's `step` fails:
-    it reads elements.)"""
-    shape, item = parameter.shape, parameter.element_size()
-    if len(shape) < 2:
-        return round_size(parameter.numel() * item)
-    rows, columns = parameter.numel() // shape[-1], parameter.numel() // shape[-2]
-    return round_size(rows * item) + round_size(columns * item)
 
 
 MARGIN = 0.08
