@@ -16,7 +16,7 @@ from remat.costs import cuda_kernels
 from remat.costs.roofline import Roofline, operation_seconds
 from remat.documents.arguments import Literal, Ref
 from remat.documents.records import Node, Result, TensorMeta
-from remat.frontend.common.operators import resolve
+from remat.frontend.common.operators import resolve, tensor_meta
 
 H200 = Roofline("h200")
 
@@ -42,7 +42,7 @@ class Operation:
             args=tuple(args),
             kwargs={} if dtype is None else {"dtype": Literal("dtype", dtype)},
             results=tuple(
-                Result(name=f"out{i}", tensor=self._meta(r), storage=i, position=i)
+                Result(name=f"out{i}", tensor=tensor_meta(r), storage=i, position=i)
                 for i, r in enumerate(results)
                 if r is not None
             ),
@@ -61,17 +61,8 @@ class Operation:
         if for_torch:
             return tensor
         name = f"operand{len(self.metas)}"
-        self.metas[name] = self._meta(tensor)
+        self.metas[name] = tensor_meta(tensor)
         return Ref(name)
-
-    @staticmethod
-    def _meta(tensor: torch.Tensor) -> TensorMeta:
-        return TensorMeta(
-            dtype=str(tensor.dtype).removeprefix("torch."),
-            shape=tuple(tensor.shape),
-            stride=tensor.stride(),
-            device="cuda",
-        )
 
     @property
     def predicted_s(self) -> float:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import flop_registry
 
-from remat.costs.devices import DEVICES, find_device, match_device
+from remat.costs.devices import DEVICES, DeviceSpec, find_device, match_device
 from remat.costs.roofline import (
     COMPUTE_EFFICIENCY,
     Roofline,
@@ -155,10 +155,7 @@ def test_devices_are_looked_up_by_name_and_by_description() -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES.values(), ids=lambda device: device.name)
-def test_rates_of_the_data_sheets_are_plausible(device: object) -> None:
-    from remat.costs.devices import DeviceSpec
-
-    assert isinstance(device, DeviceSpec)
+def test_rates_of_the_data_sheets_are_plausible(device: DeviceSpec) -> None:
     assert device.half_flops_per_s >= device.tf32_flops_per_s >= device.fp32_flops_per_s
     assert device.fp32_flops_per_s > device.fp64_flops_per_s > 0
     assert 1e9 < device.bytes_per_s < 1e13

@@ -14,8 +14,8 @@ from remat.costs.optimizer_memory import (
     optimizer_memory,
     smaller_optimizers,
 )
-from remat.documents.records import TensorMeta
 from remat.errors import RematError
+from remat.frontend.common.operators import tensor_meta
 from remat.frontend.memory.meter import LiveStorageMeter
 
 SHAPES = ((1024, 256), (256,), (512, 512), (64, 32, 3, 3), (1,), (7, 5))
@@ -43,11 +43,7 @@ def _parameters(dtype: torch.dtype) -> list[torch.Tensor]:
 
 
 def _predicted(name: str, dtype: torch.dtype, *, is_cuda: bool) -> OptimizerMemory:
-    dtype_name = str(dtype).removeprefix("torch.")
-    metas = [
-        TensorMeta(shape=shape, stride=torch.empty(shape).stride(), dtype=dtype_name, device="cpu")
-        for shape in SHAPES
-    ]
+    metas = list(map(tensor_meta, _parameters(dtype)))
     return optimizer_memory(name, metas, is_cuda=is_cuda)
 
 
