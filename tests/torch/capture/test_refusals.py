@@ -86,8 +86,8 @@ def stores_a_mask(module: Step, x: torch.Tensor) -> torch.Tensor:
 def writes_in_the_first_call(module: Step, x: torch.Tensor) -> torch.Tensor:
     if not module.is_ready:
         module.is_ready = True
-        module.count.copy_(x.mean(0))
-    return x - module.count
+        module.calls.copy_(x.mean())
+    return x - module.calls
 
 
 def raises(module: Step, x: torch.Tensor) -> torch.Tensor:
@@ -126,8 +126,8 @@ REFUSED: dict[str, tuple[Function, str]] = {
     "large constant": (lambda m, x: x * TABLE[0], "register it as a buffer"),
     "buffer of another shape": (replaces_a_buffer, "replaces its buffer 'seen'"),
     "new buffer": (registers_a_buffer, "the forward of the model registers a buffer"),
-    "stored mask": (stores_a_mask, "mask, in which an earlier call has stored a tensor"),
-    "first call": (writes_in_the_first_call, "only the first call of Step writes into buffer cou"),
+    "stored mask": (stores_a_mask, "a tensor is used that is no parameter, buffer or input of"),
+    "first call": (writes_in_the_first_call, "only the first call of Step writes into buffer cal"),
     "error": (raises, "ValueError: eager"),
     "error in eager mode": (raises_in_eager_mode, "an odd number of rows"),
 }
