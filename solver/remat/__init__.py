@@ -48,8 +48,7 @@ if TYPE_CHECKING:
     from remat.frontend.api.estimate import estimate
     from remat.frontend.api.fit import fit
     from remat.frontend.api.max_batch import max_batch
-    from remat.frontend.api.optimize import optimize
-    from remat.frontend.api.solve_step import solve_step
+    from remat.frontend.api.optimize import optimize, solve_step
     from remat.frontend.capture.trace import trace
     from remat.frontend.compile.backend import compile
     from remat.frontend.compile.partitioner import Partitioner
@@ -74,7 +73,7 @@ _LOADED_LATER = {
     "enable": "frontend.api.enable",
     "fit": "frontend.api.fit",
     "optimize": "frontend.api.optimize",
-    "solve_step": "frontend.api.solve_step",
+    "solve_step": "frontend.api.optimize",
     "plans": "frontend.api.enable",
     "trace": "frontend.capture.trace",
 }

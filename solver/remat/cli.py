@@ -36,13 +36,11 @@ from remat.commands.common.exits import (
     print_message,
     signal_exit_code,
 )
-from remat.commands.compare import compare
 from remat.commands.doctor import doctor
 from remat.commands.fit import fit
 from remat.commands.plans import diff, explain, plot
 from remat.commands.run import run
-from remat.commands.solve import solve
-from remat.commands.sweep import sweep
+from remat.commands.solve import compare, solve, sweep
 from remat.commands.trace import estimate, measure, trace
 from remat.milp.solvers.solver_processes import kill_child_processes
 from remat.plan_options import COMMANDS

@@ -7,12 +7,14 @@ import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from remat import view
+from remat.commands.common import files
 from remat.commands.common.exits import UsageError
 from remat.commands.common.running import with_costs_of_pieces
-from remat.commands.common.summaries import frontier_table, plan_summary, to_csv_text
+from remat.commands.common.summaries import JsonObject, frontier_table, plan_summary, to_csv_text
 from remat.documents.program import Program
 from remat.documents.trace import Trace
 from remat.passes.split.splits import with_recorded_splits
@@ -60,6 +62,30 @@ FRONTIER_WRITERS: dict[str, Callable[[FrontierContent], str | bytes]] = {
     ".pdf": _frontier_figure_writer(".pdf"),
 }
 """Functions that return a file's content, by file name ending."""
+
+_TABLE_SUFFIXES = (".json", ".csv")
+
+
+def check_frontier_output(output: Path | None, title: str) -> None:
+    """Raise `UsageError` for an output file that a frontier cannot be written to; `title` names
+    what is written."""
+    files.check_outputs(output)
+    suffixes = (*_TABLE_SUFFIXES, *FRONTIER_WRITERS)
+    if output is not None and files.suffix_without_gz(output) not in suffixes:
+        raise UsageError(
+            f"{output}: {title} can be written as {', '.join(suffixes)}; use one of these file "
+            "name endings"
+        )
+
+
+def write_frontier(
+    output: Path, content: FrontierContent, json_text: str, rows: Sequence[JsonObject]
+) -> None:
+    """Write a frontier to a file: as a picture, as JSON, or its rows as CSV."""
+    suffix = files.suffix_without_gz(output)
+    texts = {".json": json_text, ".csv": to_csv_text(rows)}
+    data = texts[suffix] if suffix in texts else FRONTIER_WRITERS[suffix](content)
+    files.write_output(output, data)
 
 
 @dataclass(frozen=True)

@@ -28,8 +28,8 @@ from remat.fitting.question import (
     parse_memory,
     report_stage,
 )
-from remat.frontend.api.batch_search import ModelFnResult, parse_model_fn_result
 from remat.frontend.api.estimate import roofline_for_trace
+from remat.frontend.api.max_batch import ModelFnResult, parse_model_fn_result
 from remat.frontend.capture.trace import trace as capture
 from remat.frontend.common.garbage_collection import older_objects_not_collected
 from remat.frontend.common.target_gpu import DEFAULT_GPU, find_target_gpu, is_default_gpu

@@ -2,23 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+from torch import nn
 
 from remat.batch import BatchAttempt, MaxBatch
 from remat.costs.roofline import Roofline
-from remat.errors import BudgetError, InfeasibleBudget
-from remat.frontend.api.batch_search import BatchSearch, ModelFnResult
+from remat.documents.trace import Trace
+from remat.errors import BudgetError, InfeasibleBudget, SolverTimeout, TraceError
+from remat.frontend.capture.trace import trace as capture
 from remat.frontend.common.target_gpu import find_target_gpu
 from remat.frontend.costs.cost_cache import CostCache
-from remat.frontend.costs.measure import check_cost_source
-from remat.frontend.memory.device_memory import Reserve, reserve_size
+from remat.frontend.costs.measure import check_cost_source, measure
+from remat.frontend.memory.device_memory import Reserve, ReserveSize, auto_limits, reserve_size
 from remat.limits.budget import Budget, is_auto
+from remat.limits.limits import Limits
 from remat.limits.units import format_bytes
+from remat.plan import Plan
 from remat.plan_data import with_reserve
 from remat.plan_options import check_option
+from remat.progress import Progress
+from remat.schedule import Schedule
+from remat.simulate import simulate
+from remat.solve import solve
 from remat.strategies import Auto, Strategy
+from remat.strategies.baselines.quick import quick_baseline_schedules
 
 
 def max_batch(
@@ -135,3 +148,296 @@ def _nothing_fits(attempt: BatchAttempt, search: BatchSearch) -> InfeasibleBudge
         min_feasible_bytes=min_bytes,
         is_proved=attempt.is_proved,
     )
+
+
+_MAX_GROWTH = 8
+"""Largest factor between a guessed batch and the batches before it. `model_fn` allocates real
+inputs; and where gradients are the peak of small batches, a line through these is too flat."""
+
+_MAX_LINE_GUESSES = 6
+"""Number of guesses by a line; after them, the search halves the interval."""
+
+ModelFnResult = tuple[Any, ...]
+"""(model, args), (model, kwargs) or (model, args, kwargs)."""
+
+
+@dataclass
+class BatchSearch:
+    """The state of one search: what `max_batch` was called with, captured batches and attempts.
+
+    A `budget` of None is "auto". `max_batch` is the largest batch that may be tried: it falls when
+    `model_fn` runs out of memory, which sets `is_out_of_memory`. `budget_bytes` is the budget after
+    the reserve; `segments_bytes` limits the segments of torch's allocator if the budget is "auto".
+    """
+
+    model_fn: Callable[[int], ModelFnResult]
+    strategy: Strategy
+    costs: str | Roofline | None
+    cache: CostCache | str | None
+    max_overhead: float | None
+    progress: Callable[[BatchAttempt], None] | None
+    max_batch: int
+    device: str | torch.device | None
+    budget: Budget | None
+    reserve: ReserveSize
+    budget_bytes: int = 0
+    attempts: list[BatchAttempt] = field(default_factory=list)
+    segments_bytes: int | None = None
+    is_out_of_memory: bool = False
+    _traces: dict[int, Trace] = field(default_factory=dict)
+    _plans: dict[int, Plan] = field(default_factory=dict)
+
+    # -- peaks of a batch -------------------------------------------------------------------
+
+    def read_budget(self, start: int) -> None:
+        """Set `budget_bytes`. The budget "auto" is read while the model and the first batch for
+        which there is memory, `start` or a smaller one, are allocated."""
+        batch = start
+        while batch:
+            try:
+                model_and_inputs = self._call_model_fn(batch)
+                break
+            except _BatchTooLargeError:
+                batch //= 2
+        else:
+            raise InfeasibleBudget("model_fn(1) ran out of memory: not even a batch of 1 fits")
+        traced = self.trace(batch, model_and_inputs)
+        if self.budget is None:
+            is_allocated = any(p.device.type != "meta" for p in model_and_inputs[0].parameters())
+            limits = auto_limits(traced, self.reserve, is_allocated=is_allocated)
+            self.segments_bytes = limits.segments_bytes
+        else:
+            limits = Limits(self.budget, self.reserve.total_bytes)
+        budget_bytes = limits.budget_after_reserve.size_bytes
+        assert budget_bytes is not None  # `max_batch` takes no relative budget
+        self.budget_bytes = budget_bytes
+
+    def trace(self, batch: int, model_and_inputs: _ModelAndInputs | None = None) -> Trace:
+        """Return the trace of a batch's step with costs; capture it the first time. Raises
+        `_BatchTooLargeError`."""
+        if batch not in self._traces:
+            model, args, kwargs = model_and_inputs or self._call_model_fn(batch)
+            traced = capture(model, args, kwargs, device=self.device)
+            costs = self.costs or traced.device.split(":")[0]
+            self._traces[batch] = measure(traced, costs, cache=self.cache)
+        return self._traces[batch]
+
+    def _call_model_fn(self, batch: int) -> _ModelAndInputs:
+        """Return the model and inputs for a batch. Raises `_BatchTooLargeError` where `model_fn`
+        runs out of memory."""
+        if batch > self.max_batch:
+            raise _BatchTooLargeError
+        try:
+            return parse_model_fn_result(self.model_fn(batch))
+        except (RuntimeError, MemoryError) as error:
+            if not _is_out_of_memory(error):
+                raise
+        # The traceback references the tensors of this batch; free them before the next batch.
+        self.max_batch, self.is_out_of_memory = batch - 1, True
+        raise _BatchTooLargeError
+
+    def eager_peak_bytes(self, batch: int) -> int:
+        """Return the peak without recomputation."""
+        graph = self.trace(batch).graph()
+        return simulate(graph, Schedule.keep_all(graph)).peak_bytes
+
+    def quick_min_peak_bytes(self, batch: int) -> int:
+        """Return the smallest peak that fast baseline strategies reach."""
+        graph = self.trace(batch).graph()
+        schedules = [
+            Schedule.keep_all(graph),
+            *quick_baseline_schedules(graph),
+        ]
+        return min(simulate(graph, schedule).peak_bytes for schedule in schedules)
+
+    # -- searches ---------------------------------------------------------------------------
+
+    def largest_eager_batch(self, start: int) -> int:
+        """Return the largest batch that fits without recomputation, 0 if none does."""
+        fits, exceeds = 0, self.max_batch + 1
+        points: list[tuple[int, int]] = []
+        guess = start
+        while exceeds - fits > 1:
+            guess = min(max(guess, fits + 1), exceeds - 1)
+            try:
+                points.append((guess, self.eager_peak_bytes(guess)))
+            except _BatchTooLargeError:
+                exceeds = guess
+                guess = (fits + exceeds) // 2
+                continue
+            if points[-1][1] <= self.budget_bytes:
+                fits = guess
+            else:
+                exceeds = guess
+            if len(points) == 1:
+                guess = 2 * guess
+            elif len(points) <= _MAX_LINE_GUESSES:
+                guess = self._batch_at_budget(points[-2], points[-1])
+                guess = min(guess, _MAX_GROWTH * max(points)[0])
+            else:
+                guess = (fits + min(exceeds, _MAX_GROWTH * fits)) // 2
+        return fits
+
+    def largest_batch(self, eager_batch: int, start: int) -> tuple[int, BatchAttempt | None]:
+        """Return the largest batch with a plan, 0 if there is none, and the attempt at the next
+        batch; None if that is more than `max_batch`. `eager_batch` fits without recomputation."""
+        fits = eager_batch
+        first = min(max(fits, start), self.max_batch)
+        second = 2 * first if 2 * first <= self.max_batch else max(1, first // 2)
+        first_point = first, self.quick_min_peak_bytes(first)
+        try:
+            line = first_point, (second, self.quick_min_peak_bytes(second))
+        except _BatchTooLargeError:
+            line = first_point, first_point
+        if fits == self.max_batch:
+            return fits, self._out_of_memory_attempt(fits + 1)
+        exceeds = self.max_batch + 1
+        failed = self._out_of_memory_attempt(exceeds)
+        guess = min(self._batch_at_budget(*line), _MAX_GROWTH * first)
+        bytes_at_zero = _bytes_at_zero(*line)
+        step = max(1, first // 4)
+        slow_rounds = 0  # successive rounds that did not halve the interval
+        while exceeds - fits > 1:
+            batch = min(max(guess, fits + 1), exceeds - 1)
+            width = exceeds - fits
+            try:
+                attempt = self._try_batch(batch)
+            except _BatchTooLargeError:
+                attempt = self._out_of_memory_attempt(batch)
+                assert attempt is not None
+            if attempt.fits:
+                fits = batch
+            else:
+                exceeds, failed = batch, attempt
+            slow_rounds = slow_rounds + 1 if exceeds - fits > width / 2 else 0
+            if failed is None:
+                guess, step = fits + step, 2 * step
+            elif slow_rounds > 1 or failed.min_peak_bytes is None:
+                guess = (fits + exceeds) // 2
+            else:
+                guess = self._batch_at_budget((0, bytes_at_zero), (exceeds, failed.min_peak_bytes))
+        return fits, failed
+
+    def _out_of_memory_attempt(self, batch: int) -> BatchAttempt | None:
+        """Record and return the attempt at a batch for which `model_fn` has no memory; None if it
+        never ran out of memory."""
+        if not self.is_out_of_memory:
+            return None
+        return self._record(
+            BatchAttempt(batch, fits=False, is_proved=False, elapsed_s=0.0, out_of_memory=True)
+        )
+
+    def best_plan(self, batch: int) -> Plan:
+        """Solve a batch until the strategy ends; return that plan, or the plan of the search where
+        that one is faster."""
+        search_plan = self._plans.get(batch)
+        try:
+            traced = self.trace(batch)
+            plan = solve(
+                traced, self.budget_bytes, self.strategy, reserved_bytes=self.segments_bytes
+            )
+        except (InfeasibleBudget, SolverTimeout):
+            if search_plan is None:
+                raise
+            return search_plan
+        return plan if search_plan is None or plan.time_s <= search_plan.time_s else search_plan
+
+    def _batch_at_budget(self, *points: tuple[int, int]) -> int:
+        """Return the last batch at which the line through two points of (batch, bytes) is within
+        the budget."""
+        (x, a), (y, b) = sorted(points)
+        return self.max_batch if b <= a else x + (self.budget_bytes - a) * (y - x) // (b - a)
+
+    def _try_batch(self, batch: int) -> BatchAttempt:
+        """Solve a batch until it is clear whether it fits; record and return the attempt."""
+        start = time.monotonic()
+        traced = self.trace(batch)
+        stop = _StopWhenDecided(self.max_overhead)
+        outcome: dict[str, Any]
+        try:
+            plan = solve(traced, self.budget_bytes, self.strategy, progress=stop, cancel=stop.event)
+        except InfeasibleBudget as error:
+            outcome = {
+                "fits": False,
+                "is_proved": error.is_proved,
+                "min_peak_bytes": error.min_feasible_bytes,
+            }
+        except SolverTimeout:
+            outcome = {"fits": False, "is_proved": False}
+        else:
+            outcome = self._outcome(plan)
+            self._plans[batch] = plan
+        return self._record(
+            BatchAttempt(batch=batch, elapsed_s=time.monotonic() - start, **outcome)
+        )
+
+    def _record(self, attempt: BatchAttempt) -> BatchAttempt:
+        """Append the attempt, call `progress` with it, and return it."""
+        self.attempts.append(attempt)
+        if self.progress is not None:
+            self.progress(attempt)
+        return attempt
+
+    def _outcome(self, plan: Plan) -> dict[str, Any]:
+        """Return the fields of an attempt that has a plan: it fits unless it is too slow."""
+        limit = self.max_overhead
+        fits = limit is None or plan.overhead <= limit
+        bound = plan.lower_bound
+        return {
+            "fits": fits,
+            "is_proved": fits or (bound is not None and limit is not None and bound > limit),
+            "peak_bytes": plan.peak_bytes,
+            "overhead": plan.overhead,
+        }
+
+
+class _StopWhenDecided:
+    """Stops a solve as soon as it is clear whether the batch fits: a progress callback that sets
+    `event`, which cancels the solve. A faster plan is not needed then."""
+
+    def __init__(self, max_overhead: float | None) -> None:
+        self.event = threading.Event()
+        self._limit = max_overhead
+
+    def __call__(self, progress: Progress) -> None:
+        overhead, bound, limit = progress.incumbent, progress.bound, self._limit
+        if progress.phase != "cost" or overhead is None:
+            return
+        if limit is None or overhead <= limit or (bound is not None and bound > limit):
+            self.event.set()
+
+
+class _BatchTooLargeError(Exception):
+    """`model_fn` has no memory for a batch."""
+
+
+def _is_out_of_memory(error: RuntimeError | MemoryError) -> bool:
+    """True if the error says that memory could not be allocated, on any device."""
+    message = str(error).lower()
+    return (
+        isinstance(error, (torch.OutOfMemoryError, MemoryError))
+        or "out of memory" in message
+        or "can't allocate memory" in message
+    )
+
+
+_ModelAndInputs = tuple[nn.Module, Any, Mapping[str, Any] | None]
+
+
+def parse_model_fn_result(returned: object) -> _ModelAndInputs:
+    """Return the model, inputs and keyword inputs that `model_fn` returned. Raises `TraceError`
+    for any other value."""
+    if isinstance(returned, tuple) and len(returned) in (2, 3):
+        model, inputs, *rest = returned
+        if isinstance(model, nn.Module) and all(isinstance(r, Mapping) for r in rest):
+            return model, inputs, rest[0] if rest else None
+    raise TraceError(
+        "model_fn(batch) must return (model, args), (model, kwargs) or (model, args, kwargs), got "
+        f"{type(returned).__name__}"
+    )
+
+
+def _bytes_at_zero(*points: tuple[int, int]) -> int:
+    """Return the bytes of an empty batch, by the line through two points of (batch, bytes)."""
+    (x, a), (y, b) = sorted(points)
+    return a if x == y else max(0, a - (b - a) * x // (y - x))
