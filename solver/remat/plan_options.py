@@ -61,13 +61,15 @@ MEASURED_BY_SERVICE = "elsewhere"
 
 @dataclass(frozen=True)
 class Option:
-    """The meaning of an option in a sentence, its default, and a function that raises an error for
-    a wrong value. `metavar` describes its values on the command line, `schema` in JSON; None where
-    the option is for Python only."""
+    """The default of an option, and a function that raises an error for a wrong value.
 
-    help: str
+    `help` is a sentence for the command line and the OpenAPI document. `metavar` describes the
+    values on the command line, `schema` in JSON; None where the option is for Python only.
+    """
+
     default: Any = None
     check: Callable[[Any], object] = lambda value: None
+    help: str = ""
     metavar: str | None = None
     schema: Mapping[str, Any] | None = None
 
@@ -119,89 +121,82 @@ _SPLIT_SCHEMA = {
 class KeywordOptions(TypedDict, total=False):
     """The options of a plan, as users write them, that are never positional arguments."""
 
-    costs: Annotated[
-        str | Roofline | None,
-        Option("Where the costs of operations come from; by default, operations are timed."),
-    ]
-    cache: Annotated["str | CostCache | None", Option("The file of measured costs.")]
-    differentiate: Annotated[
-        str | Sequence[str], Option("The outputs that gradients come from.", "auto")
-    ]
-    max_plans: Annotated[int, Option("The number of plans for different inputs to keep.", 8)]
-    progress: Annotated[
-        ProgressCallback | bool | None,
-        Option("A function that receives the progress of planning.", check=_check_progress),
-    ]
-    namespaces: Annotated[
-        Collection[str], Option("The namespaces of operators to allow.", NAMESPACES)
-    ]
+    costs: Annotated[str | Roofline | None, Option()]
+    cache: Annotated["str | CostCache | None", Option()]
+    differentiate: Annotated[str | Sequence[str], Option("auto")]
+    max_plans: Annotated[int, Option(8)]
+    progress: Annotated[ProgressCallback | bool | None, Option(None, _check_progress)]
+    namespaces: Annotated[Collection[str], Option(NAMESPACES)]
     reserve: Annotated[
         "int | str | Optimizer | None",
         Option(
+            None,
+            _check_reserve,
             "Part of the budget to reserve for other users, such as an optimizer's state: 2GiB.",
-            check=_check_reserve,
-            metavar="BYTES",
-            schema=_BYTES_SCHEMA,
+            "BYTES",
+            _BYTES_SCHEMA,
         ),
     ]
-    cuda_graphs: Annotated[bool, Option("True for a step that a CUDA graph can capture.", False)]
+    cuda_graphs: Annotated[bool, Option(False)]
     outputs: Annotated[
         str,
         Option(
-            "Outputs are in memory to the end of the backward, or are released before it, or "
-            "only the loss is returned.",
             OUTPUTS_HELD,
             are_dropped,
-            metavar="|".join(OUTPUTS),
+            "Outputs are in memory to the end of the backward, or are released before it, or "
+            "only the loss is returned.",
+            "|".join(OUTPUTS),
         ),
     ]
     split: Annotated[
         str | int,
         Option(
-            "Pieces of the operations that need the most memory: auto, off, or a number.",
             SPLIT_AUTO,
             pieces_to_try,
-            metavar="PIECES",
-            schema=_SPLIT_SCHEMA,
+            "Pieces of the operations that need the most memory: auto, off, or a number.",
+            "PIECES",
+            _SPLIT_SCHEMA,
         ),
     ]
     offload: Annotated[
         str,
         Option(
-            "Offload tensors to the host between forward and backward where that pays.",
             OFFLOAD_OFF,
             is_offload_allowed,
-            metavar=f"{OFFLOAD_AUTO}|{OFFLOAD_OFF}",
-            schema={"enum": [OFFLOAD_AUTO, OFFLOAD_OFF]},
+            "Offload tensors to the host between forward and backward where that pays.",
+            f"{OFFLOAD_AUTO}|{OFFLOAD_OFF}",
+            {"enum": [OFFLOAD_AUTO, OFFLOAD_OFF]},
         ),
     ]
     host_budget: Annotated[
         int | str | None,
         Option(
+            None,
+            parse_host_budget,
             "The most bytes of offloaded tensors, e.g. 16GiB; by default half of what is free "
             "where the plan is made for this machine, else any number.",
-            check=parse_host_budget,
-            metavar="SIZE",
-            schema=_BYTES_SCHEMA,
+            "SIZE",
+            _BYTES_SCHEMA,
         ),
     ]
     link: Annotated[
         Link | None,
         Option(
+            None,
+            _check_link,
             "The bandwidth between device and host; by default that of the data sheet or the "
             "device that the costs come from.",
-            check=_check_link,
         ),
     ]
-    in_flight: Annotated[int, Option("The number of calls before a backward.", 1, _check_in_flight)]
+    in_flight: Annotated[int, Option(1, _check_in_flight)]
     infeasible: Annotated[
         str,
         Option(
-            "If no plan fits the budget: fail, or plan for the smallest peak, with a warning.",
             INFEASIBLE_ERROR,
             is_smallest_accepted,
-            metavar="|".join(INFEASIBLE),
-            schema={"enum": list(INFEASIBLE)},
+            "If no plan fits the budget: fail, or plan for the smallest peak, with a warning.",
+            "|".join(INFEASIBLE),
+            {"enum": list(INFEASIBLE)},
         ),
     ]
 
@@ -209,17 +204,13 @@ class KeywordOptions(TypedDict, total=False):
 class PlanOptions(KeywordOptions, total=False):
     """The options of a plan, as users write them; `remat.optimize` describes them in full."""
 
-    strategy: Annotated[
-        Strategy | None, Option("The algorithm and its options.", check=_check_strategy)
-    ]
+    strategy: Annotated[Strategy | None, Option(None, _check_strategy)]
 
 
 class EnableOptions(PlanOptions, total=False):
     """The options of `remat.enable`: the options of a plan, and `scope`."""
 
-    scope: Annotated[
-        str, Option("The whole model, its blocks, or what is possible.", MODEL, _check_scope)
-    ]
+    scope: Annotated[str, Option(MODEL, _check_scope)]
 
 
 _ANNOTATIONS: dict[str, Any] = {

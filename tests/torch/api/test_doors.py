@@ -237,7 +237,8 @@ def test_help_shows_the_options_with_their_defaults(function: Any, door: Door) -
 
 
 def test_each_option_is_documented() -> None:
-    assert all(option.help.endswith(".") for option in OPTIONS.values())
+    described = [o for o in OPTIONS.values() if o.metavar or o.schema]
+    assert all(option.help.endswith(".") for option in described)
     assert remat.optimize.__doc__
     missing = [name for name in OPTIONS if f"`{name}" not in remat.optimize.__doc__]
     assert missing == ["scope"]
