@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from tempfile import TemporaryDirectory
@@ -24,7 +24,7 @@ import pulp
 from remat.errors import SolverError
 from remat.milp.model import MilpModel
 from remat.milp.solvers import pulp_solvers
-from remat.milp.solvers.highs import TIGHT_TOLERANCES, BoundsCallback, HighsSolver
+from remat.milp.solvers.highs import HighsSolver
 from remat.milp.solvers.program import EQUAL, Column, SolverOutcome, SolverRun, value_of
 from remat.milp.solvers.solver_processes import interrupt_commands_when
 from remat.schedule import Schedule
@@ -46,55 +46,33 @@ Values = dict[Column, float]
 
 def run(
     model: MilpModel,
+    highs: HighsSolver,
     *,
     solver: str = "HiGHS",
-    gap: float,
-    time_limit: float,
-    threads: int = 2,
-    seed: int = 0,
     incumbent: Schedule | None = None,
-    target: float | None = None,
-    exact: bool = False,
-    report: BoundsCallback | None = None,
-    is_cancelled: Callable[[], bool] | None = None,
 ) -> SolverRun:
-    """Solve `model` to the relative `gap` within `time_limit` seconds.
+    """Solve `model` with the options of `highs`, of which other solvers have the gap, the time
+    limit, the threads and the cancellation.
 
-    The solver starts from `incumbent` if the slots can express it. `target` ends the solve at the
-    first solution with an objective of at most that. `exact` asks for the smallest tolerances of
-    rows (HiGHS only, as are `seed` and `report`). Once `is_cancelled`, the best solution so far is
-    returned. Raises `SolverError` if the solver is missing, unlicensed or fails.
+    The solver starts from `incumbent` if the slots can express it. Once cancelled, the best
+    solution so far is returned. Raises `SolverError` if the solver is missing, unlicensed or fails.
     """
     start = None if incumbent is None else start_values(model, incumbent)
     if not pulp_solvers.is_highs(solver):
-        return _run_pulp(model, solver, gap, time_limit, threads, start, is_cancelled)
-    highs = HighsSolver(
-        gap=gap,
-        time_limit=time_limit,
-        threads=threads,
-        seed=seed,
-        start=start,
-        target=target,
-        report=report,
-        is_cancelled=is_cancelled,
-        options=TIGHT_TOLERANCES if exact else None,
-    )
-    answer = highs.run(model.arrays)
+        return _run_pulp(model, solver, highs, start)
+    answer = replace(highs, start=start).run(model.arrays)
     return answer if answer.objective is None else replace(answer, schedule=_schedule(model))
 
 
-def _run_pulp(
-    model: MilpModel,
-    name: str,
-    gap: float,
-    time_limit: float,
-    threads: int,
-    start: Values | None,
-    is_cancelled: Callable[[], bool] | None,
-) -> SolverRun:
+def _run_pulp(model: MilpModel, name: str, options: HighsSolver, start: Values | None) -> SolverRun:
+    gap, time_limit, is_cancelled = options.gap, options.time_limit, options.is_cancelled
     started_at = time.monotonic()
     backend = pulp_solvers.open_solver(
-        name, gap=gap, time_limit=time_limit, threads=threads, warm_start=start is not None
+        name,
+        gap=gap,
+        time_limit=time_limit,
+        threads=options.threads,
+        warm_start=start is not None,
     )
     try:
         with (

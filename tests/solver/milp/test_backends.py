@@ -48,7 +48,8 @@ def run(
     budget = part_of_peak(graph, share)
     start_schedule = incumbent.schedules_within_budget(graph, budget)[0].schedule if start else None
     program = MilpModel(graph, slots.build_complete_slots(graph), budget)
-    return backends.run(program, solver=solver, gap=0.0, time_limit=limit, incumbent=start_schedule)
+    options = HighsSolver(gap=0.0, time_limit=limit, threads=2)
+    return backends.run(program, options, solver=solver, incumbent=start_schedule)
 
 
 @pytest.fixture

@@ -25,11 +25,11 @@ from remat.schedule import Schedule
 from remat.solution import Solution
 from remat.strategies.base import Task
 from remat.strategies.baselines.schedule_builder import (
-    Segments,
     checkpoint_segments,
     forward_count,
     segmented_count,
     select_cheapest,
+    stretches,
 )
 from remat.strategies.option_types import Checked, between
 
@@ -61,11 +61,9 @@ def sqrt_ends(candidates: Sequence[int]) -> list[int]:
 def checkpoint_after(graph: Graph, ends: Sequence[int]) -> Schedule:
     """Return the schedule with a segment up to each of `ends`. What comes after the last of them is
     dropped only if there is no backward pass."""
-    starts = [0, *(end + 1 for end in ends)]
-    segments: Segments = [range(a, b + 1) for a, b in zip(starts, ends, strict=False)]
-    if forward_count(graph) is None and starts[-1] < len(graph):
-        segments = [*segments, range(starts[-1], len(graph))]
-    return checkpoint_segments(graph, segments)
+    if forward_count(graph) is None:
+        ends = [*ends, len(graph) - 1]
+    return checkpoint_segments(graph, stretches(ends))
 
 
 _GRID_STEPS = 48

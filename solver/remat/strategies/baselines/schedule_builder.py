@@ -112,6 +112,12 @@ class ScheduleBuilder:
         return Schedule.of(self.runs)
 
 
+def stretches(ends: Sequence[int]) -> list[tuple[int, ...]]:
+    """Return the operations up to each of these ends, from after the end before it."""
+    starts = [0, *(end + 1 for end in ends)]
+    return [tuple(range(a, b + 1)) for a, b in zip(starts, ends, strict=False) if a <= b]
+
+
 def segment_borders(graph: Graph, segments: Segments) -> set[int]:
     """Return the values that segments retain: those that the forward pass reads in another
     segment.

@@ -22,6 +22,7 @@ from remat.strategies.baselines.schedule_builder import (
     forward_count,
     segmented_count,
     select_cheapest,
+    stretches,
 )
 from remat.strategies.option_types import Checked, between
 
@@ -114,8 +115,7 @@ def _pieces_of(graph: Graph) -> list[tuple[int, ...]]:
     count = segmented_count(graph)
     ends = [*cut_points(graph), count - 1]
     if len(ends) >= 4:
-        starts = [0, *(end + 1 for end in ends[:-1])]
-        return [tuple(range(a, b + 1)) for a, b in zip(starts, ends, strict=True) if a <= b]
+        return stretches(ends)
     return _pieces_of_equal_cost(graph, count)
 
 

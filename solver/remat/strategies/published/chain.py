@@ -27,6 +27,7 @@ from remat.strategies.baselines.schedule_builder import (
     ScheduleBuilder,
     forward_count,
     segmented_count,
+    stretches,
 )
 
 MAX_STAGES = 100
@@ -67,9 +68,7 @@ class Chain:
                 "marked `backward`: mark them, or use ChenSqrt"
             )
         cuts = _merge_stages(graph, cut_points(graph), count)
-        ends = [*cuts, count - 1]
-        starts = [0, *(end + 1 for end in cuts)]
-        forward = [tuple(range(a, b + 1)) for a, b in zip(starts, ends, strict=True)]
+        forward = stretches([*cuts, count - 1])
         times_s = [sum(graph.operations[op].cost_s for op in ops) for ops in forward]
         if len(forward) < 3 or max(times_s) > max(_MAX_STAGE_SHARE * sum(times_s), 0.0) > 0.0:
             raise RematError(
@@ -128,11 +127,14 @@ class ChainScheduleWriter:
         self._builder = ScheduleBuilder(chain.graph)
         self._next_stage = 0
 
-    def advance(self, number: int) -> None:
-        """Run stage `number` from the state before it, and retain only the state that it
-        produces."""
-        stage = self.chain.stages[number]
-        self._run_stage(number, [] if stage.state is None else [stage.state])
+    def advance(self, first: int, end: int) -> None:
+        """Run the stages from `first` to before `end` from the state before them, and retain only
+        the state that the last of them produces."""
+        for number in range(first, end):
+            state = self.chain.stages[number].state
+            self._run_stage(number, [] if state is None else [state])
+            if number > first:
+                self.drop(number - 1)
 
     def run_for_tape(self, number: int, *, retains_state: bool) -> None:
         """Run a stage and retain its tape for its backward pass, and its state as well with

@@ -98,24 +98,17 @@ def _reverse(
         writer.backward(first)
     elif checkpoints == 1:
         for last in reversed(range(first, end)):
-            _advance(writer, first, last)
+            writer.advance(first, last)
             writer.run_for_tape(last, retains_state=False)
             writer.backward(last)
             if last > first:
                 writer.drop(last - 1)
     else:
         middle = first + splits[checkpoints][end - first]
-        _advance(writer, first, middle)
+        writer.advance(first, middle)
         _reverse(writer, splits, middle, end, checkpoints - 1)
         writer.drop(middle - 1)
         _reverse(writer, splits, first, middle, checkpoints)
-
-
-def _advance(writer: ChainScheduleWriter, first: int, end: int) -> None:
-    for number in range(first, end):
-        writer.advance(number)
-        if number > first:
-            writer.drop(number - 1)
 
 
 _BUDGET_FACTOR = 1.25
@@ -205,10 +198,7 @@ class _CostTables:
             self.write(writer, s + 1, t, m - self._saved[s], is_first=is_first)
             writer.backward(s)
             return
-        for number in range(s, choice):
-            writer.advance(number)
-            if number > s:
-                writer.drop(number - 1)
+        writer.advance(s, choice)
         self.write(writer, choice, t, m - self._state[choice - 1], is_first=is_first)
         writer.drop(choice - 1)
         self.write(writer, s, choice - 1, m, is_first=False)

@@ -16,7 +16,7 @@ from remat.milp.backends import SolverOutcome, SolverRun
 from remat.milp.identical_blocks import SharedDecisions
 from remat.milp.model import MilpModel
 from remat.milp.slots import Slots
-from remat.milp.solvers.highs import BoundsCallback
+from remat.milp.solvers.highs import TIGHT_TOLERANCES, BoundsCallback, HighsSolver
 from remat.progress import Clock, Progress, ProgressCallback
 from remat.schedule import Schedule
 from remat.simulate import peak_and_time
@@ -221,19 +221,17 @@ class MilpRunner:
     ) -> SolverRun:
         began = time.monotonic()
         try:
-            answer = backends.run(
-                milp,
-                solver=self.options.solver,
+            highs = HighsSolver(
                 gap=gap,
                 time_limit=max(0.1, time_limit),
                 threads=self.options.threads,
                 seed=self.options.seed,
-                incumbent=incumbent,
                 target=target,
-                exact=exact,
                 report=report,
                 is_cancelled=lambda: is_done() or self.clock.is_cancelled(),
+                options=TIGHT_TOLERANCES if exact else None,
             )
+            answer = backends.run(milp, highs, solver=self.options.solver, incumbent=incumbent)
         except SolverError as error:
             self.stats["solver_error"] = str(error)
             answer = _no_answer("failed", time.monotonic() - began)
