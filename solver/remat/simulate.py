@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 
 from remat.errors import wrong_type
 from remat.graph import Baseline, Graph
+from remat.limits.budget import Budget
 from remat.schedule import Schedule
 
 
@@ -118,6 +119,11 @@ def baseline_of(graph: Graph) -> Baseline:
     if graph.unsplit is not None:
         return graph.unsplit
     return Baseline(*peak_and_time(graph, Schedule.keep_all(graph)))
+
+
+def budget_in_bytes(graph: Graph, budget: Budget) -> int | None:
+    """Return a budget for a graph in bytes; None for "min"."""
+    return budget.in_bytes(baseline_of(graph).peak_bytes, graph.library_bytes)
 
 
 _Integers = NDArray[np.int64]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -22,13 +21,11 @@ from remat.plan import Plan
 from remat.plan_data import PlanTerms
 from remat.progress import Cancel, ProgressCallback, is_cancelled, raise_progress_errors
 from remat.schedule import Schedule
-from remat.simulate import baseline_of, peak_and_time, simulate
+from remat.simulate import baseline_of, budget_in_bytes, peak_and_time, simulate
 from remat.solution import Solution, Stats, merge_stats
 from remat.strategies.auto import Auto
-from remat.strategies.base import Strategy, Task, checked_strategy, with_limits
+from remat.strategies.base import Strategy, Task, checked_strategy, clock_of, within_clock
 from remat.strategies.search.step import warn_of_failure
-
-_MIN_TIME_LIMIT_S = 0.2
 
 _MIN_UNRETURNED_FRACTION = 0.01
 """The fraction of the peak from which outputs that need not be returned are worth a hint."""
@@ -187,14 +184,14 @@ class _Search:
     def plan(self, budget: Budget, start: Schedule | None = None) -> Plan:
         """Return the plan within a budget, within the time limit of the strategy. `start` is a
         schedule to start from."""
-        traced, strategy, started_at = self.traced, self.strategy, time.monotonic()
+        traced, strategy, clock = self.traced, self.strategy, clock_of(self.strategy)
         if not isinstance(traced, Trace):
             return self._plan_once(budget, start, strategy)
 
         def plan_once(budget: Budget) -> Plan:
             nonlocal strategy
             plan = self._plan_once(budget, start, strategy)
-            strategy = _with_remaining_time(self.strategy, started_at)
+            strategy = within_clock(self.strategy, clock)
             launch_s = traced.launch_s(plan.schedule.runs)
             if launch_s is not None:
                 plan = replace(plan, terms=replace(plan.terms, launch_s=launch_s))
@@ -208,7 +205,7 @@ class _Search:
         traced = self.traced
         is_graph = isinstance(traced, Graph)
         graph = traced if is_graph else traced.graph()
-        budget_bytes = budget.in_bytes(baseline_of(graph).peak_bytes, graph.library_bytes)
+        budget_bytes = budget_in_bytes(graph, budget)
         plan = _plan_within(graph, budget_bytes, strategy, start, self.progress, self.cancel)
         if is_graph:
             return plan
@@ -233,7 +230,7 @@ def _plan_within(
 ) -> Plan:
     """Solve for a budget in bytes, or for the smallest peak and then at that, and simulate the
     result."""
-    started_at = time.monotonic()
+    clock = clock_of(strategy)
     stats: Stats = {"strategy": strategy.name}
     gap = getattr(strategy, "gap", None)
     terms = PlanTerms(requested_gap=gap if isinstance(gap, int | float) else None)
@@ -241,11 +238,11 @@ def _plan_within(
         smallest = strategy.run(Task(graph, None, start, progress, cancel))
         start = smallest.schedule
         budget_bytes = _budget_for_min(simulate(graph, start).peak_bytes, smallest, strategy)
-        stats["peak_search_s"] = time.monotonic() - started_at
+        stats["peak_search_s"] = clock.elapsed_s
         stats |= smallest.step_stats | smallest.failure_stats
         if smallest.bound is not None:
             stats["peak_bound_bytes"] = int(smallest.bound)
-        strategy = _with_remaining_time(strategy, started_at)
+        strategy = within_clock(strategy, clock)
     progress_for_budget = _for_budget(progress, budget_bytes)
     try:
         solution = strategy.run(Task(graph, budget_bytes, start, progress_for_budget, cancel))
@@ -259,19 +256,10 @@ def _plan_within(
         elif not is_cancelled(cancel):
             warn_of_failure(stats, strategy.name, error)
     stats = merge_stats(stats, solution.stats)
-    stats["total_s"] = time.monotonic() - started_at
+    stats["total_s"] = clock.elapsed_s
     plan = Plan.of(graph, budget_bytes, solution, stats, terms)
     warn_of_solver_failure(plan)
     return plan
-
-
-def _with_remaining_time(strategy: Strategy, started_at: float) -> Strategy:
-    """Return the strategy with what is left of its time limit, for a solve that follows others."""
-    limit_s = getattr(strategy, "time_limit", None)
-    if not isinstance(limit_s, int | float):
-        return strategy
-    remaining_s = max(_MIN_TIME_LIMIT_S, limit_s - (time.monotonic() - started_at))
-    return with_limits(strategy, time_limit=remaining_s)
 
 
 def _for_budget(progress: ProgressCallback | None, budget_bytes: int) -> ProgressCallback | None:

@@ -23,7 +23,7 @@ from remat.choice.offload_search import (
     limits_at_cut,
     offloaded_forms,
 )
-from remat.choice.offloadable_step import FormSolver, S, StepPlan
+from remat.choice.offloadable_step import FormSolver, PlannedStays, S, StepPlan, stays_of_cut
 from remat.choice.offloaded_forms import (
     CANDIDATE_CUTS,
     INSTANT_COPIES_FACTOR,
@@ -36,8 +36,6 @@ from remat.choice.offloaded_forms import (
     stays_from_last_use,
 )
 from remat.choice.offloaded_plans import best_plan
-from remat.choice.stays import PlannedStays, stays_of_cut
-from remat.limits.budget import Budget
 from remat.milp.checkpoint_cuts import OffloadCut, candidate_operations, relax_offload_cut
 from remat.passes.offload.copies_in_graph import HostStay
 from remat.plan import Plan
@@ -62,7 +60,6 @@ needs: the step waits less where waiting costs more than recomputation."""
 
 def plan_with_late_copies(
     steps: Sequence[S],
-    budget: Budget,
     budget_bytes: int,
     limits: OffloadLimits,
     solver: FormSolver[S],
@@ -110,7 +107,7 @@ def plan_with_late_copies(
         best_s = math.inf if best is None else best.plan.time_s
         for form in forms:
             if form.score_s < best_s and not solver.clock.is_set():
-                plan = best_plan([form], budget, limits.link, solver, clock)
+                plan = best_plan([form], budget_bytes, limits.link, solver, clock)
                 if plan is not None:
                     return plan if plan.plan.time_s < best_s else None
         return None

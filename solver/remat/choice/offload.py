@@ -33,10 +33,8 @@ from remat.choice.offloaded_plans import (
 )
 from remat.errors import InfeasibleBudget, SolverTimeout
 from remat.heuristics.peak_bounds import peak_lower_bound_bytes
-from remat.limits.budget import Budget
 from remat.plan_data import Status
 from remat.progress import Clock
-from remat.simulate import baseline_of
 
 MAX_OPERATIONS = 10_000
 """The largest traces in which tensors are offloaded: a solve of larger ones takes minutes."""
@@ -56,40 +54,38 @@ _NO_FASTER_PLAN = "no faster plan with a peak as small was found"
 
 def choose_offloading(
     steps: Sequence[S],
-    budget: Budget,
+    budget_bytes: int | None,
     limits: OffloadLimits,
     solver: FormSolver[S],
     solve_without: Callable[[], StepPlan[S]],
 ) -> StepPlan[S]:
-    """Return the fastest plan, with tensors on the host or without.
+    """Return the fastest plan within a budget, with tensors on the host or without; if the budget
+    is None, the plan with the smallest peak.
 
     `steps` are forms of one measured step, such as whole and with operations split. Waiting for
     copies is part of the plan's time, as costs of the operations that wait. `solve_without` solves
     without offloading; it is not called if no such plan of `steps` can be faster. No solve starts
     after the solver's time limit of a choice (half as much again for budgets that no copies in time
     fit). Raises the errors of `solve_without` if no plan with offloading fits the budget either.
-    For "min", only the first of `steps` is solved.
+    For the smallest peak, only the first of `steps` is solved.
     """
     clock = solver.clock.limited_to(solver.choice_limit_s)
     graph = steps[0].graph()
-    budget_bytes = budget.in_bytes(baseline_of(graph).peak_bytes, graph.library_bytes)
     if budget_bytes is None:
         if len(graph) > MAX_OPERATIONS:
             return with_reason(solve_without(), _TOO_LARGE)
         return _choose_for_min(steps[0], limits, solver, solve_without, clock)
     solvable = [step for step in steps if len(step.graph()) <= MAX_OPERATIONS]
     choices = offloaded_forms(solvable, budget_bytes, limits, clock)
-    offloaded = best_plan(choices, budget, limits.link, solver, clock)
+    offloaded = best_plan(choices, budget_bytes, limits.link, solver, clock)
     if _is_misjudged(choices, offloaded) and not clock.is_set():
         choices = offloaded_forms(solvable, budget_bytes, limits, clock, LEAST_GAIN)
-        plans = [offloaded, best_plan(choices, budget, limits.link, solver, clock)]
+        plans = [offloaded, best_plan(choices, budget_bytes, limits.link, solver, clock)]
         offloaded = min((p for p in plans if p), key=lambda p: p.plan.time_s, default=None)
     if offloaded is None:
         late_s = max(clock.remaining_s, _LATE_COPIES_SHARE * solver.choice_limit_s)
         late_clock = solver.clock.limited_to(late_s)
-        offloaded = plan_with_late_copies(
-            solvable, budget, budget_bytes, limits, solver, late_clock
-        )
+        offloaded = plan_with_late_copies(solvable, budget_bytes, limits, solver, late_clock)
     if (
         offloaded is not None
         and len(steps) == 1
@@ -132,7 +128,7 @@ def _choose_for_min(
     """
     graph = step.graph()
     everything = [form_with_everything_offloaded(step, limits, overlaps=False)]
-    smallest = best_plan(everything, Budget.parse("min"), limits.link, solver, clock)
+    smallest = best_plan(everything, None, limits.link, solver, clock)
     without: StepPlan[S] | None = None
     least_bytes = peak_lower_bound_bytes(graph)  # of plans without offloading
     if smallest is None or smallest.plan.peak_bytes > _with_tolerance(least_bytes):
@@ -143,9 +139,8 @@ def _choose_for_min(
     limit_bytes = _with_tolerance(least_bytes)
     forms = offloaded_forms([step], limit_bytes, limits, clock)
     forms.append(form_with_everything_offloaded(step, limits, overlaps=True))
-    budget = Budget.parse(limit_bytes)
-    plans = [smallest, best_plan(forms, budget, limits.link, solver, clock)]
-    plans.append(plan_with_late_copies([step], budget, limit_bytes, limits, solver, clock))
+    plans = [smallest, best_plan(forms, limit_bytes, limits.link, solver, clock)]
+    plans.append(plan_with_late_copies([step], limit_bytes, limits, solver, clock))
     fitting = [p for p in plans if p is not None and p.plan.peak_bytes <= limit_bytes]
     offloaded = min(fitting, key=lambda p: p.plan.time_s, default=None)
     if (

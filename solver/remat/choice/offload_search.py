@@ -20,7 +20,7 @@ from dataclasses import replace
 from itertools import islice
 from typing import Generic, NamedTuple
 
-from remat.choice.offloadable_step import S
+from remat.choice.offloadable_step import S, stays_of_cut
 from remat.choice.offloaded_forms import (
     CANDIDATE_CUTS,
     LEAST_GAIN,
@@ -30,7 +30,6 @@ from remat.choice.offloaded_forms import (
     offloadable_names,
     smallest_need_bytes,
 )
-from remat.choice.stays import stays_of_cut
 from remat.graph import Graph
 from remat.milp.checkpoint_cuts import (
     HostLimits,

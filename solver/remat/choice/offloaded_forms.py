@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Generic
 
-from remat.choice.offloadable_step import OffloadableStep, S
-from remat.choice.stays import PlannedStays, node_name
+from remat.choice.offloadable_step import OffloadableStep, PlannedStays, S, node_name
 from remat.costs.devices import Link
 from remat.graph import Graph
 from remat.heuristics.peak_bounds import peak_lower_bound_bytes

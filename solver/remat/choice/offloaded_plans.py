@@ -16,14 +16,13 @@ from remat.costs.devices import Link
 from remat.errors import GraphError, InfeasibleBudget, SolverTimeout
 from remat.graph import Graph
 from remat.heuristics.local_search import smallest_peak_schedule
-from remat.limits.budget import Budget
 from remat.limits.units import format_bytes
 from remat.passes.offload.copies import copy_times
 from remat.passes.offload.shorter_waits import with_shorter_waits
 from remat.plan import Plan
 from remat.plan_data import OffloadFigures, Status
 from remat.progress import Clock
-from remat.simulate import baseline_of, simulate
+from remat.simulate import simulate
 
 
 def with_reason(without: StepPlan[S], reason: str) -> StepPlan[S]:
@@ -82,7 +81,7 @@ def is_within_reach(graph: Graph, budget_bytes: int) -> bool:
 
 def best_plan(
     choices: Sequence[OffloadedForm[S]],
-    budget: Budget,
+    budget_bytes: int | None,
     link: Link,
     solver: FormSolver[S],
     clock: Clock,
@@ -93,12 +92,12 @@ def best_plan(
 
     def solve(choice: OffloadedForm[S]) -> StepPlan[S] | None:
         step = choice.step()
-        if not is_smallest and not _may_fit(step.graph(), budget):
+        if budget_bytes is not None and not is_within_reach(step.graph(), budget_bytes):
             infeasible.append(choice)
             return None
         try:
-            plan = solver.solve(step, budget)
-            limit_bytes = plan.peak_bytes if is_smallest else plan.budget_bytes
+            plan = solver.solve(step, budget_bytes)
+            limit_bytes = plan.peak_bytes if budget_bytes is None else plan.budget_bytes
             return _with_waiting(step, choice.bound_s, plan, limit_bytes, link)
         except InfeasibleBudget:
             infeasible.append(choice)
@@ -106,7 +105,6 @@ def best_plan(
             pass  # GraphError: published strategies do not know `Operation.same_copy_as`
         return None
 
-    is_smallest = budget.is_min
     plans: list[StepPlan[S]] = []
     tried: list[OffloadedForm[S]] = []
     best_s = math.inf
@@ -132,11 +130,6 @@ def best_plan(
     if retaining is not None and is_in_time and retaining.without_recompute_s < best_s:
         plans += [plan for plan in [solve(retaining)] if plan is not None]
     return min(plans, key=lambda plan: plan.plan.time_s, default=None)
-
-
-def _may_fit(graph: Graph, budget: Budget) -> bool:
-    budget_bytes = budget.in_bytes(baseline_of(graph).peak_bytes, graph.library_bytes)
-    return budget_bytes is None or is_within_reach(graph, budget_bytes)
 
 
 def _with_waiting(

@@ -9,6 +9,7 @@ that some is left for the next one; most solves reach their gap earlier.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -23,7 +24,7 @@ from remat.limits.limits import Limits
 from remat.plan import Plan
 from remat.progress import Cancel, Clock
 from remat.strategies.auto import Auto
-from remat.strategies.base import Strategy, with_limits
+from remat.strategies.base import Strategy, clock_of, within_clock
 
 logger = logging.getLogger("remat")
 
@@ -53,10 +54,8 @@ class PlanRequest:
     def clock(self, cancel: Cancel | None = None) -> Clock:
         """Return the time limit of all solves together, from now. A strategy without a time limit
         gets one of twice `CHOICE_LIMIT_S`, which limits the choices."""
-        limit_s = getattr(self.strategy, "time_limit", None)
-        if not isinstance(limit_s, int | float):
-            limit_s = CHOICE_LIMIT_S / _CHOICE_SHARE
-        return Clock.of(limit_s, cancel)
+        clock = clock_of(self.strategy, cancel)
+        return clock if clock.limit_s < math.inf else clock.limited_to(2 * CHOICE_LIMIT_S)
 
 
 class TracePlan(NamedTuple):
@@ -76,9 +75,6 @@ _CHOICE_SHARE = 0.5
 _SOLVE_SHARES = (1.0, 0.6, 0.4)
 """The share of the remaining time for one full solve, indexed by the number of choices."""
 
-_LEAST_SOLVE_S = 0.1
-"""The minimum time limit of a solve, also after the deadline."""
-
 SolveTrace = Callable[[Trace, Budget, Strategy], Plan]
 """Solves a step in one form within a budget, by a strategy."""
 
@@ -87,18 +83,23 @@ class TraceSolver:
     """Solves the forms of a step (a `FormSolver`). All solves end with `clock`, and each of the
     choices ends after `choice_limit_s`.
 
-    `solve_trace` solves one form. `measure` adds costs to the operations of a form that have none.
+    `budget` is the budget of the step, and `budget_bytes` the same in bytes. `solve_trace` solves
+    one form. `measure` adds costs to the operations of a form that have none.
     """
 
     def __init__(
         self,
         request: PlanRequest,
+        budget: Budget,
+        budget_bytes: int | None,
         clock: Clock,
         solve_trace: SolveTrace,
         measure: Callable[[Trace], Trace],
     ) -> None:
         self.clock = clock
         self.measure = measure
+        self.budget_bytes = budget_bytes
+        self._budget = budget
         self._strategy = request.strategy
         self._solve_trace = solve_trace
         self._share = _SOLVE_SHARES[request.choices]
@@ -107,11 +108,13 @@ class TraceSolver:
 
     def next_strategy(self) -> Strategy:
         """Return the strategy for a full solve that starts now."""
-        limit_s = max(_LEAST_SOLVE_S, self._share * self.clock.remaining_s)
-        return with_limits(self._strategy, time_limit=limit_s)
+        return within_clock(self._strategy, self.clock, self._share)
 
-    def solve(self, step: TraceStep, budget: Budget) -> Plan:
+    def solve(self, step: TraceStep, budget_bytes: int | None) -> Plan:
         """Return the plan of a form of the step. Raises the errors of `remat.solve`."""
+        budget = self._budget
+        if budget_bytes != self.budget_bytes:
+            budget = Budget.parse("min" if budget_bytes is None else budget_bytes)
         try:
             plan = self._solve_trace(step.trace, budget, self.next_strategy())
         except (InfeasibleBudget, SolverTimeout) as error:

@@ -15,22 +15,17 @@ from remat.choice.offloadable_step import StepPlan, TraceStep
 from remat.choice.plan_request import TraceSolver
 from remat.documents.trace import Trace
 from remat.errors import InfeasibleBudget, SolverTimeout
-from remat.limits.budget import Budget
 from remat.limits.options import PIECES
 from remat.passes.split.splits import split_largest_operations
 from remat.plan import Plan
 from remat.plan_data import SplitFigures
 from remat.progress import Clock
-from remat.simulate import baseline_of
 from remat.solve import solve
 from remat.strategies.auto import Auto
-from remat.strategies.base import with_limits
+from remat.strategies.base import within_clock
 
 _ESTIMATE = Auto(gap=0.99, peak_gap=0.99, time_limit=5.0)
 """The strategy of estimates: it ends with the first schedule that fits."""
-
-_LEAST_ESTIMATE_S = 0.1
-"""The minimum time limit of an estimate, also after the deadline of the choice."""
 
 _MAX_ROUNDS = 4
 """The maximum number of times that the largest operations are split to reach a budget."""
@@ -88,7 +83,7 @@ class _Estimate:
 
 
 def solve_with_splits(
-    step: TraceStep, budget: Budget, pieces: tuple[int, ...], solver: TraceSolver
+    step: TraceStep, pieces: tuple[int, ...], solver: TraceSolver
 ) -> StepPlan[TraceStep]:
     """Return the plan of a measured step, or of it with operations split where that is faster.
 
@@ -101,12 +96,13 @@ def solve_with_splits(
         """Return the full plan of an estimated trace or, if there is no time left to reach as small
         a peak, the estimate's."""
         form, quick = TraceStep(estimate.trace), estimate.plan
-        plan = solver.solve(form, budget)
-        if budget.is_min and quick is not None and plan.peak_bytes > quick.peak_bytes:
+        plan = solver.solve(form, solver.budget_bytes)
+        if is_min and quick is not None and plan.peak_bytes > quick.peak_bytes:
             plan = with_prediction(quick, form.trace)
         return StepPlan(form, plan)
 
-    search = _Search(budget, solver, solver.clock.limited_to(solver.choice_limit_s))
+    is_min = solver.budget_bytes is None
+    search = _Search(solver, solver.clock.limited_to(solver.choice_limit_s))
     unsplit = search.estimate(step.trace)
     if unsplit.plan is not None and unsplit.plan.overhead <= 0 and pieces == PIECES:
         return plan_of(unsplit)
@@ -120,12 +116,12 @@ def solve_with_splits(
             raise
         return plan_of(unsplit)
     unsplit_plan = unsplit.plan
-    if len(pieces) > 1 and _may_be_better(unsplit, split.plan, budget):
+    if len(pieces) > 1 and _may_be_better(unsplit, split.plan, is_min):
         without = plan_of(unsplit)
-        if not _is_better(split.plan, without.plan, budget):
+        if not _is_better(split.plan, without.plan, is_min):
             return without
         unsplit_plan = without.plan
-    plan = _with_split_figures(split.plan, unsplit, unsplit_plan, budget.is_min)
+    plan = _with_split_figures(split.plan, unsplit, unsplit_plan, is_min)
     return split._replace(plan=plan)
 
 
@@ -133,9 +129,13 @@ def solve_with_splits(
 class _Search:
     """A search for the number of pieces, and its time limit."""
 
-    budget: Budget
     solver: TraceSolver
     clock: Clock
+
+    @property
+    def is_min(self) -> bool:
+        """True for the smallest peak."""
+        return self.solver.budget_bytes is None
 
     def best_split(self, trace: Trace, unsplit: _Estimate, pieces: tuple[int, ...]) -> _Estimate:
         """Return the estimate of the best number of pieces, or `unsplit` if none is better.
@@ -147,7 +147,7 @@ class _Search:
         if len(pieces) == 1:
             return self.split_until_feasible(trace, pieces[0], math.inf) or unsplit
         overhead = math.inf if unsplit.plan is None else unsplit.plan.overhead
-        is_descending = self.budget.is_min or overhead > _LARGE_OVERHEAD
+        is_descending = self.is_min or overhead > _LARGE_OVERHEAD
         best = unsplit
         for number in reversed(pieces) if is_descending else pieces:
             if self.clock.is_set():
@@ -157,16 +157,16 @@ class _Search:
                 continue
             if best is unsplit:
                 is_better = unsplit.plan is None or candidate.is_better_than(
-                    unsplit, self.budget.is_min, _LEAST_GAIN
+                    unsplit, self.is_min, _LEAST_GAIN
                 )
             else:  # of two numbers that are as good, the smaller one
                 gain = -_LEAST_GAIN_OF_PIECES if is_descending else _LEAST_GAIN_OF_PIECES
-                is_better = candidate.is_better_than(best, self.budget.is_min, gain)
+                is_better = candidate.is_better_than(best, self.is_min, gain)
             if is_better:
                 best = candidate
             elif best is not unsplit:
                 break
-            if self.budget.is_min:  # fewer pieces have a larger peak
+            if self.is_min:  # fewer pieces have a larger peak
                 break
         return best
 
@@ -183,41 +183,39 @@ class _Search:
                 break
             trace = self.solver.measure(smaller)
             estimate = self.estimate(trace)
-            is_min = self.budget.is_min
-            if best is not None and is_min and not estimate.is_better_than(best, True, 1.0):
+            if best is not None and self.is_min and not estimate.is_better_than(best, True, 1.0):
                 break
             best = estimate
-            if self.clock.is_set() or (best.plan is not None and not is_min):
+            if self.clock.is_set() or (best.plan is not None and not self.is_min):
                 break
         return best
 
     def estimate(self, trace: Trace) -> _Estimate:
         """Return the result of a quick solve of a trace."""
-        graph, budget = trace.graph(), self.budget
-        size_bytes = budget.in_bytes(baseline_of(graph).peak_bytes, graph.library_bytes)
-        target = "min" if size_bytes is None else size_bytes
+        budget_bytes = self.solver.budget_bytes
+        budget = "min" if budget_bytes is None else budget_bytes
         try:
-            limit_s = max(_LEAST_ESTIMATE_S, self.clock.remaining_s)
-            strategy = with_limits(_ESTIMATE, time_limit=limit_s)
-            return _Estimate(trace, solve(graph, target, strategy, cancel=self.solver.clock))
+            strategy = within_clock(_ESTIMATE, self.clock)
+            plan = solve(trace.graph(), budget, strategy, cancel=self.solver.clock)
+            return _Estimate(trace, plan)
         except InfeasibleBudget as error:
             return _Estimate(trace, None, error.min_feasible_bytes)
         except SolverTimeout:
             return _Estimate(trace, None)
 
 
-def _may_be_better(unsplit: _Estimate, split_plan: Plan, budget: Budget) -> bool:
+def _may_be_better(unsplit: _Estimate, split_plan: Plan, is_min: bool) -> bool:
     """True if nothing proves that the unsplit step has no better plan."""
     if unsplit.plan is None:
         return False
-    if budget.is_min:
+    if is_min:
         return unsplit.plan.peak_bytes * (1 - _LEAST_PEAK_GAIN) <= split_plan.peak_bytes
     return (unsplit.plan.lower_bound or 0.0) < split_plan.overhead
 
 
-def _is_better(split_plan: Plan, unsplit_plan: Plan, budget: Budget) -> bool:
+def _is_better(split_plan: Plan, unsplit_plan: Plan, is_min: bool) -> bool:
     """True if splitting saves time; for "min", memory."""
-    if budget.is_min:
+    if is_min:
         return split_plan.peak_bytes < (1 - _LEAST_PEAK_GAIN) * unsplit_plan.peak_bytes
     return split_plan.overhead <= unsplit_plan.overhead - _LEAST_GAIN
 

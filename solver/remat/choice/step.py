@@ -31,7 +31,7 @@ from remat.passes.split.splits import split_largest_operations
 from remat.plan import Plan
 from remat.plan_data import with_reserve
 from remat.progress import Cancel, Clock, ProgressCallback, is_cancelled
-from remat.simulate import baseline_of
+from remat.simulate import budget_in_bytes
 from remat.solve import solve
 from remat.strategies.base import Strategy
 
@@ -87,9 +87,14 @@ def plan_step(
 
     def fastest_plan(step: Trace, budget: Budget) -> TracePlan:
         solver = TraceSolver(
-            request, clock or request.clock(cancel), solve_trace or solve_here, measure
+            request,
+            budget,
+            budget_in_bytes(step.graph(), budget),
+            clock or request.clock(cancel),
+            solve_trace or solve_here,
+            measure,
         )
-        chosen = _fastest_plan(TraceStep(step), budget, request, solver, solve_without)
+        chosen = _fastest_plan(TraceStep(step), request, solver, solve_without)
         return TracePlan(chosen.step.trace, chosen.plan)
 
     def plan_within(budget: Budget) -> TracePlan:
@@ -131,9 +136,7 @@ def sweep_with_offload(
     `cancel` is set. Budgets below the first that is infeasible are left out. The strategy's time
     limit applies to each solve. `on_plan` is called after each plan.
     """
-    graph = trace.graph()
-    baseline_bytes = baseline_of(graph).peak_bytes
-    sizes = {budget.in_bytes(baseline_bytes, graph.library_bytes) for budget in budgets}
+    sizes = {budget_in_bytes(trace.graph(), budget) for budget in budgets}
     by_budget = {plan.budget_bytes: plan for plan in plans_without}
     plans = dict(by_budget)
 
@@ -166,25 +169,26 @@ def sweep_with_offload(
 
 def _fastest_plan(
     step: TraceStep,
-    budget: Budget,
     request: PlanRequest,
     solver: TraceSolver,
     solve_without: Callable[[], TracePlan] | None,
 ) -> StepPlan[TraceStep]:
-    """Return the fastest plan of a step within a budget."""
+    """Return the fastest plan of a step within the solver's budget."""
 
     def solve_without_offload() -> StepPlan[TraceStep]:
         if solve_without is None:
-            return _plan_without_offload(step, budget, request.pieces, solver)
+            return _plan_without_offload(step, request.pieces, solver)
         chosen = solve_without()
         return StepPlan(TraceStep(chosen.trace), chosen.plan)
 
-    trace, offload = step.trace, request.offload
-    if request.choices and _exceeds_at_end(trace, budget):
+    offload, budget_bytes = request.offload, solver.budget_bytes
+    at_end_bytes = end_bytes(step.graph())
+    if request.choices and budget_bytes is not None and budget_bytes < at_end_bytes:
         try:
-            return StepPlan(step, solver.solve(step, budget))
+            return StepPlan(step, solver.solve(step, budget_bytes))
         except InfeasibleBudget as error:
-            raise error.with_hint(_HINT_AT_END.format(_size_at_end(trace))) from None
+            size = f"{format_bytes(at_end_bytes)} ({at_end_bytes:,} bytes)"
+            raise error.with_hint(_HINT_AT_END.format(size)) from None
     if offload is None:
         return solve_without_offload()
     if offload.host_bytes == 0:
@@ -194,26 +198,26 @@ def _fastest_plan(
         try:
             chosen = solve_without_offload()
         except (InfeasibleBudget, SolverTimeout) as error:
-            steps += _split_until_operations_fit(step, budget, max(request.pieces), solver)
+            steps += _split_until_operations_fit(step, max(request.pieces), solver)
             chosen_without = _raising(error)
         else:
-            steps = [step] if chosen.step.trace is trace else [chosen.step, step]
+            steps = [step] if chosen.step.trace is step.trace else [chosen.step, step]
             chosen_without = _returning(chosen)
     try:
-        return choose_offloading(steps, budget, offload, solver, chosen_without)
+        return choose_offloading(steps, budget_bytes, offload, solver, chosen_without)
     except InfeasibleBudget as error:
         raise error.with_hint(_HINT_OFFLOADED) from None
 
 
 def _plan_without_offload(
-    step: TraceStep, budget: Budget, pieces: tuple[int, ...], solver: TraceSolver
+    step: TraceStep, pieces: tuple[int, ...], solver: TraceSolver
 ) -> StepPlan[TraceStep]:
     """Return the plan of a step whose operations may be split, which says why the logits are not
     split, if it has extra time and they cannot be."""
     if not pieces:
-        return StepPlan(step, solver.solve(step, budget))
+        return StepPlan(step, solver.solve(step, solver.budget_bytes))
     try:
-        chosen = solve_with_splits(step, budget, pieces, solver)
+        chosen = solve_with_splits(step, pieces, solver)
     except InfeasibleBudget as error:
         if obstacle := split_obstacle(step.trace):
             raise error.with_hint(obstacle) from None
@@ -222,20 +226,6 @@ def _plan_without_offload(
     if plan.overhead > 0 and (obstacle := split_obstacle(step.trace)):
         plan = replace(plan, declined=replace(plan.declined, not_split=obstacle))
     return chosen._replace(plan=plan)
-
-
-def _exceeds_at_end(trace: Trace, budget: Budget) -> bool:
-    """True if the gradients and the other results alone are more than the budget: no pieces and no
-    copies change that."""
-    graph = trace.graph()
-    budget_bytes = budget.in_bytes(baseline_of(graph).peak_bytes, graph.library_bytes)
-    return budget_bytes is not None and budget_bytes < end_bytes(graph)
-
-
-def _size_at_end(trace: Trace) -> str:
-    """Return the bytes at the end of the step (results and constant memory) as text."""
-    size_bytes = end_bytes(trace.graph())
-    return f"{format_bytes(size_bytes)} ({size_bytes:,} bytes)"
 
 
 def _returning(chosen: StepPlan[TraceStep]) -> Callable[[], StepPlan[TraceStep]]:
@@ -250,15 +240,14 @@ def _raising(error: Exception) -> Callable[[], StepPlan[TraceStep]]:
 
 
 def _split_until_operations_fit(
-    step: TraceStep, budget: Budget, pieces: int, solver: TraceSolver
+    step: TraceStep, pieces: int, solver: TraceSolver
 ) -> list[TraceStep]:
     """Return the step with its largest operations split until each fits the budget; none if that
     cannot be reached, or is so already."""
-    trace, graph = step.trace, step.graph()
-    budget_bytes = budget.in_bytes(baseline_of(graph).peak_bytes, graph.library_bytes)
+    budget_bytes = solver.budget_bytes
     if budget_bytes is None:
         return []
-    split = trace
+    split = step.trace
     for _ in range(_MAX_ROUNDS):
         if peak_lower_bound_bytes(split.graph()) <= budget_bytes:
             break
@@ -266,4 +255,4 @@ def _split_until_operations_fit(
         if smaller is split:
             return []
         split = solver.measure(smaller)
-    return [] if split is trace else [TraceStep(split)]
+    return [] if split is step.trace else [TraceStep(split)]

@@ -6,6 +6,7 @@ be trusted: `remat.solve` simulates every schedule that it returns.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, Protocol, cast
 
@@ -14,10 +15,13 @@ from remat.graph import Graph
 from remat.heuristics.peak_bounds import largest_operation
 from remat.limits.budget import missing_percent_sign_hint, share_of_baseline
 from remat.limits.units import format_bytes
-from remat.progress import Cancel, ProgressCallback
+from remat.progress import Cancel, Clock, ProgressCallback
 from remat.schedule import Schedule
 from remat.simulate import baseline_of
 from remat.solution import Solution
+
+_LEAST_SOLVE_S = 0.1
+"""The least time limit of a solve, also after the end of its clock."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +64,17 @@ def with_limits(strategy: Strategy, **limits: float) -> Strategy:
         if f.name in limits and isinstance(value := getattr(strategy, f.name), int | float)
     }
     return replace(strategy, **options)
+
+
+def clock_of(strategy: Strategy, cancel: Cancel | None = None) -> Clock:
+    """Return a clock with the time limit of a strategy; without an end if it has none."""
+    limit_s = getattr(strategy, "time_limit", None)
+    return Clock.of(limit_s if isinstance(limit_s, int | float) else math.inf, cancel)
+
+
+def within_clock(strategy: Strategy, clock: Clock, share: float = 1.0) -> Strategy:
+    """Return the strategy with at most this share of the time that is left."""
+    return with_limits(strategy, time_limit=max(_LEAST_SOLVE_S, share * clock.remaining_s))
 
 
 def checked_strategy(strategy: object) -> Strategy:

@@ -117,9 +117,10 @@ def test_solves_that_use_their_limits_end_in_time(
     pieces, offload = ((), None) if choices == 0 else (PIECES, None)
     if choices == 2:
         offload = OffloadLimits(remat.Link(1e9, 1e9))
-    request = PlanRequest(Limits(Budget.parse("min")), auto(limit_s), pieces, offload)
+    budget = Budget.parse("min")
+    request = PlanRequest(Limits(budget), auto(limit_s), pieces, offload)
     clock = request.clock()
-    solver = TraceSolver(request, clock, remat.solve, lambda trace: trace)
+    solver = TraceSolver(request, budget, None, clock, remat.solve, lambda trace: trace)
     solves = 0
     for _ in range(choices):
         seconds.now_s += solver.choice_limit_s

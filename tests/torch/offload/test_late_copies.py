@@ -48,8 +48,8 @@ def late_plan(trace: Trace, budget_bytes: int, host_bytes: int | None = None) ->
     budget, clock = Budget.parse(budget_bytes), Clock.of(math.inf)
     request = PlanRequest(Limits(budget), remat.Auto(time_limit=5))
     limits = OffloadLimits(remat.Roofline("gh200").link, host_bytes)
-    solver = TraceSolver(request, clock, remat.solve, lambda trace: trace)
-    chosen = plan_with_late_copies([TraceStep(trace)], budget, budget_bytes, limits, solver, clock)
+    solver = TraceSolver(request, budget, budget_bytes, clock, remat.solve, lambda trace: trace)
+    chosen = plan_with_late_copies([TraceStep(trace)], budget_bytes, limits, solver, clock)
     return None if chosen is None else chosen.plan
 
 

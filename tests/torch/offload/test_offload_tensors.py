@@ -25,8 +25,7 @@ from tests.helpers.training.offloaded_steps import (
 from tests.helpers.training.steps import assert_same, step_of
 
 import remat
-from remat.choice.offloadable_step import TraceStep
-from remat.choice.stays import PlannedStays
+from remat.choice.offloadable_step import PlannedStays, TraceStep
 from remat.costs.devices import Link
 from remat.documents.targets import (
     ARRIVE_TARGET,

@@ -13,8 +13,7 @@ from tests.helpers.training.offloaded_steps import (
 
 import remat
 from remat.allocator.prediction import with_prediction
-from remat.choice.offloadable_step import TraceStep
-from remat.choice.stays import PlannedStays
+from remat.choice.offloadable_step import PlannedStays, TraceStep
 from remat.costs.devices import Link
 from remat.documents.trace import Trace
 from remat.passes.offload.copies import copy_times, offloaded_values

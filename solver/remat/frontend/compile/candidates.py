@@ -36,7 +36,7 @@ from remat.frontend.compile.kernels.problem import (
 from remat.frontend.compile.registry import NO_FEEDBACK, ReplanFeedback, UnsplitStep
 from remat.frontend.planning.host_limits import limits_here, reserve_host
 from remat.graph import Graph
-from remat.limits.budget import Budget, missing_percent_sign_hint
+from remat.limits.budget import missing_percent_sign_hint
 from remat.limits.limits import Limits
 from remat.limits.units import format_bytes
 from remat.plan import Plan
@@ -108,8 +108,8 @@ class _FormSolver:
         self.clock = Clock.of(math.inf)
         self.choice_limit_s = CHOICE_LIMIT_S if solver.clock is None else solver.clock.limit_s
 
-    def solve(self, step: OffloadableProblem, budget: Budget) -> Plan:
-        return self._solver.solve(step.graph(), budget.size_bytes or "min")
+    def solve(self, step: OffloadableProblem, budget_bytes: int | None) -> Plan:
+        return self._solver.solve(step.graph(), "min" if budget_bytes is None else budget_bytes)
 
 
 @dataclass(frozen=True)
@@ -259,7 +259,6 @@ class CandidateSelection:
         may_pay = not is_min if without is None else is_min or _recomputes(without.plan)
         if self.offload is None or self.feedback.without_offload or not may_pay:
             return None
-        budget = Budget.parse("min" if self.available_bytes is None else self.available_bytes)
 
         def solve_without() -> StepPlan[OffloadableProblem]:
             if without is None:
@@ -278,7 +277,7 @@ class CandidateSelection:
             with suppress(InfeasibleBudget, SolverTimeout):
                 step, plan = choose_offloading(
                     steps,
-                    budget,
+                    self.available_bytes,
                     self.offload,
                     _FormSolver(self.solver),
                     solve_without,

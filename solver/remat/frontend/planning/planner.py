@@ -29,8 +29,7 @@ from remat.frontend.common.torch_modes import checkpoints_suspended
 from remat.frontend.memory.device_memory import auto_limits, reserve_size
 from remat.frontend.memory.meter import unique_bytes
 from remat.frontend.planning.host_limits import prepare_host
-from remat.frontend.planning.plan_cache import EntryKey, PlanEntry, PlannerState
-from remat.frontend.planning.replan_report import ReplanReport
+from remat.frontend.planning.plan_cache import EntryKey, PlanEntry, PlannerState, ReplanReport
 from remat.frontend.planning.schedule_reuse import (
     ScheduleReuse,
     largest_budget,

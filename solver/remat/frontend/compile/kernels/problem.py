@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import fx
 
-from remat.choice.stays import PlannedStays
+from remat.choice.offloadable_step import PlannedStays
 from remat.costs.devices import Link
 from remat.costs.trace_costs import MIN_COST_S
 from remat.documents.targets import BOUNDARY_NAME
