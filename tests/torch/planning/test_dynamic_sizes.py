@@ -40,7 +40,14 @@ def plan_of(model: nn.Module) -> remat.Plan:
     return plan
 
 
-def shortened(case: Case, rows: int, length: int) -> Case:
+def enabled_gpt2(budget: int | str, **options: Any) -> Case:
+    torch.manual_seed(0)
+    case = gpt2(layers=1, dropout=0.0)
+    remat.enable(case.model, budget, **OPTIONS, **options)
+    return case
+
+
+def shortened(case: Case, length: int, rows: int = 4) -> Case:
     """Return the same model with fewer rows and shorter texts."""
     kwargs = {k: v[:rows, :length].clone() for k, v in case.kwargs.items()}
     return Case(case.model, kwargs=kwargs)
@@ -53,8 +60,10 @@ def eager_step_of(case: Case) -> Step:
     return run_step(copied.model, copied)
 
 
-def assert_trains_as_eager(case: Case) -> remat.Plan:
-    """Check a step bit for bit, and that its peak is the plan's and within the budget."""
+def assert_trains_as_eager(case: Case, length: int | None = None) -> remat.Plan:
+    """Check a step bit for bit, and that its peak is the plan's and within the budget. With a
+    `length`, the texts of the case are shortened."""
+    case = case if length is None else shortened(case, length)
     step = run_step(case.model, case)
     assert_same(step, eager_step_of(case), tolerance=0.0)
     plan = plan_of(case.model)
@@ -72,7 +81,7 @@ def test_ten_lengths_need_two_captures() -> None:
     remat.enable(case.model, "60%", **OPTIONS)
     for _ in range(2):
         for length in LENGTHS:
-            plan = assert_trains_as_eager(shortened(case, 4, length))
+            plan = assert_trains_as_eager(case, length)
             assert plan.peak_bytes <= largest.budget_bytes
     assert planner_of(case.model).trace_cache.capture_count == 2
     assert len(remat.plans(case.model)) == len(LENGTHS)
@@ -85,20 +94,19 @@ def test_a_symbolic_capture_at_any_size_equals_a_capture_of_that_size(name: str)
     """Rows and lengths vary; every argument, stride and storage size is compared."""
     torch.manual_seed(0)
     case = FAMILIES[name]()
-    leaves, inputs = flatten(((), shortened(case, 3, 40).kwargs), "")
+    leaves, inputs = flatten(((), shortened(case, 40, rows=3).kwargs), "")
     varying = {(n, d) for n in range(len(leaves)) for d in (0, 1)}
     symbolic = capture_symbolically(case.model, leaves, inputs, "auto", varying)
-    captured_key = topology_key(remat.trace(case.model, (), shortened(case, 2, 50).kwargs))
+    captured_key = topology_key(remat.trace(case.model, (), shortened(case, 50, rows=2).kwargs))
     for rows, length in ((4, 64), (3, 33)):
-        small_case = shortened(case, rows, length)
+        small_case = shortened(case, length, rows)
         shapes = [tuple(t.shape) for t in small_case.kwargs.values()]
         trace = symbolic.trace_at(shapes)
         assert trace is not None
         assert is_same_except_names(trace, remat.trace(case.model, (), small_case.kwargs))
         assert topology_key(trace) == captured_key
-    assert not is_same_except_names(
-        trace, remat.trace(case.model, (), shortened(case, 2, 33).kwargs)
-    )
+    other = remat.trace(case.model, (), shortened(case, 33, rows=2).kwargs)
+    assert not is_same_except_names(trace, other)
 
 
 @pytest.mark.slow
@@ -106,7 +114,7 @@ def test_gradient_accumulation_needs_no_other_capture() -> None:
     case = gpt2(layers=1)
     remat.enable(case.model, "70%", **OPTIONS)
     for length in (32, 48, 24):
-        one = shortened(case, 4, length)
+        one = shortened(case, length)
         copied = copy.deepcopy(one)
         remat.disable(copied.model)
         for zero_grad in (True, False):
@@ -172,34 +180,19 @@ def test_attributes_that_a_forward_sets_have_the_current_sizes() -> None:
     torch.manual_seed(0)
     model = Remembering()
     remat.enable(model, "100%", **OPTIONS)
-    for rows in (
-        8,
-        12,
-        16,
-        20,
-        25,
-    ):  # each for the first time, as a planned step does not run the model
+    for rows in (8, 12, 16, 20, 25):  # each is new: a planned step does not run the model
         assert_trains_as_eager(Case(model, (torch.randn(rows, 8),), loss=lambda out: out))
         assert (type(model.rows), model.rows, model.most, model.seen) == (int, rows, rows, [rows])
     pickle.dumps(model)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("make", [Branching, Padding, ByItsSize])
+@pytest.mark.parametrize("make", [Branching, Padding, ByItsSize, Constants])
 def test_a_model_that_branches_on_a_size_is_captured_per_size(make: type[nn.Module]) -> None:
     torch.manual_seed(0)
     model = make()
     remat.enable(model, "100%", **OPTIONS)
-    for rows in (16, 13, 18, 24, 31, 40, 16, 8, 2, 1, 3):
-        assert_trains_as_eager(Case(model, (torch.randn(rows, 8),), loss=lambda out: out))
-
-
-@pytest.mark.slow
-def test_a_model_that_branches_on_a_derived_size_is_captured_per_size() -> None:
-    torch.manual_seed(0)
-    model = Constants()
-    remat.enable(model, "100%", **OPTIONS)
-    for rows in (16, 24, 17, 18, 19, 23, 40):
+    for rows in (16, 13, 18, 24, 17, 31, 19, 40, 16, 23, 8, 2, 1, 3):
         assert_trains_as_eager(Case(model, (torch.randn(rows, 8),), loss=lambda out: out))
 
 
@@ -229,28 +222,20 @@ def test_strided_inputs_are_captured_symbolically() -> None:
 
 
 @pytest.mark.slow
-def test_smaller_sizes_may_use_the_budget_of_the_largest() -> None:
+@pytest.mark.parametrize("budget", ["80%", "min"])
+def test_smaller_sizes_may_use_the_budget_of_the_largest(budget: str) -> None:
     """A percentage, and "min", are relative to the largest step so far."""
-    torch.manual_seed(0)
-    for budget in ("80%", "min"):
-        case = gpt2(layers=1, dropout=0.0)
-        remat.enable(case.model, budget, **OPTIONS)
-        longest = assert_trains_as_eager(shortened(case, 4, 64))
-        shorter = assert_trains_as_eager(shortened(case, 4, 56))
-        assert shorter.budget_bytes == longest.budget_bytes
-        shortest = assert_trains_as_eager(shortened(case, 4, 8))
-        assert shortest.overhead == 0
-        assert "none" in str(shortest.stats["strategy"])
+    case = enabled_gpt2(budget)
+    longest, shorter, shortest = (assert_trains_as_eager(case, n) for n in (64, 56, 8))
+    assert shorter.budget_bytes == longest.budget_bytes
+    assert shortest.overhead == 0
+    assert "none" in str(shortest.stats["strategy"])
 
 
 @pytest.mark.slow
 def test_steps_planned_before_the_largest_are_replanned_after_it() -> None:
-    torch.manual_seed(0)
-    case = gpt2(layers=1, dropout=0.0)
-    remat.enable(case.model, "80%", **OPTIONS)
-    first = assert_trains_as_eager(shortened(case, 4, 32))
-    longest = assert_trains_as_eager(shortened(case, 4, 64))
-    replanned = assert_trains_as_eager(shortened(case, 4, 32))
+    case = enabled_gpt2("80%")
+    first, longest, replanned = (assert_trains_as_eager(case, n) for n in (32, 64, 32))
     assert first.overhead > replanned.overhead == 0
     assert replanned.budget_bytes == longest.budget_bytes
     assert len(remat.plans(case.model)) == 2
@@ -258,12 +243,11 @@ def test_steps_planned_before_the_largest_are_replanned_after_it() -> None:
 
 @pytest.mark.slow
 def test_the_limit_is_on_programs_not_on_lengths(caplog: pytest.LogCaptureFixture) -> None:
-    case = gpt2(layers=1, dropout=0.0)
-    remat.enable(case.model, 10**9, max_plans=2, **OPTIONS)
+    case = enabled_gpt2(10**9, max_plans=2)
     random_lengths = random.Random(0).sample(range(2, 64), 20)
     for length in (64, *random_lengths, 64, *random_lengths):
-        run_step(case.model, shortened(case, 4, length))
-    assert "forgotten" not in caplog.text
+        run_step(case.model, shortened(case, length))
+    assert "dropping the least recently used plan" not in caplog.text
     assert len(remat.plans(case.model)) == 21
     assert planner_of(case.model).trace_cache.capture_count == 2
 
@@ -272,15 +256,15 @@ def test_the_limit_is_on_programs_not_on_lengths(caplog: pytest.LogCaptureFixtur
 def test_a_size_that_does_not_fit_raises_before_it_runs() -> None:
     case = gpt2(layers=1, dropout=0.0)
     smallest = remat.optimize(
-        copy.deepcopy(case.model), "min", (), shortened(case, 4, 32).kwargs, **OPTIONS
+        copy.deepcopy(case.model), "min", (), shortened(case, 32).kwargs, **OPTIONS
     ).plan
     assert smallest is not None
     remat.enable(case.model, smallest.peak_bytes * 5 // 4, **OPTIONS)
-    assert_trains_as_eager(shortened(case, 4, 32))
-    assert_trains_as_eager(shortened(case, 4, 24))
+    assert_trains_as_eager(case, 32)
+    assert_trains_as_eager(case, 24)
     with pytest.raises(remat.InfeasibleBudget):
         run_step(case.model, case)
-    assert_trains_as_eager(shortened(case, 4, 28))
+    assert_trains_as_eager(case, 28)
 
 
 @pytest.mark.slow
@@ -289,9 +273,9 @@ def test_copies_keep_their_captures() -> None:
     case = gpt2(layers=1)
     remat.enable(case.model, "70%", **OPTIONS)
     for length in (32, 48):
-        run_step(case.model, shortened(case, 4, length))
+        run_step(case.model, shortened(case, length))
     for model in (copy.deepcopy(case.model), pickle.loads(pickle.dumps(case.model))):
         twin = Case(model, kwargs=case.kwargs)
         for length in (32, 48, 24, 40):
-            assert_trains_as_eager(shortened(twin, 4, length))
+            assert_trains_as_eager(twin, length)
         assert planner_of(model).trace_cache.capture_count <= 2
