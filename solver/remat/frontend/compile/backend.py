@@ -40,7 +40,7 @@ from remat.frontend.compile.inductor.fusion_control import (
     non_lazy_backward,
     separate_cpu_kernel_calls,
 )
-from remat.frontend.compile.partitioner import Partitioner
+from remat.frontend.compile.partitioner import Partitioner, PlanRound
 from remat.frontend.compile.registry import (
     CompiledPlan,
     compiled_plans,
@@ -279,7 +279,7 @@ def _compile_or_load(request: _CompileRequest) -> tuple[Any, CompiledPlan | None
     if not options.inductor or not disk_cache.is_torch_cache_enabled():
         code, partitioner = _compile_in_session(request, PlanSession(options, step))
         return code, partitioner.compiled
-    uuid = Partitioner.of_backend(options, step).uuid()
+    uuid = Partitioner.of_backend(options, PlanRound(step)).uuid()
     patches = sorted(request.config_patches.items())
     key = disk_cache.cache_key(request.gm, request.inputs, f"{uuid} {patches!r}")
     cached = disk_cache.load_plan(key)
@@ -305,7 +305,7 @@ def _compile_or_load(request: _CompileRequest) -> tuple[Any, CompiledPlan | None
         # Not stored: the next process would get this plan with the code that torch has.
         return code, partitioner.compiled
     planned = disk_cache.CachedPlan(
-        partitioner.compiled, partitioner.feedback, partitioner.planned_split()
+        partitioner.compiled, partitioner.round.feedback, partitioner.planned_split()
     )
     disk_cache.store_plan(key, planned)
     return code, partitioner.compiled

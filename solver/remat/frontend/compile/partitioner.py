@@ -127,6 +127,22 @@ class _PlannedForm(NamedTuple):
         return compiled.baseline_bytes if compiled.is_plain else compiled.plan.peak_bytes
 
 
+class PlanRound(NamedTuple):
+    """One of the plans that the backend "remat" tries for a graph.
+
+    The graphs of one `group` share the budget; without the backend there is none. `feedback` is
+    that of the earlier plans of the graph; `number` counts the plans, this one included. With
+    `split`, the largest operations run in pieces. `unbounded`, which all plans of the graph share,
+    are the size symbols that had no upper bound before the first one.
+    """
+
+    group: object = None
+    feedback: ReplanFeedback = NO_FEEDBACK
+    number: int = 1
+    split: PlannedSplit | None = None
+    unbounded: list[ScopedSymbol] | None = None
+
+
 class Partitioner(CustomPartitionerFn):
     """Plans each step that torch.compile traces within a budget, for code that sets Inductor's
     options itself:
@@ -149,51 +165,25 @@ class Partitioner(CustomPartitionerFn):
             )
         pieces = pieces_to_try(compile_options.split)
         split = PlannedSplit(pieces[0]) if len(pieces) == 1 else None
-        self._initialize(compile_options, split=split)
+        self._initialize(compile_options, PlanRound(split=split))
 
-    def _initialize(
-        self,
-        options: CompileOptions,
-        group: object = None,
-        feedback: ReplanFeedback = NO_FEEDBACK,
-        rounds: int = 1,
-        split: PlannedSplit | None = None,
-        unbounded: list[ScopedSymbol] | None = None,
-    ) -> None:
+    def _initialize(self, options: CompileOptions, plan_round: PlanRound) -> None:
         self.options = options
-        self.group = group
-        self.feedback = feedback
-        self.rounds = rounds
-        self.requested_split = split
-        """The pieces that the backend requests. For "min", the plan may have other pieces."""
-        self.split = split
-        """The pieces of the latest plan; None if its operations stay whole."""
+        self.round = plan_round
+        self.split = plan_round.split
+        """The pieces of the latest plan; None if its operations stay whole. For "min", they may
+        differ from those that are requested."""
         self.unsplit: UnsplitStep | None = None
         """The latest graph's step without pieces, once it was built."""
-        self.unbounded = unbounded
         self.module = self.compile_id = ""
         self.compiled: CompiledPlan | None = None
         """The latest plan."""
 
     @classmethod
-    def of_backend(
-        cls,
-        options: CompileOptions,
-        group: object,
-        feedback: ReplanFeedback = NO_FEEDBACK,
-        rounds: int = 1,
-        split: PlannedSplit | None = None,
-        unbounded: list[ScopedSymbol] | None = None,
-    ) -> Partitioner:
-        """Create the partitioner of one graph for the backend "remat".
-
-        The graphs of one `group` share the budget. `feedback` is that of the earlier plans of this
-        graph; `rounds` counts the plans, the next one included. With `split`, the largest
-        operations run in pieces. `unbounded`, which all plans of the graph share, are the size
-        symbols that had no upper bound before the first one.
-        """
+    def of_backend(cls, options: CompileOptions, plan_round: PlanRound) -> Partitioner:
+        """Create the partitioner of one graph for the backend "remat"."""
         partitioner = cls.__new__(cls)
-        partitioner._initialize(options, group, feedback, rounds, split, unbounded)
+        partitioner._initialize(options, plan_round)
         return partitioner
 
     @property
@@ -257,7 +247,7 @@ class Partitioner(CustomPartitionerFn):
         clock = Clock.of(math.inf if limit_s is None else limit_s)
         self.module, self.compile_id = current_object_name(), current_compile_id()
         operations = _num_operations(gm)
-        feedback = self.feedback
+        feedback = self.round.feedback
         reduced = f", reduced by {format_bytes(feedback.excess_bytes)}"
         not_in_place = f", {len(feedback.separate_buffers)} values not in place"
         logger.info(
@@ -269,9 +259,9 @@ class Partitioner(CustomPartitionerFn):
             not_in_place if feedback.separate_buffers else "",
         )
         unbounded = add_missing_bounds(gm.graph.find_nodes(op="placeholder"))
-        if self.unbounded is not None:
-            self.unbounded += unbounded
-            unbounded = self.unbounded
+        if self.round.unbounded is not None:
+            self.round.unbounded.extend(unbounded)
+            unbounded = self.round.unbounded
         inputs = _JointInputs(joint_inputs, num_fwd_outputs, static, unbounded, clock)
         form = self._requested_form(gm, inputs)
         if self._may_select_pieces():
@@ -323,7 +313,7 @@ class Partitioner(CustomPartitionerFn):
     def _requested_form(self, gm: fx.GraphModule, inputs: _JointInputs) -> _Form:
         """Return the graph with the requested pieces; whole where it cannot be split and need not
         be. Sets the step without pieces."""
-        split = self.requested_split
+        split = self.round.split
         self.split, self.unsplit = split, split and split.unsplit
         whole = _Form(gm)
         if split is None:
@@ -349,7 +339,7 @@ class Partitioner(CustomPartitionerFn):
         """True if the plan for "min" may have pieces. Not in later rounds: the kernels of the plan
         in pieces exceeded the peak of the plan without."""
         options = self.options
-        is_first = self.group is not None and self.split is None and self.rounds == 1
+        is_first = self.round.group is not None and self.split is None and self.round.number == 1
         return is_first and options.limits.budget.is_min and options.split == SPLIT_AUTO
 
     def _smallest_with_pieces(
@@ -412,7 +402,7 @@ class Partitioner(CustomPartitionerFn):
         options = self.options
         joint = self._joint_graph(form.module, inputs)
         # The third plan of a graph keeps the kernels that Inductor generates without a plan.
-        variants = find_variants(joint, baseline_only=self.rounds > 2)
+        variants = find_variants(joint, baseline_only=self.round.number > 2)
         if form.split is not None:
             # Inductor may run one kernel for all pieces first; then all pieces are live at once.
             variants = [
@@ -442,7 +432,7 @@ class Partitioner(CustomPartitionerFn):
             return self._plan_variants(form, variants, cost_model, inputs.unbounded, solver, limits)
 
         # The backend tries pieces before it takes the smallest peak.
-        takes_smallest = self.group is None and is_smallest_accepted(options.infeasible)
+        takes_smallest = self.round.group is None and is_smallest_accepted(options.infeasible)
         if not takes_smallest or options.limits.budget.is_min:
             return _PlannedForm(form, *plan(options.limits), capture_s)
         with suppress(InfeasibleBudget):
@@ -504,16 +494,16 @@ class Partitioner(CustomPartitionerFn):
                 replace(p, graph=replace(p.graph, unsplit=baseline, splits=form.splits))
                 for p in problems
             ]
-        others = saved_by_other_graphs(self.group)
+        others, feedback = saved_by_other_graphs(self.round.group), self.round.feedback
         external_bytes = others.saved_bytes
         if limits.budget.size_bytes is not None:
             external_bytes += external_memory_bytes(joint, self.options.model, others.saved_bytes)
         return CandidateSelection(
             problems,
             solver,
-            replace(limits, external_bytes=external_bytes, excess_bytes=self.feedback.excess_bytes),
+            replace(limits, external_bytes=external_bytes, excess_bytes=feedback.excess_bytes),
             unsplit._replace(peak_bytes=unsplit.peak_bytes + others.baseline_saved_bytes),
-            self.feedback,
+            feedback,
             plain_bytes,
             offload_limits(self.options.offload, joint, others.host_bytes),
         )
@@ -525,14 +515,14 @@ class Partitioner(CustomPartitionerFn):
         problem, plan, is_plain = selection.select()
         joint, unsplit = problem.joint, self.unsplit
         assert unsplit is not None
-        if self.group is None:  # the backend calls it once the kernels of a plan are verified
+        if self.round.group is None:  # the backend calls it once the kernels of a plan are verified
             prepare_host(plan, joint.device)
         if form.split is not None and form.split.unsplit_min_bytes is not None:
             figures = SplitFigures(unsplit_min_bytes=form.split.unsplit_min_bytes)
             plan = replace(plan, split=figures)
         limits, available_bytes = selection.limits, selection.available_bytes
         budget_bytes = None if available_bytes is None else available_bytes + limits.excess_bytes
-        is_replanned = self.group is not None and not is_plain
+        is_replanned = self.round.group is not None and not is_plain
         return problem, CompiledPlan(
             plan=plan,
             budget_bytes=budget_bytes,
@@ -545,8 +535,8 @@ class Partitioner(CustomPartitionerFn):
             external_bytes=limits.external_bytes,
             primals_bytes=joint.primals_bytes,
             batch_copy_bytes=joint.batch_copy_bytes,
-            group=self.group,
-            rounds=self.rounds,
+            group=self.round.group,
+            rounds=self.round.number,
             baseline_saved_bytes=unsplit.saved_bytes,
             is_plain=is_plain,
         )
@@ -569,17 +559,18 @@ class Partitioner(CustomPartitionerFn):
     def planned_split(self) -> PlannedSplit | None:
         """Return the requested pieces with the unsplit step; None if no pieces were requested, or
         the latest plan has none."""
-        if self.requested_split is None or self.split is None:
+        if self.round.split is None or self.split is None:
             return None
         return self.split._replace(unsplit=self.unsplit)
 
     def uuid(self) -> str:
         """Return the key of this partitioner in torch's caches: everything that decides a plan."""
-        others = saved_by_other_graphs(self.group)
-        excess_bytes, separate_buffers, *flags = self.feedback
+        others = saved_by_other_graphs(self.round.group)
+        excess_bytes, separate_buffers, *flags = self.round.feedback
         feedback = (excess_bytes, *sorted(separate_buffers), *flags)
-        pieces = 0 if self.requested_split is None else self.requested_split.pieces
-        key = (self.options, self._has_fused_costs, *feedback, others, self.group is None, pieces)
+        pieces = 0 if self.round.split is None else self.round.split.pieces
+        is_alone = self.round.group is None
+        key = (self.options, self._has_fused_costs, *feedback, others, is_alone, pieces)
         allocated = allocated_share(self.options.limits.budget.size_bytes)
         return f"remat {VERSION} {key!r} {allocated}"
 

@@ -20,10 +20,9 @@ from remat.errors import InfeasibleBudget, one_line
 from remat.frontend.compile.candidates import least_demanding_error
 from remat.frontend.compile.compat import cause_of_type, without_frames
 from remat.frontend.compile.compile_options import COMPILED_PIECES, CompileOptions
-from remat.frontend.compile.fx_utils import ScopedSymbol
 from remat.frontend.compile.inductor.copy_operators import CopiesOutOfOrder
 from remat.frontend.compile.inductor.peak_check import PeakOverBudget
-from remat.frontend.compile.partitioner import Partitioner
+from remat.frontend.compile.partitioner import Partitioner, PlanRound
 from remat.frontend.compile.registry import NO_FEEDBACK, PlannedSplit, ReplanFeedback
 from remat.frontend.compile.split import CannotSplit
 from remat.frontend.compile.step_graphs import StepGraphs
@@ -56,7 +55,6 @@ class PlanSession:
         split: PlannedSplit | None = None,
     ) -> None:
         self._options = options
-        self._step = step
         self._first_feedback = feedback
         pieces = pieces_to_try(options.split)
         self._more_pieces = iter(COMPILED_PIECES if pieces == PIECES and split is None else ())
@@ -64,27 +62,19 @@ class PlanSession:
             split = PlannedSplit(pieces[0])
         self._errors: list[InfeasibleBudget] = []
         """The errors of the plans with fewer pieces."""
-        self._unbounded: list[ScopedSymbol] = []  # found for the first plan, and used by all
         self._partitioner: Partitioner | None = None
+        self._round = PlanRound(step, unbounded=[])
         self._start_rounds(feedback, split)
 
     def _start_rounds(self, feedback: ReplanFeedback, split: PlannedSplit | None) -> None:
-        self._feedback, self._split = feedback, split
-        self._rounds = 0
+        self._round = self._round._replace(feedback=feedback, split=split, number=1)
         self._exceeded: PeakOverBudget | None = None
         self._offloading_title = ""
         """The title of the graph, if one of these rounds planned offloaded tensors."""
 
     def next_partitioner(self) -> Partitioner:
         """Return the partitioner for the next plan."""
-        self._partitioner = Partitioner.of_backend(
-            self._options,
-            self._step,
-            self._feedback,
-            self._rounds + 1,
-            self._split,
-            self._unbounded,
-        )
+        self._partitioner = Partitioner.of_backend(self._options, self._round)
         return self._partitioner
 
     def has_next_plan(self, error: Exception) -> bool:
@@ -101,12 +91,14 @@ class PlanSession:
             infeasible = self._infeasible_after_rounds(self._exceeded)
         elif exceeded is not None:
             self._exceeded = without_frames(exceeded)
-            self._rounds += 1
-            if partitioner.split is None or self._split is not None:
-                self._feedback = _with_feedback(self._feedback, exceeded)
-            # Else "min" selected pieces: the next round plans the graph without them.
             logger.info("%s: replanning, as %s", exceeded.compiled.title, exceeded.summary)
-            if self._rounds < _MAX_ROUNDS:
+            if self._round.number < _MAX_ROUNDS:
+                feedback = self._round.feedback
+                if partitioner.split is None or self._round.split is not None:
+                    feedback = _with_feedback(feedback, exceeded)
+                # Else "min" selected pieces: the next round plans the graph without them.
+                number = self._round.number + 1
+                self._round = self._round._replace(feedback=feedback, number=number)
                 return True
             infeasible = self._infeasible_after_rounds(exceeded)
         reason = cause_of_type(error, CopiesOutOfOrder) or infeasible
@@ -114,7 +106,7 @@ class PlanSession:
             logger.info(
                 "%s: planning without offloading, as %s", self._offloading_title, one_line(reason)
             )
-            self._start_rounds(NO_FEEDBACK._replace(without_offload=True), self._split)
+            self._start_rounds(NO_FEEDBACK._replace(without_offload=True), self._round.split)
             return True
         return self._has_plan_in_more_pieces(error, infeasible)
 
@@ -150,7 +142,7 @@ class PlanSession:
         largest = describe_peak(compiled.plan.graph, compiled.plan.schedule)
         return InfeasibleBudget(
             f"{compiled.title}: Inductor's kernels exceed the budget {limits.budget.requested!r} "
-            f"after {self._rounds} plans. Pass a budget of at least {peak_bytes:,} bytes"
+            f"after {compiled.rounds} plans. Pass a budget of at least {peak_bytes:,} bytes"
             f"{external if external_bytes else ''}. As planned, {largest}.",
             min_feasible_bytes=peak_bytes,
         )
