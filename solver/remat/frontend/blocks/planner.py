@@ -25,7 +25,7 @@ from remat.frontend.blocks.fsdp2 import (
 from remat.frontend.blocks.module_state import layer_checkpointing_disabled
 from remat.frontend.blocks.runtime import BoundBlocks, PlannedCall, StepWithoutBlocks
 from remat.frontend.capture.model.attribute_guards import AttributeGuards
-from remat.frontend.planning.plan_cache import PlanEntry
+from remat.frontend.planning.plan_cache import PlanEntry, PlanRecord
 from remat.frontend.planning.planner import Planner, accumulation_explained
 from remat.frontend.planning.schedule_reuse import BlockScheduleCache
 from remat.frontend.runtime.dispatch import PlannedStep
@@ -40,21 +40,6 @@ from remat.limits.options import OUTPUTS_LOSS, differentiated_with
 from remat.plan_options import AUTO, BLOCKS
 
 logger = logging.getLogger("remat")
-
-
-@dataclass
-class BlocksEntry(PlanEntry):
-    """An entry of the plan cache for a step that is planned block by block."""
-
-    calls: tuple[PlannedCall, ...] = ()
-    returned: str | Sequence[str] | None = None
-
-    def unbound(self) -> UnboundBlocksEntry:
-        """Return the entry without the model."""
-        assert isinstance(self.plan, BlocksPlan)
-        return UnboundBlocksEntry(
-            self.plan, self.calls, self.step.training, self.is_reused, self.returned
-        )
 
 
 @contextmanager
@@ -90,30 +75,19 @@ def _gradients_allocated(model: nn.Module) -> Iterator[None]:
             parameter.grad = None
 
 
-@dataclass(frozen=True)
-class UnboundBlocksEntry:
-    """An entry of the plan cache for a step that is planned block by block, without its model.
-    `returned` is that of `BoundBlocks`."""
+@dataclass(frozen=True, kw_only=True)
+class BlocksRecord(PlanRecord):
+    """A plan of a model block by block. `returned` is that of `BoundBlocks`."""
 
-    plan: BlocksPlan
     calls: tuple[PlannedCall, ...]
     training: bool
-    is_reused: bool = False
     returned: str | Sequence[str] | None = None
 
-    def bind(self, model: nn.Module) -> BlocksEntry:
-        """Return a new entry with the same plans, whose step runs on `model`."""
+    def bind(self, model: nn.Module) -> PlanEntry:
+        """Return a new entry with this plan, whose step runs on `model`."""
         step = BoundBlocks(model, self.calls, self.training, self.returned)
         guards = AttributeGuards.of_submodules((call.path, call.guards) for call in self.calls)
-        return BlocksEntry(
-            step,
-            None,
-            self.plan,
-            guards.bind(model),
-            is_reused=self.is_reused,
-            calls=self.calls,
-            returned=self.returned,
-        )
+        return PlanEntry(self, step, guards.bind(model))
 
 
 class ScopedPlanner(Planner):
@@ -187,14 +161,14 @@ class ScopedPlanner(Planner):
         returned = differentiated_with(options.outputs, options.differentiate)
         if options.outputs != OUTPUTS_LOSS:
             returned = None
-        entry = UnboundBlocksEntry(
+        record = BlocksRecord(
             planned.plan,
-            planned.calls,
-            model.training,
             planned.is_all_reused,
-            returned,
+            calls=planned.calls,
+            training=model.training,
+            returned=returned,
         )
-        return entry.bind(model)
+        return record.bind(model)
 
     def _plan_blocks(
         self, model: nn.Module, call: ModelCall, not_whole_reason: str

@@ -8,10 +8,12 @@ new value of the same argument or attribute logs a warning, once.
 from __future__ import annotations
 
 import logging
+from abc import ABC, abstractmethod
 from collections import Counter, OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from functools import cached_property
+from typing import NamedTuple
 
 from torch import nn
 
@@ -37,71 +39,56 @@ class EntryKey(NamedTuple):
     number: int
 
 
-@dataclass
-class PlanEntry:
-    """The plan for one call signature, and the step that runs it.
+@dataclass(frozen=True)
+class PlanRecord(ABC):
+    """The plan for one call signature, without a reference to the model: it can be pickled, and
+    bound to a copy of the model.
 
-    `guards` are the Python values of the model that the plan is for. `trace` is None where the
-    model is planned block by block. `is_reused` is True if the schedule comes from other sizes, or
-    nothing needs to be recomputed: then the solver did not run.
+    `trace` is None where the model is planned block by block. `is_reused` is True if the schedule
+    comes from other sizes, or nothing needs to be recomputed: then the solver did not run.
     `captured_storage_bytes` are the sizes of the trace's storages before they were measured.
     """
 
-    step: PlannedStep
-    trace: Trace | None
     plan: Plan
-    guards: BoundGuards
-    captured_storage_bytes: tuple[int, ...] = ()
     is_reused: bool = False
+    trace: Trace | None = None
+    captured_storage_bytes: tuple[int, ...] = ()
 
-    def __post_init__(self) -> None:
-        self.topology_key = None if self.trace is None else topology_key(self.trace)
+    @cached_property
+    def topology_key(self) -> object:
+        """The key of the trace's operations; None without a trace."""
+        return None if self.trace is None else topology_key(self.trace)
 
-    def unbound(self) -> UnboundEntry:
-        """Return the entry without the model."""
-        assert isinstance(self.step, BoundProgram)
-        assert self.trace is not None
-        return UnboundModelEntry(
-            self.step.lowered,
-            self.trace,
-            self.plan,
-            self.guards.guards,
-            self.captured_storage_bytes,
-            self.is_reused,
-        )
+    @abstractmethod
+    def bind(self, model: nn.Module) -> PlanEntry:
+        """Return a new entry with this plan, whose step runs on `model`."""
 
 
-class UnboundEntry(Protocol):
-    """An entry of the plan cache without the model that it is for."""
+@dataclass(frozen=True, kw_only=True)
+class ModelRecord(PlanRecord):
+    """A plan of the whole model. `guards` are the Python values of the model that it is for."""
+
+    lowered: LoweredProgram
+    guards: AttributeGuards
 
     def bind(self, model: nn.Module) -> PlanEntry:
-        """Return a new entry with the same plans, whose step runs on `model`."""
-        ...
+        """Return a new entry with this plan, whose step runs on `model`."""
+        step = BoundProgram(self.lowered, model, self.plan)
+        return PlanEntry(self, step, self.guards.bind(model))
 
 
 @dataclass(frozen=True)
-class UnboundModelEntry:
-    """An entry for a plan of the whole model, without a reference to the model: it can be pickled,
-    and bound to a copy of the model."""
+class PlanEntry:
+    """A plan for one call signature, and the step of a model that runs it."""
 
-    lowered: LoweredProgram
-    trace: Trace
-    plan: Plan
-    guards: AttributeGuards
-    captured_storage_bytes: tuple[int, ...]
-    is_reused: bool
+    record: PlanRecord
+    step: PlannedStep
+    guards: BoundGuards
 
-    def bind(self, model: nn.Module) -> PlanEntry:
-        """Return a new entry with the same plan, whose step runs on `model`."""
-        step = BoundProgram(self.lowered, model, self.plan)
-        return PlanEntry(
-            step,
-            self.trace,
-            self.plan,
-            self.guards.bind(model),
-            self.captured_storage_bytes,
-            self.is_reused,
-        )
+    @property
+    def plan(self) -> Plan:
+        """The plan of the record."""
+        return self.record.plan
 
 
 @dataclass(frozen=True)
@@ -111,7 +98,7 @@ class PlannerState:
 
     options: CheckedOptions
     timings_s: dict[str, float]
-    entries: tuple[tuple[EntryKey, UnboundEntry], ...]
+    entries: tuple[tuple[EntryKey, PlanRecord], ...]
     has_run: bool
 
 

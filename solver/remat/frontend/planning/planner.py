@@ -29,7 +29,13 @@ from remat.frontend.common.torch_modes import checkpoints_suspended
 from remat.frontend.memory.device_memory import auto_limits, reserve_size
 from remat.frontend.memory.meter import unique_bytes
 from remat.frontend.planning.host_limits import prepare_host
-from remat.frontend.planning.plan_cache import EntryKey, PlanEntry, PlannerState, ReplanReport
+from remat.frontend.planning.plan_cache import (
+    EntryKey,
+    ModelRecord,
+    PlanEntry,
+    PlannerState,
+    ReplanReport,
+)
 from remat.frontend.planning.schedule_reuse import (
     ScheduleReuse,
     largest_budget,
@@ -45,7 +51,6 @@ from remat.frontend.runtime.guards import (
     call_signature,
 )
 from remat.frontend.runtime.lower import lower_program
-from remat.frontend.runtime.module import BoundProgram
 from remat.limits.budget import Budget
 from remat.limits.limits import Limits
 from remat.passes.gradient_accumulation import with_gradient_accumulation
@@ -121,7 +126,7 @@ class Planner:
 
     def state(self) -> PlannerState:
         """Return the options and plans without the model, for copies and pickles."""
-        entries = tuple((key, entry.unbound()) for key, entry in self._entries.items())
+        entries = tuple((key, entry.record) for key, entry in self._entries.items())
         has_run = self._current is not None
         return PlannerState(self.options, dict(self.timings_s), entries, has_run)
 
@@ -129,8 +134,8 @@ class Planner:
     def from_state(cls, state: PlannerState, model: nn.Module) -> Self:
         """Create a planner for a model, with the plans of another planner's state."""
         planner = cls(state.options, dict(state.timings_s))
-        for key, entry in state.entries:
-            planner._entries[key] = entry.bind(model)
+        for key, record in state.entries:
+            planner._entries[key] = record.bind(model)
             planner._entry_count = max(planner._entry_count, key.number)
         if state.has_run:
             planner._current = planner.entries[-1]
@@ -145,7 +150,7 @@ class Planner:
         plans that do not fit them."""
         for key, entry in list(self._entries.items()):
             try:
-                self._entries[key] = entry.unbound().bind(model)
+                self._entries[key] = entry.record.bind(model)
             except (GuardError, AttributeError):  # a submodule of the plan does not exist any more
                 del self._entries[key]
                 self.trace_cache = TraceCache(self.options)
@@ -240,11 +245,17 @@ class Planner:
             with self._timed("rewrite"):
                 program = rewrite(traced, plan.schedule)
         with self._timed("lower"):
-            step = BoundProgram(lower_program(program, self.options.namespaces), model, plan)
+            lowered = lower_program(program, self.options.namespaces)
         self._report.log(plan, key, self._entries, self.timings_s, is_reused=is_reused)
         captured = with_recorded_splits(captured, traced.splits)
-        bound_guards = guards.bind(model)
-        return PlanEntry(step, traced, plan, bound_guards, captured.storage_bytes, is_reused)
+        return ModelRecord(
+            plan,
+            is_reused,
+            traced,
+            captured.storage_bytes,
+            lowered=lowered,
+            guards=guards,
+        ).bind(model)
 
     def _plan_trace(self, traced: Trace, accumulates_gradients: bool) -> PlanningResult:
         """Reuse a schedule if one is good enough; else measure the trace and solve it."""
@@ -279,7 +290,7 @@ class Planner:
 
     def _largest_budget_bytes(self) -> int:
         """Return the largest budget of the earlier plans of the whole model; 0 without one."""
-        plans = [entry.plan for entry in self.entries if entry.trace is not None]
+        plans = [entry.plan for entry in self.entries if entry.record.trace is not None]
         return max((plan.requested_budget_bytes for plan in plans), default=0)
 
     def _measure(self, traced: Trace, budget: Budget) -> Trace:
@@ -334,7 +345,7 @@ class Planner:
                 del self._entries[superseded_key]
         self._entry_count += 1
         self._entries[EntryKey(signature, self._in_flight, self._entry_count)] = entry
-        solved = [key for key, entry in self._entries.items() if not entry.is_reused]
+        solved = [key for key, entry in self._entries.items() if not entry.record.is_reused]
         if len(solved) > self.options.max_plans:
             del self._entries[solved[0]]
             logger.warning(
@@ -342,7 +353,7 @@ class Planner:
                 "Pad inputs to fewer shapes, or pass max_plans=...",
                 self.options.max_plans,
             )
-        reused = [key for key, entry in self._entries.items() if entry.is_reused]
+        reused = [key for key, entry in self._entries.items() if entry.record.is_reused]
         if len(reused) > _MAX_REUSED_PLANS:
             del self._entries[reused[0]]
 

@@ -23,7 +23,7 @@ from remat.costs.trace_costs import with_scaled_costs
 from remat.documents.records import BaselineRecord, SplitRecord
 from remat.documents.trace import Trace
 from remat.errors import RematError
-from remat.frontend.planning.plan_cache import EntryKey, PlanEntry
+from remat.frontend.planning.plan_cache import EntryKey, PlanEntry, PlanRecord
 from remat.limits.budget import Budget
 from remat.passes.split.splits import with_recorded_splits
 from remat.passes.trace_equality import topology_key
@@ -64,19 +64,19 @@ class ScheduleReuse:
 
         Where the latest of these split operations, so does the new trace.
         """
-        solved = [entry for entry in entries if not entry.is_reused]
+        records = [entry.record for entry in entries]
+        solved = [record for record in records if not record.is_reused]
         same_step = _latest_of_same_step(trace, solved)
         if same_step is None:
             return None
         latest, split = same_step
         assert latest.trace is not None
-        matching = [entry for entry in entries if entry.topology_key == latest.topology_key]
-        plans = [entry.plan for entry in matching]
+        matching = [record for record in records if record.topology_key == latest.topology_key]
         scaled = with_scaled_costs(split, latest.trace, latest.captured_storage_bytes)
         return cls(
             _with_scaled_baseline(scaled, trace, latest.trace),
-            tuple(e.plan for e in matching if not e.is_reused),
-            max(plan.requested_budget_bytes for plan in plans),
+            tuple(record.plan for record in matching if not record.is_reused),
+            max(record.plan.requested_budget_bytes for record in matching),
         )
 
     def budget_at_largest_size(self, requested: Budget) -> Budget:
@@ -143,14 +143,13 @@ def largest_budget(requested: Budget, trace: Trace, max_budget_bytes: int) -> Bu
 def superseded_keys(entry: PlanEntry, entries: Mapping[EntryKey, PlanEntry]) -> list[EntryKey]:
     """Return the keys of plans for smaller sizes that recompute more than they need to: with a
     relative budget they may use as much memory as `entry`, the plan of a larger step."""
-    if entry.trace is None:
+    if entry.record.trace is None:
         return []
     budget_bytes = entry.plan.requested_budget_bytes
     return [
         key
         for key, other in entries.items()
-        if other.trace is not None
-        and other.topology_key == entry.topology_key
+        if other.record.topology_key == entry.record.topology_key
         and other.plan.overhead > 0
         and other.plan.baseline_peak_bytes < entry.plan.baseline_peak_bytes
         and other.plan.requested_budget_bytes < budget_bytes
@@ -219,24 +218,24 @@ def _reused_plan(
 
 
 def _latest_of_same_step(
-    trace: Trace, entries: Sequence[PlanEntry]
-) -> tuple[PlanEntry, Trace] | None:
-    """Return the latest entry for the same operations, and the trace with that entry's splits; None
-    where there is none. A plan that offloads is not reused: where copies start and end depends on
+    trace: Trace, records: Sequence[PlanRecord]
+) -> tuple[PlanRecord, Trace] | None:
+    """Return the latest plan for the same operations, and the trace with its splits; None without
+    such a plan. A plan that offloads is not reused: where copies start and end depends on
     sizes."""
     split_traces: dict[tuple[SplitRecord, ...], Trace | None] = {}
-    for entry in reversed(entries):
-        if entry.trace is None:
+    for record in reversed(records):
+        if record.trace is None:
             continue
-        splits = entry.trace.splits
+        splits = record.trace.splits
         if splits not in split_traces:
             try:
                 split_traces[splits] = with_recorded_splits(trace, splits)
             except RematError:  # fewer rows than pieces, or other operations
                 split_traces[splits] = None
         split = split_traces[splits]
-        if split is not None and topology_key(split) == entry.topology_key:
-            return entry, split
+        if split is not None and topology_key(split) == record.topology_key:
+            return record, split
     return None
 
 
