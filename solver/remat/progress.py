@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -85,6 +86,11 @@ class Clock:
     def with_cancel(self, cancel: Cancel) -> Clock:
         """Return a clock that starts now and is also set once `cancel` is set."""
         return Clock(self.remaining_s, (*self.cancels, cancel))
+
+    def without_limit(self) -> Clock:
+        """Return a clock that only a cancellation sets: a solve that starts after the time limit
+        takes the first schedule, and is not cancelled."""
+        return Clock(math.inf, self.cancels)
 
     def is_cancelled(self) -> bool:
         """True if one of `cancels` is set."""

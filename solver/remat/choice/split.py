@@ -196,7 +196,7 @@ class _Search:
         budget = "min" if budget_bytes is None else budget_bytes
         try:
             strategy = within_clock(_ESTIMATE, self.clock)
-            plan = solve(trace.graph(), budget, strategy, cancel=self.solver.clock)
+            plan = solve(trace.graph(), budget, strategy, cancel=self.solver.clock.without_limit())
             return _Estimate(trace, plan)
         except InfeasibleBudget as error:
             return _Estimate(trace, None, error.min_feasible_bytes)

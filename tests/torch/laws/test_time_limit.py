@@ -16,9 +16,11 @@ from tests.helpers.training.models import FAMILIES
 import remat
 from remat.choice.offloaded_forms import OffloadLimits
 from remat.choice.plan_request import PlanRequest, TraceSolver
+from remat.choice.step import plan_step
 from remat.limits.budget import Budget
 from remat.limits.limits import Limits
 from remat.limits.options import PIECES
+from remat.progress import Clock
 
 GAP = 0.005
 
@@ -95,6 +97,19 @@ def trace_of(family: str) -> remat.Trace:
     arguments = {"labels": torch.zeros(8, dtype=torch.long)}
     traced = remat.trace(model, (torch.randn(8, 3, 128, 128),), arguments)
     return remat.measure(traced, remat.Roofline("cpu"))
+
+
+def test_the_end_of_the_time_limit_is_no_cancellation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cancelled solve ends without a schedule; one that is late takes the first."""
+    monkeypatch.setattr("remat.strategies.search.eviction._CANCEL_GRACE_S", -1.0)
+    request = PlanRequest(Limits(Budget.parse("60%")), auto(5.0), PIECES)
+    chosen = plan_step(
+        trace_of("gpt2"),
+        request,
+        measure=lambda split: remat.measure(split, remat.Roofline("cpu")),
+        clock=Clock.of(0.0),
+    )
+    assert chosen.plan.peak_bytes <= chosen.plan.budget_bytes
 
 
 class _Seconds:
