@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tests.helpers.training import steps
-from tests.helpers.training.models import WithParts
+from tests.helpers.training.models import FAMILIES, WithParts
 from tests.helpers.training.steps import Step, assert_same, loss_of, peak_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -418,40 +418,17 @@ def test_regions_need_the_package_torch_remat(monkeypatch: pytest.MonkeyPatch) -
         by_torch_remat.apply(model, policies)
 
 
-def _language_model(kind: str) -> tuple[Any, dict[str, torch.Tensor]]:
-    import transformers
-
-    size = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 4}
-    torch.manual_seed(0)
-    ids = torch.randint(0, 128, (2, 64))
-    if kind == "gpt2":
-        config = transformers.GPT2Config(n_layer=4, n_embd=64, n_head=4, vocab_size=128)
-        config.bos_token_id = config.eos_token_id = 0
-        model: Any = transformers.GPT2LMHeadModel(config)
-    elif kind == "bert":
-        bert_config = transformers.BertConfig(**size, intermediate_size=256, vocab_size=128)
-        model = transformers.BertForMaskedLM(bert_config)
-    elif kind == "t5":
-        t5 = transformers.T5Config(
-            d_model=64, d_kv=16, d_ff=128, num_layers=2, num_heads=4, vocab_size=128,
-            decoder_start_token_id=0, use_cache=False,
-        )  # fmt: skip
-        model = transformers.T5ForConditionalGeneration(t5)
-    else:
-        llama = transformers.LlamaConfig(**size, intermediate_size=128, vocab_size=128)
-        model = transformers.LlamaForCausalLM(llama)
-    return model, {"input_ids": ids, "labels": ids}
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "kind", ["gpt2", *(pytest.param(k, marks=pytest.mark.slow) for k in ("bert", "llama", "t5"))]
-)
-def test_transformers_layers_checkpoint_by_their_policies(kind: str) -> None:
-    model, batch = _language_model(kind)
+@pytest.mark.parametrize(("kind", "layers"), [("gpt2", 2), ("bert", 2), ("llama", 2), ("t5", 4)])
+def test_transformers_layers_checkpoint_by_their_policies(kind: str, layers: int) -> None:
+    torch.manual_seed(0)
+    case = FAMILIES[kind]()
+    model: Any = case.model
+    batch = case.kwargs
+    model.config.use_cache = kind in ("gpt2", "llama")  # as by default
     expected = step(model, **batch, **({} if kind == "bert" else {"use_cache": False}))
     policies = remat.emit(model, "70%", example_kwargs=batch, outputs="dropped", compare=False)
-    assert len(policies.blocks) == 4
+    assert len(policies.blocks) == layers
     assert not any(getattr(m, "gradient_checkpointing", False) for m in model.modules())
     assert by_transformers.apply(model, policies) is model
     assert_same(step(model, **batch), expected)
