@@ -73,6 +73,7 @@ def test_a_plan_recomputes_operations() -> None:
     assert plan.plan.peak_bytes < 0.9 * plan.plan.baseline_peak_bytes
     assert len(plan.plan.schedule) > len(plan.plan.graph)
     assert plan.verified_bytes is None
+    assert repr(plan).startswith("CompiledPlan(Checkpointed: Plan(")
     assert "budget min" in repr(plan)
 
 

@@ -22,6 +22,7 @@ import torch._dynamo
 import torch.nn.functional as F
 from tests.helpers.cpp_compiler import needs_compiler
 from tests.helpers.training.models import PLAIN, Case, WithParts
+from tests.helpers.training.steps import loss_of
 from torch import nn
 
 import remat
@@ -92,33 +93,6 @@ def test_inductors_verified_peak_is_logged(caplog: pytest.LogCaptureFixture) -> 
         f" of {size(plan.budget_bytes or 0)}"
         for half in ("forward", "backward")
     ]
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-def test_plans_have_the_name_of_their_module() -> None:
-    class Broken(WithParts, first=(8, 8), second=(8, 8)):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            x = self.first(x).tanh()
-            torch._dynamo.graph_break()
-            return self.second(x).sin()
-
-    weight = torch.randn(4, requires_grad=True)
-
-    def summed(x: torch.Tensor) -> torch.Tensor:
-        return (weight * x).tanh().sum()
-
-    x = torch.randn(4, 8)
-    first, second = run(Case(Broken(), (x,), loss=torch.Tensor.sum), "100%")
-    assert first.module == "Broken"
-    assert second.module.startswith("Broken from line ")
-    (plan,) = run(Case(nn.Sequential(nn.Linear(8, 8), nn.Tanh()), (x,), loss=torch.Tensor.sum))
-    assert plan.module == "Sequential"
-    assert repr(plan).startswith("CompiledPlan(Sequential: Plan(")
-    before = len(remat.compiled_plans())
-    remat.compile(summed, "100%", inductor=False)(torch.randn(4)).backward()
-    (plan,) = remat.compiled_plans()[before:]
-    assert plan.module.endswith("summed")
 
 
 def method_decorator(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -193,6 +167,16 @@ def with_hook(module: Any) -> nn.Module:
     return module
 
 
+class Broken(WithParts, first=(8, 8), head=(8, 400)):
+    """A model that Dynamo breaks into two graphs, of which the second ends in the loss."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x = self.first(x).tanh()
+        torch._dynamo.graph_break()
+        logits = self.head(x)
+        return logits.logsumexp(-1).mean(), logits
+
+
 def trained_by_function() -> Callable[..., torch.Tensor]:
     loss = F.mse_loss
 
@@ -222,14 +206,17 @@ def trained_by_function() -> Callable[..., torch.Tensor]:
         (lambda: functools.partial(decorated_function), ["decorated_function"]),
         (CallableObject, ["CallableObject"]),
         (trained_by_function, [r"trained_by_function\.<locals>\.train"]),
+        pytest.param(Broken, ["Broken", r"Broken from line \d+"], marks=pytest.mark.slow),
+        pytest.param(lambda: nn.Sequential(nn.Tanh()), ["Sequential"], marks=pytest.mark.slow),
     ],
 )
-def test_plans_have_the_name_inside_decorators(
-    make: Callable[[], Callable[..., torch.Tensor]], names: list[str]
+def test_plans_have_the_name_of_their_module_or_function(
+    make: Callable[[], Callable[..., Any]], names: list[str]
 ) -> None:
+    """Inside of decorators, and after a graph break."""
     before = len(remat.compiled_plans())
     fast = torch.compile(make(), backend="remat", options={"budget": "100%", "inductor": False})
-    fast(torch.randn(4, 8, requires_grad=True)).sum().backward()
+    loss_of(fast(torch.randn(4, 8, requires_grad=True))).sum().backward()
     actual = [plan.module for plan in remat.compiled_plans()[before:]]
     assert all(itertools.starmap(re.fullmatch, zip(names, actual, strict=True))), actual
 
@@ -297,16 +284,6 @@ def test_an_infeasible_budget_says_what_uses_the_memory() -> None:
     assert "; the largest are " in words
     smallest, expected = run(checkpointed()), error.min_feasible_bytes
     assert smallest[0].plan.peak_bytes == pytest.approx(expected, rel=0.02)
-
-
-class Broken(WithParts, first=(8, 8), head=(8, 400)):
-    """A model that Dynamo breaks into two graphs, of which the second ends in the loss."""
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        x = self.first(x).tanh()
-        torch._dynamo.graph_break()
-        logits = self.head(x)
-        return logits.logsumexp(-1).mean(), logits
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
