@@ -9,9 +9,8 @@ from typing import ClassVar, Self
 
 from pydantic import Field, model_validator
 
-from remat.documents.base import Document
+from remat.documents.base import Cost, Document
 from remat.documents.plan import GraphRecord
-from remat.documents.quantities import Cost
 from remat.graph import Graph
 
 GRAPHS = Path(__file__).parents[2] / "docs" / "atlas" / "graphs"

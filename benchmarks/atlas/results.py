@@ -11,8 +11,7 @@ from pydantic import Field
 
 import remat
 from benchmarks.atlas.graph_file import AtlasGraph
-from remat.documents.base import Document, Record
-from remat.documents.quantities import Natural, Size
+from remat.documents.base import Document, Natural, Record, Size
 from remat.limits.budget import Budget
 from remat.schedule import Schedule
 from remat.simulate import simulate

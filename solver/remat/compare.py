@@ -21,8 +21,8 @@ from remat.solve import HasGraph, check_budgets, check_graph, solve
 from remat.strategies.auto import Auto
 from remat.strategies.base import Strategy
 from remat.strategies.registry import compared_by_default
-from remat.view.frontier import comparison_svg
 from remat.view.html import comparison_fragment
+from remat.view.pictures import comparison_svg
 
 BUDGETS = ("90%", "70%", "50%", "30%", "min")
 """The budgets that `compare` solves for by default."""

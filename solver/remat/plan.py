@@ -18,7 +18,7 @@ from remat.report.explain import explain
 from remat.report.plan_report import diff, plan_report
 from remat.report.report import Described, Report
 from remat.view.html import plan_fragment, plan_html
-from remat.view.timeline import timeline_svg
+from remat.view.pictures import timeline_svg
 
 __all__ = ["Plan", "Status"]
 

@@ -20,7 +20,7 @@ from tests.helpers.process_limit import PROCESS_LIMIT_S
 from tests.helpers.training.models import gpt2
 
 import remat
-from remat.documents.sweep import SweepDocument
+from remat.documents.plan import SweepDocument
 from remat.documents.trace import Trace
 from remat.plan import Plan
 from remat.strategies import Rotor

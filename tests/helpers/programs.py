@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import torch
+from typing import Any
+
 from torch import nn
 
 import remat
@@ -10,9 +11,9 @@ from remat.documents.program import Program
 from remat.documents.trace import Trace
 
 
-def traced(model: nn.Module, *args: torch.Tensor) -> Trace:
+def traced(model: nn.Module, *args: Any, **kwargs: Any) -> Trace:
     """Return the trace of a model with costs from the roofline."""
-    return remat.measure(remat.trace(model, args), remat.Roofline("cpu"))
+    return remat.measure(remat.trace(model, args, kwargs), remat.Roofline("cpu"))
 
 
 def keep_all(trace: Trace) -> Program:

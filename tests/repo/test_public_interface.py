@@ -17,7 +17,7 @@ from typer.main import get_command
 
 import remat
 from remat import cli
-from remat.documents.sweep import SweepDocument
+from remat.documents.plan import SweepDocument
 from remat.plan import Status
 from remat_server.cli import register
 from remat_server.http.app import create_app

@@ -22,7 +22,7 @@ from fastapi.staticfiles import StaticFiles
 import remat
 from remat.costs.devices import DEVICES
 from remat.costs.optimizer_memory import OPTIMIZERS
-from remat.documents.base import NAMESPACE_PATTERN
+from remat.documents.names import NAMESPACE_PATTERN
 from remat.errors import ServiceError
 from remat.fitting.answer import GPUS
 from remat.service.wire import (

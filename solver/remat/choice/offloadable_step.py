@@ -13,9 +13,8 @@ from typing import Generic, NamedTuple, Protocol, Self, TypeVar
 from remat.allocator.budget_fitting import uses_expandable_segments
 from remat.allocator.prediction import with_prediction
 from remat.costs.devices import Link
-from remat.documents.memory_reuse import reusable_arguments
 from remat.documents.targets import ARRIVE_TARGET, OFFLOAD_TARGET, RELEASE_TARGET
-from remat.documents.trace import Trace, storages_live_at_end
+from remat.documents.trace import Trace, reusable_arguments, storages_live_at_end
 from remat.graph import Graph
 from remat.milp.checkpoint_cuts import OffloadCut
 from remat.passes.offload.candidates import offloadable_values

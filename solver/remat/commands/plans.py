@@ -14,7 +14,7 @@ from remat.commands.common.plots import PLOT_KINDS, PlotInput, find_plot_writer
 from remat.commands.common.summaries import JsonObject, plan_summary, to_json_text
 from remat.plan import Plan
 from remat.report.plan_report import recomputations_by_name
-from remat.report.solve_progress import solve_report, step_rows
+from remat.report.solve_progress import step_rows, steps_report
 
 
 def explain(
@@ -45,7 +45,7 @@ def explain(
         files.print_json(to_json_text(summary | ({"solve": step_rows(document)} if solve else {})))
         return
     texts = [*explanations.values()] or [document.describe()]
-    files.print_text("\n\n".join([*texts, str(solve_report(document))] if solve else texts))
+    files.print_text("\n\n".join([*texts, str(steps_report(document))] if solve else texts))
 
 
 def _matching_operations(plan: Plan, name: str) -> list[JsonObject]:

@@ -30,7 +30,7 @@ from remat.commands.common.summaries import (
 )
 from remat.compare import BUDGETS, Comparison
 from remat.compare import compare as compare_all
-from remat.documents.sweep import SweepDocument
+from remat.documents.plan import SweepDocument
 from remat.limits.budget import Budget
 from remat.limits.units import format_bytes, format_seconds
 from remat.plan import Plan

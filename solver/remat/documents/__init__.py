@@ -1,7 +1,7 @@
-"""JSON documents: data only, validated when they are read.
+"""JSON documents: what a plan, a trace, a program and a sweep look like in files and over HTTP.
 
-`base` has the base classes, validation and file access. `trace`, `program`, `plan` and `sweep` are
-the documents. Traces and programs are built from `records` (tensors, operations, outputs),
-`arguments` (of operations) and `structure` (nesting of inputs and outputs). `quantities` has the
-ranges of numbers, and `json_forms` what JSON schemas say of names and arguments.
+`plan`, `trace` and `program` are documents, `records` and `structure` their parts, `arguments` the
+arguments of operations, `writes` and `targets` the operations that remat adds. `base` has what all
+documents share, `names` the names that may become code, and `json_forms` what JSON schemas say of
+names and arguments.
 """

@@ -17,15 +17,17 @@ from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 from pydantic import PlainSerializer, PlainValidator, ValidationInfo
 
-from remat.documents.base import DescribedBy, check_identifier, check_variable
+from remat.documents.base import DescribedBy
+from remat.documents.names import (
+    LITERAL_PATTERN,
+    MAX_LITERAL_LENGTH,
+    MAX_STRING_LENGTH,
+    check_identifier,
+    check_variable,
+)
 
-MAX_STRING_LENGTH = 100_000
 LITERAL_KINDS = ("dtype", "device", "layout", "memory_format")
 """The torch constants that an argument may be: the possible values of `Literal.kind`."""
-
-MAX_LITERAL_LENGTH = 40
-LITERAL_PATTERN = "[_:]*[0-9A-Za-z][0-9A-Za-z_:]*"
-"""Regular expression of the name of a torch constant."""
 
 _LITERAL_NAME = re.compile(LITERAL_PATTERN)
 

@@ -1,23 +1,19 @@
-"""Base classes of all JSON documents: versions, strict validation, safe names, files.
+"""Base classes of all JSON documents: versions, strict validation, types of fields, files.
 
-Documents are data only: no pickle, no code. A name that becomes part of generated source (fx turns
-node names into Python) must be a plain identifier; see `check_variable`.
+Documents are data only: no pickle, no code. A range is part of a field's type, so the JSON schema
+of a document has it, and pydantic checks it.
 """
 
 from __future__ import annotations
 
-import builtins
 import gzip
 import json
-import keyword
 import os
-import re
 import reprlib
 import secrets
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self, TypeVar, cast
 
@@ -25,36 +21,18 @@ from pydantic import (
     AfterValidator,
     BaseModel,
     ConfigDict,
+    Field,
     GetCoreSchemaHandler,
     GetJsonSchemaHandler,
     StringConstraints,
     ValidationError,
+    ValidationInfo,
+    WithJsonSchema,
 )
 from pydantic_core import CoreSchema, core_schema
 
-from remat.documents.quantities import accept_whole_floats
+from remat.documents.names import check_identifier, check_target, check_variable
 from remat.errors import DocumentError, wrong_type
-
-IDENTIFIER_PATTERN = "([A-Za-z]|_[A-Za-z0-9])[A-Za-z0-9_]*|_"
-"""Regular expression of names in generated code, of Python and of JSON schemas alike. None begins
-with two underscores."""
-
-NAMESPACE_PATTERN = "_?[A-Za-z](_?[A-Za-z0-9])*_?"
-"""Regular expression of the namespace of an operation: no two underscores in succession."""
-
-MAX_NAME_LENGTH = 200
-"""Upper limit of the length of an identifier and of the name of an operation."""
-
-_IDENTIFIER = re.compile(IDENTIFIER_PATTERN)
-_WORD = "[A-Za-z_][A-Za-z0-9_]*"
-TARGET_PATTERN = rf"{NAMESPACE_PATTERN}\.{_WORD}\.{_WORD}"
-_TARGET = re.compile(TARGET_PATTERN)
-
-RESERVED_BY_FX = frozenset(dir(builtins)) | {
-    *("self", "args_list", "args_iter"),
-    *("torch", "device", "inf", "nan", "NoneType", "fx_pytree", "pytree"),
-}
-"""Names with another meaning in the source that fx generates; fx gives none of them to a node."""
 
 MAX_BYTES = 256 << 20
 """Upper limit of a document's size. A model with a hundred layers takes about 10 MB."""
@@ -69,33 +47,6 @@ _DAMAGED = "the document is damaged or was not written by remat"
 _SHORT_REPR = reprlib.Repr()
 _SHORT_REPR.maxlevel, _SHORT_REPR.maxdict, _SHORT_REPR.maxlist = 2, 3, 3
 _SHORT_REPR.maxstring = 80
-
-
-@lru_cache(maxsize=1 << 12)
-def check_identifier(name: str) -> str:
-    """Return `name` if it may name a keyword argument in generated code. Raises ValueError."""
-    is_plain = len(name) <= MAX_NAME_LENGTH and _IDENTIFIER.fullmatch(name)
-    if not is_plain or keyword.iskeyword(name):
-        raise ValueError(f"{name[:80]!r} is not a plain identifier")
-    return name
-
-
-@lru_cache(maxsize=1 << 16)
-def check_variable(name: str) -> str:
-    """Return `name` if it may become a variable of generated code. Raises ValueError."""
-    if name in RESERVED_BY_FX:
-        raise ValueError(
-            f"{name!r} is not a plain identifier: generated code has another use of it"
-        )
-    return check_identifier(name)
-
-
-@lru_cache(maxsize=1 << 12)
-def check_target(target: str) -> str:
-    """Return `target` if it has the form `namespace.operation.overload`. Raises ValueError."""
-    if len(target) > MAX_NAME_LENGTH or not _TARGET.fullmatch(target):
-        raise ValueError(f"{target[:80]!r} is not of the form namespace.operation.overload")
-    return target
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +85,100 @@ DottedPath = Annotated[str, StringConstraints(max_length=1000, pattern=r"^[^\x00
 """A dotted path, such as a module's, which is looked up or displayed, but never executed."""
 
 
+# -- numbers --------------------------------------------------------------------------------------
+
+_LIMIT_BYTES = 2**62
+"""Limit of the sizes in a graph: see `remat.graph`, which limits their sum."""
+
+_LIMIT_S = 1e100
+"""Limit of a cost, and the inverse of the smallest cost that is not zero: see `remat.graph`."""
+
+
+def _check_cost(cost: float) -> float:
+    """Return the cost. Raises ValueError if it is positive and too small for the solver."""
+    if 0 < cost < 1 / _LIMIT_S:
+        raise ValueError(f"costs are zero, or at least {1 / _LIMIT_S:g} s")
+    return cost
+
+
+Natural = Annotated[int, Field(ge=0)]
+"""A whole number from zero."""
+
+Int64 = Annotated[int, Field(ge=0, lt=2**63)]
+"""A whole number from zero that a signed integer of 64 bits can hold."""
+
+Size = Annotated[int, Field(ge=0, lt=_LIMIT_BYTES)]
+"""A size in bytes."""
+
+Amount = Annotated[float, Field(ge=0)]
+"""A number from zero."""
+
+Cost = Annotated[
+    float,
+    Field(ge=0, lt=_LIMIT_S),
+    AfterValidator(_check_cost),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"const": 0},
+                {"type": "number", "minimum": 1 / _LIMIT_S, "exclusiveMaximum": _LIMIT_S},
+            ]
+        }
+    ),
+]
+"""The time of an operation in seconds."""
+
+
+def _accept_whole_floats(schema: object) -> None:
+    """Let every integer of a pydantic core schema accept a number such as 2.0 in JSON.
+
+    JSON has one kind of number, and its schemas call 2.0 an integer, too. Values from Python code
+    are not converted. An integer that may also be a float stays what it is.
+    """
+    if isinstance(schema, list):
+        for part in schema:
+            _accept_whole_floats(part)
+    if not isinstance(schema, dict) or _is_converted(schema):
+        return
+    for key, part in schema.items():
+        if schema.get("type") == "union" and key == "choices" and _has_float(part):
+            continue
+        if isinstance(part, dict) and part.get("type") == "int":
+            schema[key] = _with_whole_floats(part)
+        elif isinstance(part, list):
+            part[:] = [_with_whole_floats(item) if _is_int(item) else item for item in part]
+            _accept_whole_floats(part)
+        else:
+            _accept_whole_floats(part)
+
+
+def _is_int(schema: object) -> bool:
+    return isinstance(schema, dict) and schema.get("type") == "int"
+
+
+def _has_float(choices: Any) -> bool:
+    return any(isinstance(choice, dict) and choice.get("type") == "float" for choice in choices)
+
+
+def _is_converted(schema: dict[str, Any]) -> bool:
+    function = schema.get("function")
+    return isinstance(function, dict) and function.get("function") is _whole_number
+
+
+def _with_whole_floats(schema: Any) -> Any:
+    return core_schema.with_info_before_validator_function(_whole_number, schema)
+
+
+def _whole_number(value: object, info: ValidationInfo) -> object:
+    """Return the integer that a float of a JSON document stands for; any other value unchanged."""
+    if type(value) is float and info.mode == "json" and value.is_integer():
+        return int(value)
+    return value
+
+
+# -- records and documents ------------------------------------------------------------------------
+
+
 def _set_fail_fast(schema: object) -> None:
     """Let every list of a pydantic core schema stop at its first wrong item."""
     if isinstance(schema, dict):
@@ -159,7 +204,7 @@ class Record(BaseModel):
         where an integer is expected, as JSON schemas do."""
         schema = handler(source)
         _set_fail_fast(schema)
-        accept_whole_floats(schema)
+        _accept_whole_floats(schema)
         return schema
 
 

@@ -12,10 +12,17 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, RootModel
 
-from remat.documents import base
-from remat.documents.arguments import LITERAL_PATTERN, MAX_LITERAL_LENGTH, MAX_STRING_LENGTH
+from remat.documents.names import (
+    IDENTIFIER_PATTERN,
+    LITERAL_PATTERN,
+    MAX_LITERAL_LENGTH,
+    MAX_NAME_LENGTH,
+    MAX_STRING_LENGTH,
+    RESERVED_BY_FX,
+    TARGET_PATTERN,
+)
 
-_Name = Annotated[str, Field(max_length=base.MAX_NAME_LENGTH)]
+_Name = Annotated[str, Field(max_length=MAX_NAME_LENGTH)]
 _Text = Annotated[str, Field(max_length=MAX_STRING_LENGTH)]
 _Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 _ConstantName = Annotated[str, Field(max_length=MAX_LITERAL_LENGTH, pattern=f"^{LITERAL_PATTERN}$")]
@@ -23,15 +30,13 @@ _ConstantName = Annotated[str, Field(max_length=MAX_LITERAL_LENGTH, pattern=f"^{
 
 def _name_schema(reserved: Iterable[str]) -> dict[str, Any]:
     """Return the JSON schema of names that are not reserved."""
-    return {"pattern": f"^({base.IDENTIFIER_PATTERN})$", "not": {"enum": sorted(reserved)}}
+    return {"pattern": f"^({IDENTIFIER_PATTERN})$", "not": {"enum": sorted(reserved)}}
 
 
 class Identifier(RootModel[_Name]):
     """The name of a tensor: a variable of generated code."""
 
-    model_config = ConfigDict(
-        json_schema_extra=_name_schema({*keyword.kwlist, *base.RESERVED_BY_FX})
-    )
+    model_config = ConfigDict(json_schema_extra=_name_schema({*keyword.kwlist, *RESERVED_BY_FX}))
 
 
 class Keyword(RootModel[_Name]):
@@ -43,7 +48,7 @@ class Keyword(RootModel[_Name]):
 class Target(RootModel[_Name]):
     """The name of an operation: namespace, operation and overload."""
 
-    model_config = ConfigDict(json_schema_extra={"pattern": f"^{base.TARGET_PATTERN}$"})
+    model_config = ConfigDict(json_schema_extra={"pattern": f"^{TARGET_PATTERN}$"})
 
 
 class _Form(BaseModel):

@@ -1,17 +1,16 @@
-"""The JSON form of a plan: `{"format": "remat.plan", "version": 2, ...}`. Reading simulates the
-schedule and refuses a plan whose numbers differ."""
+"""The JSON form of a plan, `{"format": "remat.plan", "version": 2, ...}`, and of a sweep over
+budgets, which has several. Reading simulates schedules and refuses plans whose numbers differ."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from remat.documents.base import Document, Record, validation_text
-from remat.documents.quantities import Amount, Cost, Natural, Size
+from remat.documents.base import Amount, Cost, Document, Natural, Record, Size, validation_text
 from remat.documents.records import BaselineRecord, SplitRecord
 from remat.errors import DocumentError, RematError
 from remat.graph import Graph, Operation, Value
@@ -180,3 +179,22 @@ def _check_numbers(plan: PlanData) -> None:
         raise DocumentError(
             f"remat.plan: lower_bound {plan.lower_bound} is over the overhead {plan.overhead}"
         )
+
+
+class SweepDocument(Document):
+    """The plans that `remat.sweep` returns, smallest budget first."""
+
+    FORMAT: ClassVar[str] = "remat.sweep"
+    VERSION: ClassVar[int] = 2
+
+    plans: tuple[PlanDocument, ...]
+
+    @classmethod
+    def of(cls, plans: Iterable[PlanData]) -> SweepDocument:
+        """Return the document of these plans."""
+        return cls(plans=tuple(PlanDocument.of(plan) for plan in plans))
+
+    def to_plans(self, kind: type[P]) -> list[P]:
+        """Return the plans. Raises `DocumentError` if the numbers of a plan are not those of its
+        schedule."""
+        return [document.to_plan(kind) for document in self.plans]

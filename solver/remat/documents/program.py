@@ -12,12 +12,20 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from remat.documents.arguments import Args, Kwargs, Ref, referenced_names
-from remat.documents.base import Document, DottedPath, Identifier, Record, Target, check_variable
-from remat.documents.copy_checks import check_copies
-from remat.documents.memory_reuse import OUT_VARIANTS
+from remat.documents.base import Document, DottedPath, Identifier, Record, Target
+from remat.documents.names import check_variable
 from remat.documents.records import Environment, Gradient, Output, Placeholder, Store
 from remat.documents.structure import Structure, check_output_leaves
-from remat.documents.targets import ACCUMULATE_TARGET, WRITE_TARGET
+from remat.documents.targets import (
+    ACCUMULATE_TARGET,
+    ARRIVE_TARGET,
+    OFFLOAD_TARGET,
+    OVERWRITING_TARGETS,
+    RELEASE_TARGET,
+    RELOAD_TARGET,
+    WRITE_TARGET,
+)
+from remat.documents.writes import OUT_VARIANTS
 from remat.limits.units import format_bytes
 
 
@@ -130,7 +138,7 @@ class Program(Document):
         for gradient in self.gradients:
             if gradient.placeholder not in kinds or gradient.name not in defined:
                 raise ValueError(f"the gradient {gradient.name} is not defined in the backward")
-        check_copies(self)
+        _check_copies(self)
         _check_accumulation(self, {name for name, kind in kinds.items() if kind == "parameter"})
         check_output_leaves(self.result, [store.value for store in self.stores], len(self.outputs))
         return self
@@ -200,3 +208,56 @@ def _check_statements(phase: str, statements: tuple[Statement, ...], inputs: set
         for binding in statement.results:
             define(number, binding.name)
     return defined - overwritten
+
+
+# -- copies -------------------------------------------------------------------------------------
+
+# A copy to the host reads a tensor from `offload` on, until `release` returns. A copy to the device
+# writes a buffer from `reload` on, until `arrive` returns. So `release` needs the very tensor that
+# `offload` read, nothing writes over it in between, and nothing but `arrive` reads a buffer.
+
+
+def _check_copies(program: Program) -> None:
+    """Raise ValueError unless every copy has ended before its tensors are freed, read or written
+    over."""
+    sent: dict[str, str] = {}  # the tensor of each handle, until it is released
+    stored: set[str] = set()
+    buffers: set[str] = set()
+    for statement in (*program.forward, *program.backward):
+        operands = statement.operand_names
+        if statement.target != ARRIVE_TARGET and not buffers.isdisjoint(operands):
+            raise ValueError(f"{statement.target} reads a buffer before its copy has ended")
+        if written := set(_written_over(statement)) & set(sent.values()):
+            raise ValueError(
+                f"{statement.target} writes over {min(written)}, which is copied to the host"
+            )
+        results = [binding.name for binding in statement.results]
+        if statement.target == OFFLOAD_TARGET:
+            if len(operands) != 1 or len(results) != 1:
+                raise ValueError("an offload without a handle is never released")
+            sent[results[0]] = operands[0]
+        elif statement.target == RELEASE_TARGET:
+            if len(operands) != 2 or sent.pop(operands[0], None) != operands[1]:
+                raise ValueError("a release needs a handle and the tensor that was offloaded")
+            stored.update(results)
+        elif statement.target == RELOAD_TARGET:
+            if len(operands) != 1 or operands[0] not in stored:
+                raise ValueError("a reload needs the handle of a copy that has ended")
+            buffers.update(results)
+        elif statement.target == ARRIVE_TARGET:
+            if len(operands) != 1 or operands[0] not in buffers:
+                raise ValueError("an arrival needs the buffer of one reload")
+            buffers.discard(operands[0])
+    if sent:
+        raise ValueError(f"{min(sent.values())} is offloaded and never released")
+    if buffers:
+        raise ValueError(f"{min(buffers)} is reloaded and never arrives")
+
+
+def _written_over(statement: Statement) -> Iterator[str]:
+    """Yield the variables that a statement writes over."""
+    if statement.overwrites:
+        yield statement.overwrites
+    match statement.args:
+        case (Ref(name), *_) if statement.target in OVERWRITING_TARGETS:
+            yield name

@@ -10,8 +10,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from remat.documents.arguments import Args, Kwargs, referenced_names, rename_refs
-from remat.documents.base import DottedPath, Identifier, Record, Target
-from remat.documents.quantities import Cost, Int64, Natural, Size
+from remat.documents.base import Cost, DottedPath, Identifier, Int64, Natural, Record, Size, Target
 from remat.documents.structure import MAX_DEPTH, Structure
 from remat.graph import Baseline, Split
 

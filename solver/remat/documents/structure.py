@@ -14,8 +14,7 @@ from typing import Any, Literal, Self
 from pydantic import ConfigDict, model_validator
 
 from remat.documents.arguments import Argument, Scalar
-from remat.documents.base import DottedPath, Record
-from remat.documents.quantities import Natural
+from remat.documents.base import DottedPath, Natural, Record
 
 MAX_DEPTH = 32
 

@@ -6,17 +6,15 @@ operation names, arguments, shapes and costs, but no weights and no code.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Container, Iterable, Iterator
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import Field, model_validator
 
 from remat.documents.arguments import Ref, referenced_names
-from remat.documents.base import Document, DottedPath
-from remat.documents.memory_reuse import reusable_arguments
-from remat.documents.quantities import Size
+from remat.documents.base import Document, DottedPath, Size
 from remat.documents.records import (
     BaselineRecord,
     Environment,
@@ -24,11 +22,12 @@ from remat.documents.records import (
     Node,
     Output,
     Placeholder,
+    Result,
     SplitRecord,
     Store,
     TensorMeta,
 )
-from remat.documents.structure import Structure
+from remat.documents.structure import Structure, check_output_leaves
 from remat.documents.targets import (
     ACCUMULATE_TARGET,
     ARRIVE_TARGET,
@@ -37,7 +36,7 @@ from remat.documents.targets import (
     OVERWRITING_TARGETS,
     RELEASE_TARGET,
 )
-from remat.documents.trace_checks import check_trace
+from remat.documents.writes import OUT_VARIANTS, is_write, written_buffer
 from remat.errors import RematError
 from remat.graph import Graph, Operation, Value
 
@@ -79,7 +78,7 @@ class Trace(Document):
     until the backward has read them."""
     reuses_memory: bool = False
     """True if operations of the backward write over arguments that nothing reads later; see
-    `remat.documents.memory_reuse`. Traces of earlier versions do not."""
+    `reusable_arguments`. Traces of earlier versions do not."""
     library_bytes: Size = 0
     """Bytes that libraries allocate on the device for the whole step (cuBLAS workspaces)."""
     external_bytes: Size = 0
@@ -94,7 +93,7 @@ class Trace(Document):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        check_trace(self)
+        _check_trace(self)
         return self
 
     def __repr_args__(self) -> Iterator[tuple[str | None, object]]:
@@ -190,7 +189,7 @@ class Trace(Document):
     @cached_property
     def reusable_arguments(self) -> dict[str, str]:
         """The argument that an operation may write its result over if the schedule frees it with
-        this operation, by the operation's name; see `remat.documents.memory_reuse`."""
+        this operation, by the operation's name; see `remat.documents.trace`."""
         return reusable_arguments(
             self, storages_live_at_end(self), writes_only=not self.reuses_memory
         )
@@ -208,6 +207,15 @@ class Trace(Document):
         if self.device.startswith("cuda"):
             return -(-size // CUDA_ALIGNMENT_BYTES) * CUDA_ALIGNMENT_BYTES
         return size
+
+    def placeholder_bytes(self) -> dict[str, int]:
+        """Return the bytes of the placeholders that exist before the step, by their kind. Shared
+        storages count once."""
+        sizes: dict[str, int] = defaultdict(int)
+        kinds = {p.storage: p.kind for p in reversed(self.placeholders) if p.kind != "tangent"}
+        for storage, kind in kinds.items():
+            sizes[kind] += self.allocated_bytes(storage)
+        return sizes
 
 
 def _build_graph(trace: Trace) -> Graph:
@@ -339,3 +347,184 @@ def convolutions(trace: Trace) -> list[Node]:
 def accumulated_gradient_bytes(trace: Trace) -> int:
     """Return the bytes of the existing `.grad` tensors that gradient accumulation adds to."""
     return sum(trace.allocated_bytes(p.storage) for p in trained_parameters(trace))
+
+
+# -- memory reuse ---------------------------------------------------------------------------------
+
+
+def reusable_arguments(
+    trace: Trace,
+    retained: Container[int],
+    arriving: Iterable[int] = (),
+    *,
+    writes_only: bool = False,
+) -> dict[str, str]:
+    """Map each operation that may write its result over its first argument to that argument, by
+    names.
+
+    The argument is a temporary of the backward: it is not a parameter, saved tensor, tangent,
+    output or gradient (`retained`), and `AccumulateGrad` has not read it, since that may keep it as
+    `.grad`. The operation is its last reader in the trace. A schedule in which another operation
+    reads it later overwrites nothing there. `arriving` are storages that are copied back from
+    the host: the copy is a temporary of the backward, too.
+
+    A write (`remat.documents.writes`) may overwrite its buffer under the same conditions; in the
+    forward, an operation of the forward must have produced the buffer. With `writes_only`, only
+    writes overwrite an argument.
+    """
+    temporaries = set(arriving)
+    of_forward: set[int] = set()
+    last_reader: dict[int, str] = {}
+    for node, operands in zip(trace.nodes, trace.operands, strict=True):
+        if node.view:
+            continue
+        read = {trace.storage_of[name] for name in operands}
+        last_reader.update(dict.fromkeys(read, node.name))
+        of_phase = temporaries if node.backward else of_forward
+        of_phase.update(r.storage for r in node.results if r.storage not in retained)
+        if node.target == ACCUMULATE_TARGET:
+            temporaries -= read
+    arguments: dict[str, str] = {}
+    for node in trace.nodes:
+        argument = None
+        if is_write(node):
+            argument = written_buffer(node)
+        elif node.backward and node.target in OUT_VARIANTS and not writes_only:
+            argument = _overwritable_first_argument(trace, node)
+        if argument is None:
+            continue
+        storage = trace.storage_of[argument]
+        is_temporary = storage in (temporaries if node.backward else of_forward)
+        if is_temporary and last_reader[storage] == node.name:
+            arguments[node.name] = argument
+    return arguments
+
+
+def _overwritable_first_argument(trace: Trace, node: Node) -> str | None:
+    """Return the first argument if it has the dtype, shape, strides and storage size of the result,
+    and a storage that no other argument shares. Complex tensors may be lazily conjugated views."""
+    match node.args, node.results:
+        case (Ref(name), *_), (result,):
+            meta, storage = trace.tensors[name], trace.storage_of[name]
+            others = {*node.operand_names} - {name}
+            is_alike = (
+                (meta.dtype, meta.shape, meta.stride)
+                == (result.tensor.dtype, result.tensor.shape, result.tensor.stride)
+                and not meta.dtype.startswith("complex")
+                and trace.storage_bytes[storage] == trace.storage_bytes[result.storage]
+                and all(trace.storage_of[other] != storage for other in others)
+            )
+            return name if is_alike else None
+    return None
+
+
+# -- checks ---------------------------------------------------------------------------------------
+
+
+def _check_trace(trace: Trace) -> None:
+    """Raise ValueError unless every name is unique and defined before it is used, and every storage
+    exists."""
+    defined: dict[str, int] = {}  # storage by name
+    overwritten: set[int] = set()
+    arrived: set[str] = set()
+
+    def define(name: str, storage: int) -> None:
+        if name in defined or name == BOUNDARY_NAME:
+            raise ValueError(f"the name {name} is defined twice")
+        if storage >= len(trace.storage_bytes):
+            raise ValueError(f"{name} lives in storage {storage}, which does not exist")
+        defined[name] = storage
+
+    for placeholder in trace.placeholders:
+        define(placeholder.name, placeholder.storage)
+    owned_by_caller = {p.storage for p in trace.placeholders}
+    owned_by_caller |= {
+        trace.storage_of.get(item.name, -1) for item in (*trace.outputs, *trace.gradients)
+    }
+    node_names = {BOUNDARY_NAME}
+    written_storages = {p.storage for p in trace.placeholders}
+    backward_names = {p.name for p in trace.placeholders if p.kind == "tangent"}
+    forward_storages = {p.storage for p in trace.placeholders if p.kind != "tangent"}
+    for node, used in zip(trace.nodes, trace.operands, strict=True):
+        if node.name in node_names:
+            raise ValueError(f"the operation {node.name} is defined twice")
+        node_names.add(node.name)
+        if undefined := [name for name in used if name not in defined]:
+            raise ValueError(f"operation {node.name} uses {undefined[0]} before it is defined")
+        if lost := [name for name in used if defined[name] in overwritten]:
+            raise ValueError(f"operation {node.name} reads {lost[0]} after it was overwritten")
+        overwritten.update(_checked_overwriting(trace, node, owned_by_caller))
+        if not node.backward and (wrong := [name for name in used if name in backward_names]):
+            raise ValueError(
+                f"operation {node.name} of the forward uses {wrong[0]} of the backward"
+            )
+        if node.backward:
+            backward_names.update(r.name for r in node.results)
+        if node.target == ACCUMULATE_TARGET and (len(node.args) != 2 or len(used) != 2):
+            raise ValueError(f"operation {node.name} needs a parameter and a gradient")
+        if node.target == ARRIVE_TARGET:
+            _check_arrival(node, defined, arrived)
+            continue
+        storages = {r.storage for r in node.results}
+        if not node.backward and node.view and not storages <= forward_storages:
+            raise ValueError(f"operation {node.name} of the forward views a tensor of the backward")
+        if node.view != (bool(storages) and storages <= written_storages):
+            raise ValueError(f"operation {node.name} is wrongly marked as view={node.view}")
+        if not node.view and storages & written_storages:
+            raise ValueError(f"operation {node.name} writes a storage that another one produces")
+        written_storages |= storages
+        if not node.backward:
+            forward_storages |= storages
+        for result in node.results:
+            define(result.name, result.storage)
+        if is_write(node):
+            _check_write(trace, node)
+    tangents = {p.name for p in trace.placeholders if p.kind == "tangent"}
+    for output in trace.outputs:
+        if output.name not in defined or output.name in backward_names:
+            raise ValueError(f"the output {output.name} is not defined in the forward")
+        if output.tangent and output.tangent not in tangents:
+            raise ValueError(f"{output.tangent} is no tangent")
+    for gradient in trace.gradients:
+        if gradient.placeholder not in defined or gradient.name not in defined:
+            raise ValueError(f"the gradient {gradient.name} is not defined")
+    check_output_leaves(trace.result, [store.value for store in trace.stores], len(trace.outputs))
+
+
+def _check_arrival(node: Node, defined: dict[str, int], arrived: set[str]) -> None:
+    """Raise ValueError unless the result is a tensor of the forward that has not arrived before.
+    Adds it to `arrived`."""
+    match node.results:
+        case (result,) if defined.get(result.name) == result.storage and result.name not in arrived:
+            if node.backward and not node.recomputable and not node.view:
+                arrived.add(result.name)
+                return
+    raise ValueError(
+        f"operation {node.name} of the backward brings back, once, a tensor that the forward made"
+    )
+
+
+def _checked_overwriting(trace: Trace, node: Node, owned_by_caller: set[int]) -> tuple[int, ...]:
+    """Return the storages that an operation overwrites. Raises ValueError if the caller has one of
+    them."""
+    storages = trace.overwritten_storages(node)
+    if not storages:
+        return ()
+    others = (node.args[1:], *node.kwargs.values())
+    if any(trace.storage_of[name] in storages for name in referenced_names(others)):
+        raise ValueError(f"operation {node.name} reads the tensor that it overwrites")
+    if not owned_by_caller.isdisjoint(storages):
+        raise ValueError(f"operation {node.name} overwrites a tensor of the caller")
+    return storages
+
+
+def _check_write(trace: Trace, node: Node) -> None:
+    """Raise ValueError unless a write has one result with the layout of its buffer."""
+    name = written_buffer(node)
+    before = trace.tensors[name]
+    match node.results:
+        case (Result(position=-1) as after,) if after.tensor == before:
+            sizes_bytes = trace.storage_bytes
+            if sizes_bytes[after.storage] == sizes_bytes[trace.storage_of[name]]:
+                return
+    raise ValueError(f"operation {node.name} must return one tensor with the layout of {name}")

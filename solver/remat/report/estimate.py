@@ -135,7 +135,7 @@ class Estimate(Described):
                 parts["activations"] += size
                 sizes_by_module[producer.module].append(size)
         largest = max(graph.values, key=lambda value: value.size_bytes)
-        placeholder_bytes = _placeholder_bytes(eager)
+        placeholder_bytes = eager.placeholder_bytes()
         return cls(
             model=trace.model,
             device=trace.device,
@@ -260,18 +260,6 @@ class Estimate(Described):
             for name, (size, value_count) in largest_rows(sums, _MAX_ROWS)
         ]
         return Table([("activations at the peak", "bytes", "share", "values"), *rows])
-
-
-def _placeholder_bytes(trace: Trace) -> dict[str, int]:
-    """Return the bytes of the placeholders that exist before the step, by their kind. Shared
-    storages count once."""
-    sizes: dict[str, int] = defaultdict(int)
-    seen: set[int] = set()
-    for placeholder in trace.placeholders:
-        if placeholder.kind != "tangent" and placeholder.storage not in seen:
-            seen.add(placeholder.storage)
-            sizes[placeholder.kind] += trace.allocated_bytes(placeholder.storage)
-    return sizes
 
 
 def _adam_bytes(trace: Trace) -> int:

@@ -18,7 +18,7 @@ from remat.report.report import (
     fold_layer_numbers,
     largest_rows,
 )
-from remat.report.solve_progress import solve_report
+from remat.report.solve_progress import steps_report
 from remat.schedule import Schedule
 from remat.simulate import simulate
 
@@ -69,7 +69,7 @@ def plan_report(plan: PlanData, solve: bool = False) -> Report:
     if solver := _text_of_solver(plan):
         facts.append(Fact("solver", solver))
     table = _module_table(plan, recomputed) if recomputed else ""
-    return Report(facts, table, *(solve_report(plan).parts if solve else ()))
+    return Report(facts, table, *(steps_report(plan).parts if solve else ()))
 
 
 def describe_peak(graph: Graph, schedule: Schedule) -> str:

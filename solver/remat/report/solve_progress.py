@@ -58,7 +58,7 @@ def step_rows(plan: PlanData) -> list[Figures]:
     return rows
 
 
-def solve_report(plan: PlanData) -> Report:
+def steps_report(plan: PlanData) -> Report:
     """Return a table of the steps of a plan's solve: the seconds of each, and the incumbent and
     lower bound after it. Steps that search the smallest peak, in bytes, are a first table."""
     steps = step_rows(plan)

@@ -13,8 +13,6 @@ from remat.report.eager_step import value_of_storage
 from remat.schedule import Schedule
 from remat.simulate import Timeline, simulate
 
-_KINDS = {"parameter": "parameters", "input": "inputs"}
-
 
 @dataclass(frozen=True, slots=True)
 class TrainingMemory:
@@ -81,15 +79,14 @@ def _parts(
     if not is_in_optimizer:
         live_bytes = timeline.peak_bytes - graph.constant_bytes
     gradient_bytes = sum(graph.values[v].size_bytes for v in live if v in gradients)
-    parts: dict[str, int] = dict.fromkeys(("parameters", "buffers", "inputs"), 0)
-    storages: set[int] = set()
-    for placeholder in trace.placeholders:
-        if placeholder.kind != "tangent" and placeholder.storage not in storages:
-            storages.add(placeholder.storage)
-            kind = _KINDS.get(placeholder.kind, "buffers")
-            parts[kind] += trace.allocated_bytes(placeholder.storage)
-    parts["libraries"] = trace.library_bytes
-    parts["gradients"] = gradient_bytes
+    resident = trace.placeholder_bytes()
+    parts = {
+        "parameters": resident["parameter"],
+        "buffers": resident["buffer"] + resident["constant"],
+        "inputs": resident["input"],
+        "libraries": trace.library_bytes,
+        "gradients": gradient_bytes,
+    }
     if trace.accumulates_gradients:
         parts["gradients"] += accumulated_gradient_bytes(trace)
     parts["outputs" if is_in_optimizer else "activations"] = live_bytes - gradient_bytes

@@ -1,29 +1,29 @@
 """Pictures, pages and exports of a `Plan`, as text and without torch.
 
-SVG pictures are in `timeline` (memory over time), `schedule` (runs and live outputs), `modules`
-(recomputed time by module) and `frontier` (extra time over peak memory); `figures` draws the same
-four with matplotlib, and `drawing` has what they share. `html` makes pages, `code` annotated Python
-code. Exports are in `chrome` (Chrome trace events), `snapshot` (torch's memory viewer) and `tables`
-(CSV, Graphviz, GraphML).
+A `picture` is data: `timeline` (memory over time), `schedule` (runs and live outputs), `modules`
+(recomputed time by module) and `frontier` (extra time over peak memory) make one each, which `svg`
+and `figures` (matplotlib) draw. `html` makes pages, `code` annotated Python code. Exports are in
+`chrome` (Chrome trace events), `snapshot` (torch's memory viewer) and `tables` (CSV, Graphviz,
+GraphML).
 """
 
 from __future__ import annotations
 
 from remat.view.chrome import chrome_trace
 from remat.view.code import annotated_code
-from remat.view.figures import (
-    frontier_figure,
-    modules_figure,
-    schedule_figure,
-    timeline_figure,
-)
-from remat.view.frontier import frontier_svg
 from remat.view.html import frontier_html, plan_fragment, plan_html
-from remat.view.modules import modules_svg
-from remat.view.schedule import schedule_svg
+from remat.view.pictures import (
+    frontier_figure,
+    frontier_svg,
+    modules_figure,
+    modules_svg,
+    schedule_figure,
+    schedule_svg,
+    timeline_figure,
+    timeline_svg,
+)
 from remat.view.snapshot import memory_snapshot, save_snapshot
 from remat.view.tables import graph_dot, graph_graphml, operations_csv
-from remat.view.timeline import timeline_svg
 
 __all__ = [
     "annotated_code",

@@ -10,12 +10,12 @@ import json
 from collections import Counter
 
 from remat.plan_data import PlanData
-from remat.view.drawing.copy_lanes import copy_lanes
-from remat.view.drawing.memory_layers import (
+from remat.view.memory import (
     LAYERS,
     earlier_run_counts,
     first_backward_run,
     memory_layers,
+    plan_copies,
     run_start_times_s,
 )
 
@@ -83,14 +83,14 @@ def chrome_trace(plan: PlanData) -> str:
 
 def _copy_events(plan: PlanData) -> list[Event]:
     """Return the events of the copies of offloaded tensors; none without any."""
-    lanes = copy_lanes(plan)
-    if lanes is None:
+    times = plan_copies(plan)
+    if times is None:
         return []
     events: list[Event] = []
     for direction, track in _COPY_TRACKS.items():
         name = f"copies {direction.replace('_', ' ')}"
         events.append(_metadata("thread_name", track, name))
-    for copy in lanes.times.copies:
+    for copy in times.copies:
         start_us, end_us = round(copy.start_s * 1e6, 3), round(copy.end_s * 1e6, 3)
         events.append(
             {
@@ -104,7 +104,7 @@ def _copy_events(plan: PlanData) -> list[Event]:
                 "args": {"bytes": copy.size_bytes},
             }
         )
-    for start_s, size_bytes in lanes.times.host_bytes:
+    for start_s, size_bytes in times.host_bytes:
         start_us = round(start_s * 1e6, 3)
         events.append(_counter(start_us, {"on_host": size_bytes}, "host memory"))
     return events

@@ -11,15 +11,15 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from remat.documents.arguments import Argument, Literal, Ref
-from remat.documents.memory_reuse import OUT_VARIANTS
 from remat.documents.program import Program, Statement
 from remat.documents.targets import WRITE_TARGET
 from remat.documents.trace import Trace
+from remat.documents.writes import OUT_VARIANTS
 from remat.graph import Graph, Operation
 from remat.limits.units import format_bytes, format_seconds
 from remat.plan_data import PlanData
 from remat.rewrite import tensor_of_variable
-from remat.view.drawing.text import plain
+from remat.view.text import plain
 
 _COMMENT_COLUMN = 76
 """The column at which comments begin, if the code is short enough."""

@@ -1,26 +1,42 @@
-"""`frontier_svg`: extra time against peak memory for many budgets, with the proved lower bounds."""
+"""Extra time against peak memory for many budgets, with the proved lower bounds."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from statistics import median
+from typing import NamedTuple
 
 from remat.costs.devices import find_device
 from remat.limits.units import format_bytes
 from remat.plan_data import P, PlanData
 from remat.report.comparison import ComparisonData, ComparisonRow
 from remat.strategies.auto import Auto
-from remat.view.drawing import svg
-from remat.view.drawing.axes import PERCENT, Axis, bottom_axis, byte_unit, left_axis
-from remat.view.drawing.marks import strategy_mark, strategy_ring, strategy_triangle
+from remat.view.picture import (
+    PERCENT,
+    Item,
+    LegendEntry,
+    Line,
+    Mark,
+    Note,
+    Panel,
+    Picture,
+    Rule,
+    Scale,
+    byte_unit,
+    strategy_mark,
+)
 from remat.view.timeline import BASELINE_LABEL
 
 TITLE = "Extra time against peak memory"
-PLANS, BOUND = "plans", "lower bound"
-_WIDTH, _HEIGHT = 960.0, 420.0
-_LEFT, _RIGHT, _TOP = 60.0, 24.0, 88.0
+_HEIGHT = 420.0
+_NEAR = 0.003
+"""Points closer than this share of both axes are at the same place."""
+
+_TRIANGLE_HEIGHT = 0.985
+"""The height of the triangles of points above the picture, as a share of the vertical axis."""
+
 _CLIP_FACTOR, _CLIP_FACTOR_OF_MEDIAN = 1.5, 2.5
 """The vertical axis ends at the first number times the overhead of the most expensive plan or, if
 no plan has overhead, at the second number times the median overhead of the strategies' points.
@@ -29,12 +45,11 @@ Without this, one expensive strategy would flatten the rest of the picture."""
 _FAR_FACTOR = 1.5
 """A device with more memory than the largest peak times this is beyond the right edge."""
 
-PeakAndOverhead = tuple[float, float]
+Point = tuple[float, float]
 """A point of the picture: peak in bytes, and extra time as a fraction."""
 
 
-@dataclass(frozen=True)
-class BaselinePoint:
+class StrategyPoint(NamedTuple):
     """The peak and overhead that a strategy reaches at one budget."""
 
     strategy: str
@@ -42,281 +57,167 @@ class BaselinePoint:
     overhead: float
 
 
-@dataclass(frozen=True)
-class FrontierData:
-    """The data of the picture: plans in order of their peak, points of other strategies, and the
-    ranges of the axes. `baseline_bytes` is the peak without recomputation."""
-
-    plans: list[PlanData]
-    points: list[BaselinePoint]
-    baseline_bytes: int | None
-    capacity_bytes: int | None
-    low_bytes: float
-    high_bytes: float
-    high_overhead: float
-
-    @property
-    def top_overhead(self) -> float:
-        """The upper end of the vertical axis, with room for the markers of clipped points."""
-        return self.high_overhead * (1.1 if self.clipped_points() else 1.0)
-
-    @property
-    def strategies(self) -> list[str]:
-        """The names of the strategies that have points."""
-        return list(dict.fromkeys(point.strategy for point in self.points))
-
-    def plan_steps(self) -> list[PeakAndOverhead]:
-        """Return the corners of the staircase of the smallest known overhead for each peak. A plan
-        is feasible for all larger peaks, so steps go right, then down."""
-        points = [(float(plan.peak_bytes), plan.overhead) for plan in self.plans]
-        if self.baseline_bytes is not None and points:
-            points.append((float(self.baseline_bytes), 0.0))
-        corners = points[:1]
-        for (_, overhead), point in pairwise(points):
-            corners += [(point[0], overhead), point]
-        return corners
-
-    def bound_points(self) -> list[PeakAndOverhead]:
-        """Return the proved lower bounds, at the peaks of their plans."""
-        return [
-            (float(plan.peak_bytes), plan.lower_bound)
-            for plan in self.plans
-            if plan.lower_bound is not None
-        ]
-
-    def bound_steps(self) -> list[PeakAndOverhead]:
-        """Return the corners of the staircase of the proved lower bound. A bound for a peak holds
-        for all smaller peaks, so steps go down, then right."""
-        points = self.bound_points()
-        corners = points[:1]
-        for (peak_bytes, _), point in pairwise(points):
-            corners += [(peak_bytes, point[1]), point]
-        return corners
-
-    def clipped_points(self) -> list[BaselinePoint]:
-        """Return the points above the upper edge of the picture, by peak."""
-        clipped = [point for point in self.points if point.overhead > self.high_overhead]
-        return sorted(clipped, key=lambda point: (point.peak_bytes, point.overhead))
-
-
-def frontier_data(
+def frontier_picture(
     plans: Sequence[PlanData],
     comparison: ComparisonData | Iterable[ComparisonRow] = (),
     capacity_bytes: int | None = None,
     device: str | None = None,
-) -> FrontierData:
-    """Return the data of the picture of `frontier_svg`, for the same arguments."""
+) -> Picture:
+    """Return extra time against peak memory, for the arguments of `view.frontier_svg`."""
     if capacity_bytes is None and device is not None:
         capacity_bytes = find_device(device).memory_bytes
-    by_peak = sorted(plans, key=lambda plan: (plan.peak_bytes, plan.overhead))
+    plans = sorted(plans, key=lambda plan: (plan.peak_bytes, plan.overhead))
     rows = comparison.rows if isinstance(comparison, ComparisonData) else tuple(comparison)
     others = [(row.strategy, row.plan) for row in rows if row.plan is not None]
-    distinct = dict.fromkeys((name, plan.peak_bytes, plan.overhead) for name, plan in others)
-    points = [BaselinePoint(*facts) for facts in distinct]
-    all_plans = [*by_peak, *(plan for _, plan in others)]
-    baseline = max((plan.baseline_peak_bytes for plan in all_plans), default=None)
-    peaks = [*(plan.peak_bytes for plan in all_plans), *([baseline] if baseline else [])]
+    points = [StrategyPoint(name, plan.peak_bytes, plan.overhead) for name, plan in others]
+    points = list(dict.fromkeys(points))
+    strategies = list(dict.fromkeys(point.strategy for point in points))
+    all_plans = [*plans, *(plan for _, plan in others)]
+    baseline_bytes = max((plan.baseline_peak_bytes for plan in all_plans), default=None)
+    x = _memory_scale([plan.peak_bytes for plan in all_plans], baseline_bytes, capacity_bytes)
+    high_overhead = _high_overhead(plans, points)
+    clipped = sorted((p for p in points if p.overhead > high_overhead), key=lambda p: p[1:])
+    y = Scale(0, high_overhead * (1.1 if clipped else 1.0), PERCENT, "extra time (%)")
+    items: list[Item] = []
+    legend: list[LegendEntry] = []
+    if plans:
+        line = Line("line", _plan_steps(plans), "plans")
+        items.append(line)
+        legend.append(LegendEntry("plans", mark=Mark(0, 0, 3.5, role="run"), line=line))
+    bounds = [(float(p.peak_bytes), p.lower_bound) for p in plans if p.lower_bound is not None]
+    if bounds:
+        line = Line("bound", _bound_steps(bounds), "lower bound", is_dashed=True)
+        dot = Mark(0, 0, 2, role="bound-dot")
+        items += [line, *(replace(dot, x=peak, y=bound) for peak, bound in bounds)]
+        legend.append(LegendEntry("lower bound", mark=dot, line=line))
+    if baseline_bytes is not None:
+        tip = f"{BASELINE_LABEL}: peak {format_bytes(baseline_bytes)}"
+        mark = Mark(baseline_bytes, 0, 4.5, tip, "baseline-dot")
+        items.append(mark)
+        legend.append(LegendEntry(BASELINE_LABEL, mark=replace(mark, tip=None)))
+    shown = [point for point in points if point.overhead <= high_overhead]
+    items += [*_strategy_marks(shown, strategies, x, y), *_clipped(clipped, strategies, y)]
+    items += map(_plan_mark, plans)
+    for index, name in enumerate(strategies):
+        legend.append(LegendEntry(name, mark=strategy_mark(index, 0, 0)))
+    corner_note = ""
+    if capacity_bytes is not None:
+        label = f"device {format_bytes(capacity_bytes)}"
+        if capacity_bytes > x.high:
+            corner_note = f"{label}, far beyond"
+        else:
+            items.append(Rule("budget", "x", capacity_bytes, label))
+    summary = _summary(plans, strategies)
+    return Picture(TITLE, summary, x, [Panel(y, _HEIGHT, items)], legend, corner_note)
+
+
+def _memory_scale(
+    peaks: list[int], baseline_bytes: int | None, capacity_bytes: int | None
+) -> Scale:
+    """Return the horizontal axis. It starts at zero, or at a round number below the smallest peak
+    if that is at least a fifth of the largest."""
+    peaks = [*peaks, *([baseline_bytes] if baseline_bytes else [])]
     high_bytes = max(peaks, default=1) or 1
     if capacity_bytes is not None and capacity_bytes <= _FAR_FACTOR * high_bytes:
         high_bytes = max(high_bytes, capacity_bytes)
-    high_overhead = max((plan.overhead for plan in all_plans), default=0.0)
-    plan_overhead = max((plan.overhead for plan in by_peak), default=0.0)
+    low_bytes, smallest = 0.0, min(peaks, default=0)
+    if smallest >= 0.2 * high_bytes:
+        low_bytes = (byte_unit(high_bytes).ticks(0, 0.94 * smallest, 6) or [0.0])[-1]
+    unit = byte_unit(1.03 * high_bytes)
+    return Scale(low_bytes, 1.03 * high_bytes, unit, f"peak memory ({unit.name})")
+
+
+def _high_overhead(plans: Sequence[PlanData], points: Sequence[StrategyPoint]) -> float:
+    """Return the largest overhead that is drawn at its place."""
+    plan_overhead = max((plan.overhead for plan in plans), default=0.0)
     overheads = [point.overhead for point in points if point.overhead > 0]
+    high = max((plan_overhead, *overheads))
     if plan_overhead > 0:
-        high_overhead = min(high_overhead, _CLIP_FACTOR * plan_overhead)
+        high = min(high, _CLIP_FACTOR * plan_overhead)
     elif overheads:
-        high_overhead = min(high_overhead, _CLIP_FACTOR_OF_MEDIAN * median(overheads))
-    return FrontierData(
-        plans=by_peak,
-        points=points,
-        baseline_bytes=baseline,
-        capacity_bytes=capacity_bytes,
-        low_bytes=_axis_start(min(peaks, default=0), high_bytes),
-        high_bytes=high_bytes * 1.03,
-        high_overhead=max(high_overhead, 0.001) * 1.05,
-    )
+        high = min(high, _CLIP_FACTOR_OF_MEDIAN * median(overheads))
+    return max(high, 0.001) * 1.05
 
 
-def comparison_svg(comparison: ComparisonData[P], *, device: str | None = None) -> str:
-    """Return the picture of a comparison as SVG text: the plans of `Auto` as the line with lower
-    bounds, and those of the other strategies as points."""
+def _plan_steps(plans: Sequence[PlanData]) -> list[Point]:
+    """Return the corners of the staircase of the smallest known overhead for each peak. A plan is
+    feasible for all larger peaks, so steps go right, then down."""
+    points = [(float(plan.peak_bytes), plan.overhead) for plan in plans]
+    points.append((float(max(plan.baseline_peak_bytes for plan in plans)), 0.0))
+    corners = points[:1]
+    for (_, overhead), point in pairwise(points):
+        corners += [(point[0], overhead), point]
+    return corners
+
+
+def _bound_steps(points: list[Point]) -> list[Point]:
+    """Return the corners of the staircase of the proved lower bound. A bound for a peak holds for
+    all smaller peaks, so steps go down, then right."""
+    corners = points[:1]
+    for (peak_bytes, _), point in pairwise(points):
+        corners += [(peak_bytes, point[1]), point]
+    return corners
+
+
+def rows_of_comparison(comparison: ComparisonData[P]) -> tuple[list[P], list[ComparisonRow[P]]]:
+    """Return the plans of `Auto`, which are a line with lower bounds in the picture of a
+    comparison, and the rows of the other strategies, which are points."""
     auto = [r.plan for r in comparison.rows if r.plan is not None and r.strategy == Auto.name]
-    others = [row for row in comparison.rows if row.strategy != Auto.name]
-    return frontier_svg(auto, others, device=device)
+    return auto, [row for row in comparison.rows if row.strategy != Auto.name]
 
 
-def frontier_svg(
-    plans: Sequence[PlanData],
-    comparison: ComparisonData | Iterable[ComparisonRow] = (),
-    capacity_bytes: int | None = None,
-    *,
-    device: str | None = None,
-) -> str:
-    """Return extra time against peak memory as SVG text, as in
-    `frontier_svg(remat.sweep(t), remat.compare(t), device="h200")`.
-
-    `plans` (as from `remat.sweep`) are one line, and their lower bounds a second, dashed one. Both
-    are steps, because a plan is feasible for every larger budget and a bound holds for every
-    smaller one; the optimum is between them. A `comparison` (or its rows) adds points with one
-    marker per strategy; those far above the line are triangles at the upper edge. `capacity_bytes`,
-    or the name of a `device`, adds a line at the device's memory.
-
-    Raises `ValueError` for an unknown device.
-    """
-    data = frontier_data(plans, comparison, capacity_bytes, device)
-    bottom, right = _TOP + _HEIGHT, _WIDTH - _RIGHT
-    x_axis = Axis(data.low_bytes, data.high_bytes, _LEFT, right - _LEFT)
-    y_axis = Axis(0, data.top_overhead, bottom, -_HEIGHT)
-    unit = byte_unit(x_axis.high)
-    body = svg.heading(TITLE, summary(data))
-    body += left_axis(y_axis, PERCENT, "extra time (%)", _LEFT, right)
-    ticks = unit.ticks(x_axis.low, x_axis.high)
-    body += bottom_axis(x_axis, unit, ticks, bottom, f"peak memory ({unit.name})")
-    if data.capacity_bytes is not None:
-        body += _capacity(data.capacity_bytes, x_axis)
-    legend: list[_LegendEntry] = []
-    if data.plans:
-        body.append(_steps(data.plan_steps(), x_axis, y_axis, "line", PLANS))
-        legend.append((lambda x, y: _line_sample(x, y, "line", _dot(x, y, 3.5, "run")), PLANS))
-    if data.bound_points():
-        body.append(_steps(data.bound_steps(), x_axis, y_axis, "bound", BOUND))
-        body += [_dot(x_axis.at(x), y_axis.at(y), 2, "bound-dot") for x, y in data.bound_points()]
-        legend.append((lambda x, y: _line_sample(x, y, "bound", _dot(x, y, 2, "bound-dot")), BOUND))
-    if data.baseline_bytes is not None:
-        x = x_axis.at(data.baseline_bytes)
-        tip = f"{BASELINE_LABEL}: peak {format_bytes(data.baseline_bytes)}"
-        body.append(_dot(x, y_axis.at(0), 4.5, "baseline-dot", tip))
-        legend.append((lambda x, y: _dot(x, y, 4.5, "baseline-dot"), BASELINE_LABEL))
-    body += _points(data, x_axis, y_axis)
-    body += _plans(data.plans, x_axis, y_axis)
-    for index, name in enumerate(data.strategies):
-        legend.append((lambda x, y, index=index: strategy_mark(index, x, y), name))
-    entries, below = _legend(legend, bottom + 62)
-    return svg.document(_WIDTH, below, TITLE, summary(data), [*body, *entries])
+def _strategy_marks(
+    points: Sequence[StrategyPoint], strategies: list[str], x: Scale, y: Scale
+) -> Iterator[Mark]:
+    """Yield a marker for each point of a strategy. Of several at the same place, those after the
+    first are rings around it."""
+    places: list[Point] = []
+    near_x, near_y = _NEAR * (x.high - x.low), _NEAR * y.high
+    for strategy, peak_bytes, overhead in points:
+        tip = f"{strategy}: {overhead:+.2%} at {format_bytes(peak_bytes)}"
+        around = sum(abs(peak_bytes - a) < near_x and abs(overhead - b) < near_y for a, b in places)
+        places.append((peak_bytes, overhead))
+        mark = strategy_mark(strategies.index(strategy), peak_bytes, overhead, tip)
+        ring = replace(mark, role="ring", radius=mark.radius + 3.0 * min(around, 3))
+        yield ring if around else mark
 
 
-def summary(data: FrontierData) -> str:
+def _clipped(
+    points: Sequence[StrategyPoint], strategies: list[str], y: Scale
+) -> Iterator[Mark | Note]:
+    """Yield triangles at the upper edge for points above it, and a note with each strategy's
+    smallest overhead."""
+    height = _TRIANGLE_HEIGHT * y.high
+    smallest: dict[str, float] = {}
+    for strategy, peak_bytes, overhead in points:
+        tip = f"{strategy}: {overhead:+,.0%} at {format_bytes(peak_bytes)}"
+        mark = strategy_mark(strategies.index(strategy), peak_bytes, height, tip)
+        yield replace(mark, shape="^")
+        smallest[strategy] = min(overhead, smallest.get(strategy, overhead))
+    if points:
+        order = sorted(smallest.items(), key=lambda item: item[1])
+        names = ", ".join(f"{name} {overhead:+,.0%}" for name, overhead in order)
+        yield Note(points[-1].peak_bytes, height, f"above: {names}", shift=12, lift=-4)
+
+
+def _plan_mark(plan: PlanData) -> Mark:
+    """Return a dot with a tooltip for a plan."""
+    bound = f", at least {plan.lower_bound:+.2%}" if plan.lower_bound is not None else ""
+    tip = (
+        f"peak {format_bytes(plan.peak_bytes)} for the budget "
+        f"{format_bytes(plan.budget_bytes)}: {plan.overhead:+.2%}{bound}"
+    )
+    return Mark(plan.peak_bytes, plan.overhead, 3.5, tip, "run")
+
+
+def _summary(plans: Sequence[PlanData], strategies: list[str]) -> str:
     """Return the number of plans, and the first and the last of them, as text."""
-    if not data.plans:
-        return f"{len(data.strategies)} strategies" if data.strategies else "no plans"
-    first, last = data.plans[0], data.plans[-1]
-    if len(data.plans) == 1:
+    if not plans:
+        return f"{len(strategies)} strategies" if strategies else "no plans"
+    first, last = plans[0], plans[-1]
+    if len(plans) == 1:
         return f"1 plan, {first.overhead:+.2%} at {format_bytes(first.peak_bytes)}"
     return (
-        f"{len(data.plans)} plans, from {first.overhead:+.2%} at {format_bytes(first.peak_bytes)} "
-        f"to {last.overhead:+.2%} at {format_bytes(last.peak_bytes)}"
+        f"{len(plans)} plans, from {first.overhead:+.2%} at {format_bytes(first.peak_bytes)} to "
+        f"{last.overhead:+.2%} at {format_bytes(last.peak_bytes)}"
     )
-
-
-def clipped_label(points: Sequence[BaselinePoint]) -> str:
-    """Return the label of the points above the upper edge: each strategy with its smallest
-    overhead."""
-    smallest: dict[str, float] = {}
-    for point in points:
-        smallest[point.strategy] = min(point.overhead, smallest.get(point.strategy, point.overhead))
-    order = sorted(smallest.items(), key=lambda item: item[1])
-    return "above: " + ", ".join(f"{name} {overhead:+,.0%}" for name, overhead in order)
-
-
-def _axis_start(smallest_peak: float, largest_peak: float) -> float:
-    """Return where the memory axis starts: at zero, or at a round number below the smallest peak
-    if that peak is at least a fifth of the largest."""
-    if smallest_peak < 0.2 * largest_peak:
-        return 0.0
-    ticks = byte_unit(largest_peak).ticks(0, 0.94 * smallest_peak, 6)
-    return ticks[-1] if ticks else 0.0
-
-
-def _plans(plans: list[PlanData], x_axis: Axis, y_axis: Axis) -> list[str]:
-    """Return a dot with a tooltip for each plan."""
-    parts: list[str] = []
-    for plan in plans:
-        bound = f", at least {plan.lower_bound:+.2%}" if plan.lower_bound is not None else ""
-        tip = (
-            f"peak {format_bytes(plan.peak_bytes)} for the budget "
-            f"{format_bytes(plan.budget_bytes)}: {plan.overhead:+.2%}{bound}"
-        )
-        parts.append(_dot(x_axis.at(plan.peak_bytes), y_axis.at(plan.overhead), 3.5, "run", tip))
-    return parts
-
-
-def _steps(corners: list[PeakAndOverhead], x_axis: Axis, y_axis: Axis, role: str, tip: str) -> str:
-    """Return a staircase as a path; that of the bound is dashed."""
-    points = (f"{svg.number(x_axis.at(x))} {svg.number(y_axis.at(y))}" for x, y in corners)
-    dash = "5 4" if role == "bound" else None
-    return svg.path("M" + "L".join(points), role, tip, stroke_dasharray=dash)
-
-
-def _dot(x: float, y: float, r: float, role: str, tip: str | None = None) -> str:
-    """Return a filled circle."""
-    children = () if tip is None else (svg.tooltip(tip),)
-    return svg.element("circle", *children, cx=x, cy=y, r=r, class_=f"remat-{role}")
-
-
-def _line_sample(x: float, y: float, role: str, dot: str) -> str:
-    """Return a short line with a dot in its middle, for the legend."""
-    dash = "5 4" if role == "bound" else None
-    data = f"M{svg.number(x - 10)} {svg.number(y)}h20"
-    return svg.path(data, role, stroke_dasharray=dash) + dot
-
-
-def _capacity(capacity_bytes: int, x_axis: Axis) -> list[str]:
-    """Return the line at the device's memory and its label; if it is beyond the right edge, only
-    the label."""
-    label = f"device {format_bytes(capacity_bytes)}"
-    right = _WIDTH - _RIGHT
-    if capacity_bytes > x_axis.high:
-        far_label = f"{label}, far beyond"
-        return [svg.text(right, svg.SUMMARY_Y, far_label, role="budget-label", anchor="end")]
-    x = x_axis.at(capacity_bytes)
-    anchor, shift = ("end", -6) if x > _LEFT + 120 else (None, 6)
-    return [
-        svg.line(x, _TOP - 18, x, _TOP + _HEIGHT, "budget", dash="7 4"),
-        svg.text(x + shift, _TOP - 10, label, role="budget-label", anchor=anchor),
-    ]
-
-
-def _points(data: FrontierData, x_axis: Axis, y_axis: Axis) -> list[str]:
-    """Return a marker for each point of a strategy. Of several at the same place, those after the
-    first are rings around it; points above the upper edge are triangles."""
-    parts: list[str] = []
-    marker_centres: list[tuple[float, float]] = []
-    strategies = data.strategies
-    for point in data.points:
-        if point.overhead > data.high_overhead:
-            continue
-        x, y = x_axis.at(point.peak_bytes), y_axis.at(point.overhead)
-        tip = f"{point.strategy}: {point.overhead:+.2%} at {format_bytes(point.peak_bytes)}"
-        around = sum(abs(x - a) < 2 and abs(y - b) < 2 for a, b in marker_centres)
-        marker_centres.append((x, y))
-        index = strategies.index(point.strategy)
-        if around:
-            parts.append(strategy_ring(index, x, y, around, tip))
-        else:
-            parts.append(strategy_mark(index, x, y, tip))
-    clipped_points = data.clipped_points()
-    for point in clipped_points:
-        tip = f"{point.strategy}: {point.overhead:+,.0%} at {format_bytes(point.peak_bytes)}"
-        index = strategies.index(point.strategy)
-        parts.append(strategy_triangle(index, x_axis.at(point.peak_bytes), _TOP + 6, tip))
-    if clipped_points:
-        last = max(point.peak_bytes for point in clipped_points)
-        parts.append(svg.text(x_axis.at(last) + 12, _TOP + 10, clipped_label(clipped_points)))
-    return parts
-
-
-_LegendEntry = tuple[Callable[[float, float], str], str]
-"""A function that draws the sample at (x, y), and the label."""
-
-
-def _legend(entries: list[_LegendEntry], y: float) -> tuple[list[str], float]:
-    """Return a legend in rows, and the y below the last row."""
-    parts: list[str] = []
-    x = _LEFT
-    for draw_sample, label in entries:
-        entry_width = 44 + svg.CHARACTER_WIDTH * len(label)
-        if x > _LEFT and x + entry_width > _WIDTH - _RIGHT:
-            x, y = _LEFT, y + 20
-        parts += [draw_sample(x + 10, y - 4), svg.text(x + 26, y, label)]
-        x += entry_width
-    return parts, y + 18

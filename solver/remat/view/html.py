@@ -15,12 +15,15 @@ from remat.plan_data import PlanData
 from remat.report.comparison import ComparisonData, ComparisonRow
 from remat.report.plan_report import plan_report
 from remat.view.code import annotated_code
-from remat.view.drawing.text import escape, escape_lines, shorten
 from remat.view.frontier import TITLE as FRONTIER_TITLE
-from remat.view.frontier import comparison_svg, frontier_svg
-from remat.view.modules import modules_svg
-from remat.view.schedule import schedule_svg
-from remat.view.timeline import timeline_svg
+from remat.view.pictures import (
+    comparison_svg,
+    frontier_svg,
+    modules_svg,
+    schedule_svg,
+    timeline_svg,
+)
+from remat.view.text import escape, escape_lines, shorten
 
 _MAX_ROWS = 40
 _CONTENT_POLICY = "default-src 'none'; style-src 'unsafe-inline'"

@@ -1,4 +1,4 @@
-"""`modules_svg`: how much time each module of the model spends on recomputation."""
+"""How much time each module of the model spends on recomputation."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from remat.limits.units import format_bytes, format_seconds
 from remat.plan_data import PlanData
 from remat.report.report import fold_layer_numbers
-from remat.view.drawing import svg
-from remat.view.drawing.text import plain, shorten
+from remat.view.picture import RUNS, Box, Panel, Picture, RowLabel, Scale, second_unit
+from remat.view.text import plain, shorten
 
 MAX_BARS = 24
-TITLE = "Recomputed time by module"
-_WIDTH, _TOP, _ROW = 960.0, 64.0, 20.0
+_ROW = 20.0
+_ROOM_FOR_LABELS = 1.25
+"""The end of the horizontal axis, relative to the longest bar: labels are to its right."""
+
 _MAX_NAME_LENGTH = 44
 _MAX_DEPTH = 8
 
@@ -28,40 +30,30 @@ class ModuleRecomputation:
     size_bytes: int = 0
 
 
-def modules_svg(plan: PlanData) -> str:
-    """Return the picture of the recomputed time by module as SVG text: one bar per module, in the
-    order of the model. Bars are seconds, or runs if recomputation takes no time."""
+def modules_picture(plan: PlanData) -> Picture:
+    """Return the recomputed time by module: one bar per module, in the order of the model. Bars are
+    seconds, or runs if recomputation takes no time."""
     modules = recomputation_by_module(plan)
-    lengths = bar_lengths(modules)
-    names = [shorten(plain(module.name), _MAX_NAME_LENGTH) for module in modules]
-    labels = [bar_label(module) for module in modules]
-    left = svg.MARGIN + svg.CHARACTER_WIDTH * max(map(len, names), default=0) + 10
-    label_width = svg.CHARACTER_WIDTH * max(map(len, labels), default=0)
-    scale = (_WIDTH - svg.MARGIN - left - 8 - label_width) / max(lengths, default=1.0)
-    body = svg.heading(TITLE, summary(plan))
-    for row, (module, name, length) in enumerate(zip(modules, names, lengths, strict=True)):
-        y = _TOP + row * _ROW
-        tip = f"{module.name}: {labels[row]}, {format_bytes(module.size_bytes)} recomputed"
-        body += [
-            svg.text(left - 8, y + 14, name, anchor="end", tip=module.name),
-            svg.rectangle(left, y + 2, max(length * scale, 1.0), _ROW - 5, "recomputed", tip),
-            svg.text(left + length * scale + 8, y + 14, labels[row]),
-        ]
-    height = _TOP + len(modules) * _ROW
-    if modules:
-        body.append(svg.line(left, _TOP, left, height, "axis"))
-    return svg.document(_WIDTH, height + 12, TITLE, summary(plan), body)
-
-
-def bar_lengths(modules: list[ModuleRecomputation]) -> list[float]:
-    """Return the length of each module's bar: seconds, or runs if none takes time."""
     by_time = any(module.time_s > 0 for module in modules)
-    return [module.time_s if by_time else float(module.runs) for module in modules]
-
-
-def bar_label(module: ModuleRecomputation) -> str:
-    """Return the recomputed time and the number of runs of a module, as text."""
-    return f"{format_seconds(module.time_s)}, {module.runs:,} run{'s' if module.runs != 1 else ''}"
+    lengths = [module.time_s if by_time else float(module.runs) for module in modules]
+    items: list[Box] = []
+    rows: list[RowLabel] = []
+    for row, (module, length) in enumerate(zip(modules, lengths, strict=True)):
+        runs = f"{module.runs:,} run{'s' if module.runs != 1 else ''}"
+        label = f"{format_seconds(module.time_s)}, {runs}"
+        tip = f"{module.name}: {label}, {format_bytes(module.size_bytes)} recomputed"
+        items.append(Box("recomputed", 0, length, row + 0.1, row + 0.85, tip, label))
+        name = shorten(plain(module.name), _MAX_NAME_LENGTH)
+        rows.append(RowLabel(name, row, row + 0.95, module.name))
+    longest = max(lengths, default=0.0) or 1.0
+    unit = second_unit(longest) if by_time else RUNS
+    count = max(len(modules), 1)
+    return Picture(
+        "Recomputed time by module",
+        _summary(plan),
+        x=Scale(0, longest * _ROOM_FOR_LABELS, unit, f"time ({unit.name})" if by_time else "runs"),
+        panels=[Panel(Scale(count, 0), count * _ROW, items, rows)],
+    )
 
 
 def recomputation_by_module(plan: PlanData, limit: int = MAX_BARS) -> list[ModuleRecomputation]:
@@ -115,7 +107,7 @@ def _groupings(paths: dict[int, str]) -> list[dict[int, str]]:
     return groupings
 
 
-def summary(plan: PlanData) -> str:
+def _summary(plan: PlanData) -> str:
     """Return how much the plan recomputes in all, as text."""
     counts = plan.schedule.recomputed(plan.graph)
     if not counts:

@@ -1,40 +1,74 @@
-"""`schedule_svg`: which operation runs when, and how long its output is live: the matrices R and S
-of Checkmate as a picture.
+"""Which operation runs when, and how long its output is live: the matrices R and S of Checkmate as
+a picture.
 
-There is one column per run and one row per operation. A dark mark is a run (R); the pale band that
-begins there is the time for which an output of that run is live (S). Marks and bands of one role
-share one path. Rows are whole pixels high, so that thin ones stay sharp.
+There is one column per run, and one row per operation or for all pieces of one. A dark mark is a
+run (R); the pale band that begins there is the time for which an output of that run is live (S). If
+there are too many for the picture, a row or column is a bin of several, and a cell is filled if
+anything in its bin is.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
+from remat.graph import Operation
 from remat.limits.units import format_bytes, format_seconds
 from remat.passes.offload.copies import count_without_copies
 from remat.plan_data import PlanData
-from remat.report.operation_lines import operation_labels
-from remat.view.drawing import svg
-from remat.view.drawing.axes import RUNS, Axis, bottom_axis, decimal_ticks, pass_boundary
-from remat.view.drawing.memory_layers import first_backward_run
-from remat.view.drawing.schedule_grid import (
-    MAX_ROWS,
-    ROLES,
-    CellStroke,
-    ScheduleGrid,
-    module_sections,
-    schedule_strokes,
+from remat.report.operation_lines import lines_of_operations, operation_labels
+from remat.view.memory import copy_layers, earlier_run_counts, first_backward_run
+from remat.view.picture import (
+    RUNS,
+    Box,
+    Item,
+    LegendEntry,
+    Panel,
+    Picture,
+    RowLabel,
+    Rule,
+    Scale,
+    Strokes,
 )
-from remat.view.drawing.text import plain, shorten
+from remat.view.text import plain, shorten
 
-TITLE = "Schedule"
+MAX_ROWS = 700
+MAX_COLUMNS = 900
+
+ROLES = {
+    "live-result": "result live to the end",
+    "live": "output live",
+    "live-recomputed": "recomputed output live",
+    "run": "first run",
+    "recomputation": "recomputation",
+}
+"""The roles that a cell can have, with their labels. Later roles are drawn over earlier ones."""
+
+_ROLE_OF_LAYER = {
+    "activations": "live",
+    "activation-gradients": "live",
+    "results": "live-result",
+    "recomputed": "live-recomputed",
+    "reloaded": "live",
+}
+"""The role of the cells in which a copy of this memory layer is live."""
+
+_MAX_DEPTH = 8
+"""The largest number of parts of a module path in a label."""
+
+CellStroke = tuple[int, int, int]
+"""A horizontal stretch of filled cells: its row, first column and last column."""
+
+ModuleSection = tuple[str, int, int]
+"""Consecutive operations of one module: its path, the first operation, and the last plus one."""
+
 MAX_NAMED_ROWS = 46
 """Up to this many rows are labelled with their operation; more are labelled by module."""
 
-LEGEND = ("run", "recomputation", "live", "live-recomputed", "live-result")
+_LEGEND = ("run", "recomputation", "live", "live-recomputed", "live-result")
 """The roles in the order of the legend."""
 
-_WIDTH, _RIGHT, _TOP = 960.0, 24.0, 88.0
 _MAX_ROW_HEIGHT = 15
 _LABEL_HEIGHT = 14.0
 _MAX_LABEL_LENGTH = 28
@@ -49,81 +83,66 @@ _MIN_SIZE = {
 is visible."""
 
 
-def schedule_svg(plan: PlanData) -> str:
-    """Return the picture of a schedule as SVG text: runs from left to right, operations from top to
-    bottom."""
+def schedule_picture(plan: PlanData) -> Picture:
+    """Return the picture of a schedule: runs from left to right, operations from top to bottom.
+    Rows are whole pixels high, so that thin ones stay sharp."""
     grid = ScheduleGrid.of(plan)
-    row_height = max(1, min(_MAX_ROW_HEIGHT, MAX_ROWS // max(grid.rows, 1)))
-    bottom = _TOP + max(grid.rows * row_height, 42)
-    line_height = row_height * grid.rows / max(len(grid.lines), 1)
-    labels = row_labels(plan, grid, line_height, _LABEL_HEIGHT)
-    longest = max((len(shorten(plain(name), _MAX_LABEL_LENGTH)) for name, *_ in labels), default=0)
-    left = max(60.0, svg.MARGIN + svg.CHARACTER_WIDTH * longest + 10)
-    right = _WIDTH - _RIGHT
-    x_axis = Axis(0, max(grid.runs, 1), left, right - left)
-    body = svg.heading(TITLE, summary(plan))
-    body.append(svg.text(svg.MARGIN, _TOP - 12, "operations"))
-    for name, first, after in labels:
-        y = _TOP + grid.row(first) * row_height
-        below = _TOP + (grid.row(after - 1) + 1) * row_height
-        if len(grid.lines) > MAX_NAMED_ROWS:
-            body.append(svg.line(left - 4, y, right, y, "grid"))
-        label = shorten(plain(name), _MAX_LABEL_LENGTH)
-        body.append(svg.text(left - 8, (y + below) / 2 + 4, label, anchor="end", tip=name))
+    rows, count = max(grid.rows, 1), len(grid.lines)
+    row_height = max(1, min(_MAX_ROW_HEIGHT, MAX_ROWS // rows))
+    runs_per_column = grid.runs / max(grid.columns, 1)
+    is_named = count <= MAX_NAMED_ROWS
     strokes_by_role = schedule_strokes(plan, grid)
-    column_width = x_axis.length / max(grid.columns, 1)
-    for role, strokes in strokes_by_role.items():
-        min_width, min_height = _MIN_SIZE[role]
-        stroke_width = row_height * (0.8 if len(grid.lines) <= MAX_NAMED_ROWS else 1)
-        data = _strokes_path(strokes, left, column_width, min_width, row_height)
-        body.append(svg.path(data, role, ROLES[role], stroke_width=max(stroke_width, min_height)))
+    items: list[Item] = [
+        Strokes(
+            role,
+            [
+                (row + 0.5, first * runs_per_column, (last + 1) * runs_per_column)
+                for row, first, last in strokes
+            ],
+            0.8 if is_named else 1.0,
+            *_MIN_SIZE[role],
+            ROLES[role],
+        )
+        for role, strokes in strokes_by_role.items()
+    ]
     boundary = first_backward_run(plan)
     if boundary is not None:
-        body += pass_boundary(x_axis.at(boundary), left, right, _TOP, bottom)
-    ticks = [tick for tick in decimal_ticks(0, max(grid.runs, 1)) if tick == int(tick)]
-    body += bottom_axis(x_axis, RUNS, ticks, bottom, "runs")
-    if grid.rows == len(grid.lines):
-        body += _tips(plan, grid, left, row_height)
-    entries = [(role, ROLES[role]) for role in LEGEND if role in strokes_by_role]
-    legend, below = svg.legend(entries, left, bottom + 62, _WIDTH - left)
-    return svg.document(_WIDTH, below, TITLE, summary(plan), [*body, *legend])
+        items.append(Rule("mark", "x", boundary, "backward", "forward"))
+    if grid.rows == count:
+        items += _tips(plan, grid)
+    labels = [
+        RowLabel(
+            shorten(plain(name), _MAX_LABEL_LENGTH), grid.row(first), grid.row(after - 1) + 1, name
+        )
+        for name, first, after in _row_labels(plan, grid, row_height * grid.rows / max(count, 1))
+    ]
+    height = max(grid.rows * row_height, 42)
+    operations = Panel(Scale(rows, 0, name="operations"), height, items, labels, not is_named)
+    return Picture(
+        "Schedule",
+        _summary(plan),
+        x=Scale(0, max(grid.runs, 1), RUNS, "runs"),
+        panels=[operations],
+        legend=[LegendEntry(ROLES[role], role) for role in _LEGEND if role in strokes_by_role],
+    )
 
 
-def row_labels(
-    plan: PlanData, grid: ScheduleGrid, line_height: float, label_height: float
-) -> list[tuple[str, int, int]]:
-    """Return the labels of the rows: (text, first line, last line plus one). Up to
-    `MAX_NAMED_ROWS` lines are named one by one, more by sections of one module."""
+def _row_labels(plan: PlanData, grid: ScheduleGrid, line_height: float) -> list[ModuleSection]:
+    """Return the labels of the lines of operations: up to `MAX_NAMED_ROWS` are named one by one,
+    more by sections of one module."""
     if len(grid.lines) <= MAX_NAMED_ROWS:
         labels = operation_labels(plan.graph)
         return [(labels[ops[0]], line, line + 1) for line, ops in enumerate(grid.lines)]
     first_operations = [plan.graph.operations[ops[0]] for ops in grid.lines]
-    return module_sections(first_operations, line_height, label_height)
+    return module_sections(first_operations, line_height, _LABEL_HEIGHT)
 
 
-def _strokes_path(
-    strokes: list[CellStroke],
-    left: float,
-    column_width: float,
-    min_width: float,
-    row_height: int,
-) -> str:
-    """Return path data with a horizontal line for each stroke: lines take the fewest characters."""
-    parts: list[str] = []
-    for row, first, last in strokes:
-        x, y = left + first * column_width, _TOP + (row + 0.5) * row_height
-        width = max((last - first + 1) * column_width, min_width)
-        parts.append(f"M{svg.number(round(x, 1))} {svg.number(y)}h{svg.number(round(width, 1))}")
-    return "".join(parts)
-
-
-def _tips(plan: PlanData, grid: ScheduleGrid, left: float, row_height: int) -> list[str]:
-    """Return invisible rows whose tooltips describe their line. They need one row each."""
+def _tips(plan: PlanData, grid: ScheduleGrid) -> Iterator[Box]:
+    """Yield invisible rows whose tooltips describe their line. They need one row each."""
     graph, labels = plan.graph, operation_labels(plan.graph)
     runs: dict[int, list[int]] = defaultdict(list)
     for run, op in enumerate(plan.schedule.runs):
         runs[op].append(run)
-    parts: list[str] = []
     for line, ops in enumerate(grid.lines):
         operations = [graph.operations[op] for op in ops]
         size = sum(graph.values[v].size_bytes for o in operations for v in o.outputs)
@@ -134,12 +153,10 @@ def _tips(plan: PlanData, grid: ScheduleGrid, left: float, row_height: int) -> l
             f"{shorten(plain(labels[ops[0]]), 60)}{module}: runs at {numbers}; "
             f"{format_seconds(sum(o.cost_s for o in operations))}, {format_bytes(size)}"
         )
-        width = _WIDTH - left - _RIGHT
-        parts.append(svg.rectangle(left, _TOP + line * row_height, width, row_height, "hover", tip))
-    return parts
+        yield Box("hover", 0, grid.runs, line, line + 1, tip)
 
 
-def summary(plan: PlanData) -> str:
+def _summary(plan: PlanData) -> str:
     """Return the numbers of runs, operations and recomputations, as text."""
     recomputed = plan.schedule.recomputed(plan.graph)
     copy_count = len(plan.graph) - count_without_copies(plan.graph)
@@ -148,3 +165,128 @@ def summary(plan: PlanData) -> str:
         f"{len(plan.schedule):,} runs of {len(plan.graph):,} operations{copies}; "
         f"{len(recomputed):,} operations are recomputed, {sum(recomputed.values()):,} times in all"
     )
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduleGrid:
+    """The lines of operations and the runs, and the rows and columns that they are drawn in. The
+    pieces of an operation share a line: `lines` has the operations on each."""
+
+    lines: tuple[tuple[int, ...], ...]
+    runs: int
+
+    @classmethod
+    def of(cls, plan: PlanData) -> ScheduleGrid:
+        """Return the grid of a plan."""
+        lines = lines_of_operations(plan.graph).values()
+        return cls(tuple(map(tuple, lines)), len(plan.schedule))
+
+    @property
+    def rows(self) -> int:
+        """The number of rows of the picture."""
+        return min(len(self.lines), MAX_ROWS)
+
+    @property
+    def columns(self) -> int:
+        """The number of columns of the picture."""
+        return min(self.runs, MAX_COLUMNS)
+
+    def row(self, line: int) -> int:
+        """Return the row of a line."""
+        return line * self.rows // len(self.lines)
+
+    def rows_of_operations(self) -> list[int]:
+        """Return the row of each operation."""
+        rows = {op: self.row(line) for line, ops in enumerate(self.lines) for op in ops}
+        return [rows[op] for op in range(len(rows))]
+
+    def column(self, run: int) -> int:
+        """Return the column of a run."""
+        return run * self.columns // self.runs
+
+
+def schedule_strokes(plan: PlanData, grid: ScheduleGrid) -> dict[str, list[CellStroke]]:
+    """Return the filled cells of each role as horizontal strokes, row by row. Roles are in drawing
+    order; those without cells are left out."""
+    filled: dict[str, dict[int, set[int]]] = {role: defaultdict(set) for role in ROLES}
+    rows_of_operations = grid.rows_of_operations()
+    earlier_runs = earlier_run_counts(plan.schedule)
+    for run, (op, earlier) in enumerate(zip(plan.schedule.runs, earlier_runs, strict=True)):
+        filled["recomputation" if earlier else "run"][rows_of_operations[op]].add(grid.column(run))
+    timeline = plan.timeline()
+    for copy, layer in zip(timeline.copies, copy_layers(plan, timeline), strict=True):
+        # A copy is live from the run that produces it to the last one that reads it.
+        last = min(copy.end, grid.runs - 1)
+        if last > copy.start and plan.graph.values[copy.value].size_bytes:
+            columns = range(grid.column(copy.start), grid.column(last) + 1)
+            row = rows_of_operations[plan.graph.producer[copy.value]]
+            filled[_ROLE_OF_LAYER[layer]][row].update(columns)
+    return {
+        role: [(row, *ends) for row in sorted(rows) for ends in _consecutive_ranges(rows[row])]
+        for role, rows in filled.items()
+        if rows
+    }
+
+
+def _consecutive_ranges(numbers: set[int]) -> Iterator[tuple[int, int]]:
+    """Yield (first, last) of each maximal range of consecutive numbers."""
+    first, *others = sorted(numbers)
+    previous = first
+    for number in others:
+        if number != previous + 1:
+            yield first, previous
+            first = number
+        previous = number
+    yield first, previous
+
+
+def module_sections(
+    operations: Sequence[Operation], operation_height: float, label_height: float
+) -> list[ModuleSection]:
+    """Return the sections of these operations that get a label with their module's path.
+
+    Paths are cut to the depth at which sections that are high enough for a label cover the most
+    operations. If there are fewer than four such sections, lower ones are labelled too, as far as
+    labels do not overlap.
+    """
+    for min_height in (label_height, label_height / 4, label_height / 8):
+        best: list[ModuleSection] = []
+        best_covered = 0
+        for depth in range(_MAX_DEPTH, 0, -1):
+            sections = [
+                (module, first, after)
+                for module, first, after in _sections_at_depth(operations, depth)
+                if (after - first) * operation_height >= min_height
+            ]
+            covered = sum(after - first for _, first, after in sections)
+            # Of paths that distinguish equally many sections, the shorter ones are better names.
+            if covered > 1.15 * best_covered or (
+                covered >= best_covered and len(sections) >= len(best)
+            ):
+                best, best_covered = sections, covered
+        if len(best) >= 4:
+            break
+    labelled: list[ModuleSection] = []
+    for section in best:
+        # The sum of the ends is twice the middle.
+        distance = (sum(section[1:]) - sum(labelled[-1][1:])) / 2 if labelled else 0
+        if not labelled or distance * operation_height >= label_height:
+            labelled.append(section)
+    return labelled
+
+
+def _sections_at_depth(operations: Sequence[Operation], depth: int) -> list[ModuleSection]:
+    """Return the sections by the first `depth` parts of the module paths; none spans both passes.
+    An operation of an enclosing module, or of none, belongs to the section that it interrupts."""
+    sections: list[ModuleSection] = []
+    was_backward = False
+    for op, operation in enumerate(operations):
+        name = ".".join(operation.module.split(".")[:depth])
+        last = sections[-1][0] if sections and operation.backward == was_backward else None
+        is_enclosing = last is not None and (not name or f"{last}.".startswith(f"{name}."))
+        if last is not None and is_enclosing:
+            sections[-1] = (last, sections[-1][1], op + 1)
+        else:
+            sections.append((name, op, op + 1))
+        was_backward = operation.backward
+    return [section for section in sections if section[0]]

@@ -18,8 +18,8 @@ from remat.documents.base import write_atomically
 from remat.plan_data import PlanData
 from remat.report.operation_lines import operation_labels
 from remat.simulate import overwritten_copies
-from remat.view.drawing.memory_layers import LAYERS, copy_layers, run_start_times_s
-from remat.view.drawing.text import plain
+from remat.view.memory import LAYERS, copy_layers, run_start_times_s
+from remat.view.text import plain
 
 _BASE_ADDRESS = 0x7F0000000000
 """A plausible address of device memory, below 2**53 because the viewer uses JavaScript numbers."""

@@ -8,7 +8,7 @@ import io
 from remat.graph import Graph
 from remat.limits.units import format_bytes, format_seconds
 from remat.plan_data import PlanData
-from remat.view.drawing.text import plain, shorten
+from remat.view.text import plain, shorten
 
 COLUMNS = (
     "index",

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import hypothesis
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from tests.helpers.graphs import chain, small_graphs
+from tests.helpers.graphs import chain
+from tests.helpers.plans import plan_of, plans
 
 from remat.errors import RematError, UnknownName
 from remat.graph import Graph, Operation, Value
@@ -17,7 +19,6 @@ from remat.report.explain import without_recomputation
 from remat.report.report import fold_layer_numbers
 from remat.schedule import Schedule
 from remat.simulate import Copy, simulate
-from remat.solution import Solution
 from remat.solve import solve
 
 F0, F1, F2, F3, B3, B2, B1, B0 = range(8)
@@ -25,9 +26,8 @@ F0, F1, F2, F3, B3, B2, B1, B0 = range(8)
 
 
 def _plan(graph: Graph, *runs: int, spare_bytes: int = 0) -> Plan:
-    schedule = Schedule(runs)
-    peak_bytes = simulate(graph, schedule).peak_bytes
-    return Plan.of(graph, peak_bytes + spare_bytes, Solution(schedule), {})
+    plan = plan_of(graph, Schedule(runs))
+    return replace(plan, budget_bytes=plan.peak_bytes + spare_bytes)
 
 
 def test_a_recomputed_operation_is_explained() -> None:
@@ -131,22 +131,10 @@ def test_a_module_may_be_named_as_tables_name_it() -> None:
         assert plan.explain(name).startswith(f"{name}: {members} operation")
 
 
-@st.composite
-def _plans(draw_from: st.DrawFn) -> Plan:
-    """Plans of a small graph with recomputations anywhere after the first run."""
-    graph = draw_from(small_graphs(renews=False))
-    runs = list(range(len(graph)))
-    recomputable = [op for op in runs if graph.operations[op].recomputable]
-    for op in (
-        draw_from(st.lists(st.sampled_from(recomputable), max_size=6)) if recomputable else ()
-    ):
-        runs.insert(draw_from(st.integers(runs.index(op) + 1, len(runs))), op)
-    return _plan(graph, *runs, spare_bytes=draw_from(st.integers(0, 8)))
-
-
 @settings(max_examples=50, deadline=None)
-@hypothesis.given(_plans())
-def test_the_stated_peak_is_that_of_the_changed_schedule(plan: Plan) -> None:
+@hypothesis.given(plans(), st.integers(0, 8))
+def test_the_stated_peak_is_that_of_the_changed_schedule(plan: Plan, spare_bytes: int) -> None:
+    plan = replace(plan, budget_bytes=plan.peak_bytes + spare_bytes)
     graph = plan.graph
     for op, operation in enumerate(graph.operations):
         text = plan.explain(operation.name)

@@ -10,7 +10,7 @@ from tests.helpers.graphs import chain, random_stages
 
 from remat.limits.units import format_bytes, format_seconds
 from remat.plan import Plan
-from remat.report.solve_progress import solve_report, step_rows
+from remat.report.solve_progress import step_rows, steps_report
 from remat.solution import step_names
 from remat.solve import solve
 from remat.strategies import Auto, EveryK, Exact, KeepAll, Strategy
@@ -24,7 +24,7 @@ def smallest() -> Plan:
 
 
 def test_each_step_has_a_line(smallest: Plan) -> None:
-    peak, cost = str(solve_report(smallest)).split("\n\n")
+    peak, cost = str(steps_report(smallest)).split("\n\n")
     names = step_names(smallest.stats)
     assert names[:2] == ["peak_eviction", "peak_milp"]
     assert "relaxation" in names
@@ -51,7 +51,7 @@ def cells(line: str) -> list[str]:
 
 
 def test_missing_figures_are_dashes() -> None:
-    text = str(solve_report(solve(GRAPH, "70%", Auto(order="off", threads=1))))
+    text = str(steps_report(solve(GRAPH, "70%", Auto(order="off", threads=1))))
     assert text.splitlines()[1].split()[0] == "relaxation"
     assert text.splitlines()[1].split()[-2] == "-"
 
@@ -70,7 +70,7 @@ def test_the_rows_are_available_as_data(smallest: Plan) -> None:
 
 def test_the_steps_follow_the_description_of_the_plan(smallest: Plan) -> None:
     usual = smallest.describe()
-    assert smallest.describe(solve=True) == f"{usual}\n\n{solve_report(smallest)!s}"
+    assert smallest.describe(solve=True) == f"{usual}\n\n{steps_report(smallest)!s}"
     (solver,) = (line for line in usual.splitlines() if line.startswith("solver "))
     total = format_seconds(float(smallest.stats["total_s"]))
     assert solver.endswith(f", solved in {total}")
@@ -85,7 +85,7 @@ def test_a_solver_that_was_not_used_has_no_rows() -> None:
 
 @pytest.mark.parametrize("strategy", [Auto(), Exact(), KeepAll()])
 def test_where_everything_fits_there_was_no_search(strategy: Strategy) -> None:
-    text = str(solve_report(solve(chain(4), "100%", strategy)))
+    text = str(steps_report(solve(chain(4), "100%", strategy)))
     assert text == "no steps: everything fits without recomputation, so there was no search"
 
 
@@ -100,7 +100,7 @@ def test_a_baseline_has_no_steps() -> None:
 def test_unusual_stats_are_described(smallest: Plan, forged: str) -> None:
     """A plan may come from a file: steps without seconds are left out."""
     stats = {"steps": forged, "abc_s": "long", "abc_cost": "high", "relaxation_s": 1}
-    text = str(solve_report(replace(smallest, solve=stats)))
+    text = str(steps_report(replace(smallest, solve=stats)))
     assert "abc" not in text
     assert ("relaxation" in text) == ("relaxation" in forged)
 
@@ -111,5 +111,5 @@ def test_concurrent_and_failed_steps_are_reported() -> None:
     stats = {f"{first}_concurrent": 1, "search_error": f"{first}: it broke"}
     plan = replace(plan, solve={**plan.solve, **stats})
     assert step_rows(plan)[0]["note"] == "concurrent, failed"
-    assert f"{first} (concurrent, failed)" in str(solve_report(plan))
+    assert f"{first} (concurrent, failed)" in str(steps_report(plan))
     assert all("note" not in step for step in step_rows(plan)[1:])

@@ -12,9 +12,10 @@ from remat.plan import Plan
 from remat.plan_data import OffloadFigures
 from remat.schedule import Schedule
 from remat.view.chrome import chrome_trace
-from remat.view.drawing.copy_lanes import Bar, copy_lanes
-from remat.view.drawing.memory_layers import memory_layers
-from remat.view.timeline import memory_curves, timeline_svg
+from remat.view.memory import memory_layers
+from remat.view.picture import Area, Box
+from remat.view.pictures import timeline_svg
+from remat.view.timeline import timeline_picture
 
 SIZES = {"a": 100, "sent": 0, "stored": 0, "y": 10, "buffer": 100, "grad": 10, "result": 10}
 A, SENT, STORED, Y, BUFFER, GRAD, RESULT = range(len(SIZES))
@@ -44,14 +45,18 @@ def offloading_plan() -> Plan:
 
 
 def test_copies_and_waiting_are_those_counted_by_hand() -> None:
-    lanes = copy_lanes(offloading_plan())
-    assert lanes is not None
-    assert lanes.lanes == {
-        "to host": [Bar(1.0, 3.0, "a to host: 100 B in 2 s")],
-        "to device": [Bar(3.0, 7.0, "a to device: 100 B in 4 s")],
-        "waiting": [Bar(2.0, 3.0, "waits 1 s for a"), Bar(4.0, 7.0, "waits 3 s for a")],
-    }
-    assert lanes.times.host_bytes == ((0.0, 0), (1.0, 100), (7.0, 0))
+    _, lanes, host = timeline_picture(offloading_plan()).panels
+    assert [row.text for row in lanes.rows] == ["to host", "to device", "waiting"]
+    boxes = [item for item in lanes.items if isinstance(item, Box)]
+    assert [(box.left, box.right, box.tip) for box in boxes] == [
+        (1.0, 3.0, "a to host: 100 B in 2 s"),
+        (3.0, 7.0, "a to device: 100 B in 4 s"),
+        (2.0, 3.0, "waits 1 s for a"),
+        (4.0, 7.0, "waits 3 s for a"),
+    ]
+    area = host.items[0]
+    assert isinstance(area, Area)
+    assert [column for column in area.columns if column[2]] == [(1.0, 7.0, 100)]
 
 
 def test_what_comes_back_is_a_layer() -> None:
@@ -72,9 +77,11 @@ def test_the_timeline_shows_copies_only_where_there_are_some() -> None:
 
 
 def test_the_baseline_is_the_step_without_copies() -> None:
-    curves = memory_curves(offloading_plan())
-    assert curves.baseline_bytes == (100, 110, 120, 120)
-    assert curves.baseline_starts == [0.0, 1.0, 2.0, 3.0, 5.0]
+    baseline = timeline_picture(offloading_plan()).panels[0].items[0]
+    assert isinstance(baseline, Area)
+    assert baseline.role == "baseline"
+    assert {size for *_, size in baseline.columns} == {100, 110, 120}
+    assert baseline.columns[-1][1] == 5.0
 
 
 def test_perfetto_shows_copies_on_tracks_of_their_own() -> None:

@@ -39,12 +39,12 @@ from remat.view import (
     schedule_svg,
     timeline_svg,
 )
-from remat.view.drawing.axes import Unit, byte_unit, decimal_ticks, second_unit
-from remat.view.drawing.memory_layers import earlier_run_counts, first_backward_run, memory_layers
-from remat.view.drawing.svg import number
-from remat.view.drawing.text import escape, plain, shorten
-from remat.view.frontier import frontier_data
+from remat.view.frontier import frontier_picture
+from remat.view.memory import earlier_run_counts, first_backward_run, memory_layers
 from remat.view.modules import MAX_BARS, recomputation_by_module
+from remat.view.picture import Line, Unit, byte_unit, decimal_ticks, second_unit
+from remat.view.svg import number
+from remat.view.text import escape, plain, shorten
 from remat.view.timeline import MAX_COLUMNS, peak_columns
 
 PICTURES: tuple[Callable[[Plan], str], ...] = (
@@ -218,18 +218,18 @@ def test_the_frontier_has_plans_bounds_baselines_and_the_device() -> None:
 
 def test_the_frontier_has_steps_within_which_the_optimum_lies() -> None:
     graph = chain(8, size=1 << 20, cost=0.001)
-    shown = frontier_data(sweep(graph, ["60%", "80%"]))
-    eager = peak_of(graph)
-    assert shown.plan_steps()[-1] == (eager, 0.0)
-    assert len(shown.plan_steps()) == 2 * len(shown.bound_points()) + 1 == 5
-    for corners in (shown.plan_steps(), shown.bound_steps()):
+    items = frontier_picture(sweep(graph, ["60%", "80%"])).panels[0].items
+    plan_steps, bound_steps = (item.points for item in items if isinstance(item, Line))
+    assert plan_steps[-1] == (peak_of(graph), 0.0)
+    assert (len(plan_steps), len(bound_steps)) == (5, 3)
+    for corners in (plan_steps, bound_steps):
         for (x, y), (a, b) in pairwise(corners):
             assert x <= a
             assert y >= b
             assert x == a or y == b
     # A plan is valid for every larger budget, a bound for every smaller one.
-    assert shown.plan_steps()[1] == (shown.plan_steps()[2][0], shown.plan_steps()[0][1])
-    assert shown.bound_steps()[1] == (shown.bound_steps()[0][0], shown.bound_steps()[2][1])
+    assert plan_steps[1] == (plan_steps[2][0], plan_steps[0][1])
+    assert bound_steps[1] == (bound_steps[0][0], bound_steps[2][1])
 
 
 def test_points_far_outside_the_frontier_are_written_above_it() -> None:

@@ -18,8 +18,8 @@ from tests.helpers.process_limit import PROCESS_LIMIT_S
 
 import remat
 from remat.commands.common.plots import PLOT_WRITERS, PlotInput
+from remat.documents.plan import SweepDocument
 from remat.documents.program import Program
-from remat.documents.sweep import SweepDocument
 from remat.graph import Graph, Operation, Value
 from remat.plan import Plan
 from remat.strategies import EveryK, KeepAll, Rotor

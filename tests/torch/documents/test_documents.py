@@ -17,12 +17,13 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
+from tests.helpers.programs import recompute_all, traced
 from tests.helpers.training.models import FAMILIES, PLAIN, Case
 from torch.fx.graph import _illegal_names
 
 import remat
 from remat.documents.arguments import Ref
-from remat.documents.base import check_variable
+from remat.documents.names import check_variable
 from remat.documents.program import Statement
 from remat.documents.records import Node
 from remat.errors import DocumentError, RematError
@@ -44,14 +45,8 @@ def documents(name: str) -> tuple[Case, remat.Trace, remat.Program]:
     """Return a case with its trace, and a program of it that recomputes what it can."""
     torch.manual_seed(0)
     case = CASES[name]()
-    trace = remat.trace(case.model, case.args, case.kwargs)
-    trace = remat.measure(trace, remat.Roofline("cpu"))
-    graph = trace.graph()
-    runs = list(range(len(graph)))
-    assert graph.boundary is not None
-    recomputable = [op for op in runs[: graph.boundary] if graph.operations[op].recomputable]
-    runs[graph.boundary + 1 : graph.boundary + 1] = recomputable
-    return case, trace, remat.rewrite(trace, remat.Schedule(tuple(runs)))
+    trace = traced(case.model, *case.args, **case.kwargs)
+    return case, trace, recompute_all(trace)
 
 
 def tied() -> dict[str, Any]:

@@ -190,8 +190,7 @@ def test_the_forward_saves_what_the_backward_reads(name: str, rewritten) -> None
     """Exactly that is saved; outputs and gradients are complete."""
     torch.manual_seed(0)
     case = PLAIN[name]()
-    trace = remat.trace(case.model, case.args, case.kwargs)
-    trace = remat.measure(trace, remat.Roofline("cpu"))
+    trace = traced(case.model, *case.args, **case.kwargs)
     program = rewritten(trace)
     computed = {b.name for s in program.backward for b in s.results}
     not_saved = {p.name for p in program.placeholders if p.kind in ("tangent", "constant")}
@@ -208,8 +207,7 @@ def test_every_computed_value_is_read(name: str) -> None:
     """Every variable has a reader, every statement a variable or an effect."""
     torch.manual_seed(0)
     case = PLAIN[name]()
-    trace = remat.trace(case.model, case.args, case.kwargs)
-    program = keep_all(remat.measure(trace, remat.Roofline("cpu")))
+    program = keep_all(traced(case.model, *case.args, **case.kwargs))
     ends = {
         "forward": {*(o.name for o in program.outputs), *program.saved, *program.rng_states},
         "backward": {g.name for g in program.gradients},

@@ -13,9 +13,9 @@ import remat
 from remat.allocator.prediction import step_allocation_events
 from remat.allocator.replay import replay_events
 from remat.documents.arguments import Ref
-from remat.documents.memory_reuse import OUT_VARIANTS, OutVariant
 from remat.documents.program import Program
 from remat.documents.trace import Trace
+from remat.documents.writes import OUT_VARIANTS, OutVariant
 from remat.errors import DocumentError
 from remat.frontend.common.operators import resolve, resolve_out_variant
 from remat.frontend.memory.meter import measure_step

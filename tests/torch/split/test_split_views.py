@@ -11,9 +11,8 @@ from tests.helpers.training.models import language_model
 
 import remat
 from remat.compare import SPLIT_ROWS
-from remat.view import annotated_code, memory_snapshot, schedule_svg
-from remat.view.drawing.schedule_grid import ScheduleGrid
-from remat.view.figures import schedule_figure
+from remat.view import annotated_code, memory_snapshot, schedule_figure, schedule_svg
+from remat.view.schedule import ScheduleGrid
 
 COSTS = remat.Roofline("cpu")
 STRATEGY = remat.Auto(time_limit=5.0)

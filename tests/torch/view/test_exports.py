@@ -173,14 +173,10 @@ def test_torch_loads_a_snapshot(tmp_path: Path) -> None:
     save_snapshot(plan, path)
     snapshot = pickle.loads(path.read_bytes())
     assert snapshot == memory_snapshot(plan)
-    assert "MemoryViz.js" in _memory_viz.trace_plot(snapshot)
-    assert "MemoryViz.js" in _memory_viz.segment_plot(snapshot)
     flames = _memory_viz.memory(snapshot, format_flamegraph=str)
     assert "constant memory" in flames
     assert "remat:99:b0" in flames
     assert _memory_viz.segments(snapshot, format_flamegraph=str)
-    assert "total_allocated: 33.0MiB" in _memory_viz.segsum(snapshot)
-    assert "TOTAL MEM" in _memory_viz.trace(snapshot)
     unmatched = _memory_viz.filter_alloc_free_pairs(memory_snapshot(plan))["device_traces"][0]
     assert [event["action"] for event in unmatched] == ["alloc", "alloc"]
     first = next(e for e in snapshot["device_traces"][0] if e["frames"][0]["name"] == "f0")

@@ -13,7 +13,7 @@ from contextlib import suppress
 from importlib import metadata
 
 from remat.errors import BudgetError, InfeasibleBudget, RematError, SolverTimeout
-from remat.view.drawing.text import plain
+from remat.view.text import plain
 
 EXIT_FAILED, EXIT_USAGE, EXIT_INFEASIBLE, EXIT_TIMEOUT = 1, 2, 3, 4
 

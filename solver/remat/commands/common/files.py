@@ -19,11 +19,11 @@ from typing import TypeVar
 
 from remat.commands.common.exits import UsageError
 from remat.documents.base import MAX_BYTES, parse_strict_json, write_atomically
-from remat.documents.sweep import SweepDocument
+from remat.documents.plan import SweepDocument
 from remat.documents.trace import Trace
 from remat.errors import DocumentError, RematError, similar_names_hint
 from remat.plan import Plan
-from remat.view.drawing.text import plain
+from remat.view.text import plain
 
 _T = TypeVar("_T")
 

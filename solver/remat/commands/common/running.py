@@ -37,7 +37,7 @@ from remat.plan import Plan
 from remat.plan_options import CheckedOptions
 from remat.progress import Cancel, Progress
 from remat.report.solve_progress import format_progress
-from remat.view.drawing.text import plain
+from remat.view.text import plain
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bars

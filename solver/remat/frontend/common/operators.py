@@ -16,10 +16,11 @@ from torch import fx
 from torch._ops import OpOverload, OpOverloadPacket
 
 from remat.documents.arguments import Argument, Literal, Ref
-from remat.documents.base import NAMESPACES, check_target
-from remat.documents.memory_reuse import OUT_VARIANTS
+from remat.documents.base import NAMESPACES
+from remat.documents.names import check_target
 from remat.documents.records import TensorMeta
 from remat.documents.targets import COPY_TARGET
+from remat.documents.writes import OUT_VARIANTS
 from remat.errors import DocumentError, TraceError
 
 Operator: TypeAlias = Callable[..., object]

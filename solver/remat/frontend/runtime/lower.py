@@ -18,10 +18,10 @@ from torch import fx, nn
 from torch.fx.graph import _BoxedCodeGen
 
 from remat.documents.arguments import referenced_names
-from remat.documents.memory_reuse import OUT_VARIANTS
 from remat.documents.program import Program, Statement
 from remat.documents.records import Placeholder, TensorMeta
 from remat.documents.targets import ACCUMULATE_TARGET, WRITE_TARGET
+from remat.documents.writes import OUT_VARIANTS
 from remat.errors import DocumentError, GuardError
 from remat.frontend.common.aliases import is_getitem, is_view
 from remat.frontend.common.graph_writer import GraphWriter

@@ -1,11 +1,13 @@
-"""The memory of each run of a plan, split by what it is used for; and where the backward starts."""
+"""The memory of a plan over its runs: split by what it is used for, and its copies to the host and
+back; and where the backward starts."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import accumulate
 
-from remat.passes.offload.copies import offloaded_values
+from remat.costs.devices import Link
+from remat.passes.offload.copies import CopyTimes, copy_times, offloaded_values
 from remat.plan_data import PlanData
 from remat.schedule import Schedule
 from remat.simulate import Timeline, overwritten_copies
@@ -110,3 +112,12 @@ def run_start_times_s(plan: PlanData) -> list[float]:
     """Return the start of each run, and the end of the last one, in seconds."""
     costs = (plan.graph.operations[op].cost_s for op in plan.schedule.runs)
     return list(accumulate(costs, initial=0.0))
+
+
+def plan_copies(plan: PlanData) -> CopyTimes | None:
+    """Return the simulated copies of a plan's offloaded tensors; None if it offloads nothing."""
+    figures = plan.offload
+    if figures is None or not plan.graph.renewal:
+        return None
+    link = Link(figures.to_host_bytes_per_s, figures.to_device_bytes_per_s)
+    return copy_times(plan.graph, plan.schedule.runs, link)
