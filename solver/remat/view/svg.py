@@ -80,7 +80,7 @@ def picture_svg(picture: Picture) -> str:
     body += [line(x.start, y.start, x.end, y.start, "axis") for p, y in panels[:-1] if p.y.unit]
     body += _bottom_axis(x, bottom)
     for panel, y in panels:
-        body += [part for item in panel.items for part in _drawn(item, x, y, bottom)]
+        body += [part for item in panel.items for part in _elements(item, x, y, bottom)]
     legend, below = _legend(picture.legend, x, bottom + (62 if picture.x.name else 24))
     return _document(picture, below, [*body, *legend])
 
@@ -102,7 +102,7 @@ def _grid(panel: Panel, x: _Axis, y: _Axis) -> list[str]:
     return parts
 
 
-def _drawn(item: Item, x: _Axis, y: _Axis, bottom: float) -> list[str]:
+def _elements(item: Item, x: _Axis, y: _Axis, bottom: float) -> list[str]:
     """Return an item of a panel. `bottom` is the lower edge of all panels."""
     match item:
         case Area():
