@@ -125,7 +125,7 @@ def test_a_missing_solver_says_what_to_do(name: str) -> None:
 @pytest.mark.parametrize("script", ["exit 1", f"kill -{int(signal.SIGKILL)} $$", "exit 0"])
 def test_a_solver_that_dies_says_so_and_the_default_still_works(command, script: str) -> None:
     command("cbc", script)
-    graph = uneven_layers(3)
+    graph = SMALL["chain"]
     with pytest.raises(SolverError, match=r"COIN_CMD.*stopped without an answer.*HiGHS"):
         run(graph, 0.75, "COIN_CMD")
     assert solve(graph, "75%", Exact()).status is Status.OPTIMAL

@@ -165,6 +165,7 @@ def test_groups_of_one_block_share_no_decisions(share: float) -> None:
     assert len(free.program.columns) == len(bound.program.columns)
 
 
+@pytest.mark.slow_cases("0.35-3", "0.7-3")
 @pytest.mark.parametrize("groups", [1, 3])
 @pytest.mark.parametrize("share", [0.35, 0.5, 0.7])
 def test_schedules_of_a_tied_program_fit(groups: int, share: float) -> None:

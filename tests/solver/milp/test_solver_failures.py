@@ -247,6 +247,7 @@ def refusing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(highspy.Highs, "run", lambda self: highspy.HighsStatus.kError)
 
 
+@pytest.mark.slow_cases("auto-min", "auto over near slots-min")
 @pytest.mark.usefixtures("refusing")
 @pytest.mark.parametrize("budget", ["60%", "min"])
 @pytest.mark.parametrize(
