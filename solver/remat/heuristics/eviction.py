@@ -15,7 +15,7 @@ Deterministic: every limit is a number of runs.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
@@ -33,6 +33,14 @@ _INFINITE = float("inf")
 EvictionAdvice = Sequence[tuple[int, Mapping[int, float]]]
 """Pairs of an operation and factors by value: up to that operation, the values' eviction scores are
 multiplied by them."""
+
+
+def advice_to_retain(
+    shares_before: Iterable[tuple[int, Mapping[int, float]]], factor: float
+) -> EvictionAdvice:
+    """Return advice to retain, up to each of these operations, the shares (0 to 1) of values.
+    `factor` multiplies the score of a value that is retained fully."""
+    return [(op, {v: factor**share for v, share in shares.items()}) for op, shares in shares_before]
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from remat.errors import GraphError
 from remat.graph import Graph
-from remat.heuristics.eviction import EvictionAdvice
+from remat.heuristics.eviction import EvictionAdvice, advice_to_retain
 from remat.milp.checkpoint_cuts import CheckpointCuts, candidate_operations, relax_cuts
 from remat.progress import Clock
 from remat.schedule import Schedule, missing_operations
@@ -178,7 +178,4 @@ def implied_schedule(graph: Graph, cuts: CheckpointCuts) -> Schedule:
 
 
 def _eviction_advice(cuts: CheckpointCuts) -> EvictionAdvice:
-    return [
-        (op, {value: _RETENTION_FACTOR**share for value, share in shares.items()})
-        for op, shares in zip(cuts.operations, cuts.retained, strict=True)
-    ]
+    return advice_to_retain(zip(cuts.operations, cuts.retained, strict=True), _RETENTION_FACTOR)

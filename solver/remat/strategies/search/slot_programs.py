@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from remat.errors import SolverError
 from remat.graph import Graph
-from remat.heuristics.eviction import EVICTION_RULES
+from remat.heuristics.eviction import EVICTION_RULES, advice_to_retain
 from remat.milp import slots
 from remat.milp.backends import SolverOutcome
 from remat.milp.model import MilpModel
@@ -95,10 +95,7 @@ def _evict_by_support(state: SearchState, support: RelaxationSupport, clock: Clo
     improves the incumbent."""
     for factor in _RETENTION_FACTORS:
         before_s = state.objective
-        advice = [
-            (op, {v: factor**share for v, share in shares.items()})
-            for op, shares in support.retained_shares
-        ]
+        advice = advice_to_retain(support.retained_shares, factor)
         follow_advice(state, advice, clock, _RUNS_PER_OPERATION, EVICTION_RULES)
         if state.objective == before_s:
             return
