@@ -88,14 +88,8 @@ EXPECTED: dict[tuple[str, torch.dtype], set[str]] = {
 }
 
 
-QUICK = {("gpt2", torch.bfloat16), ("llama", torch.bfloat16), ("resnet", torch.float32)}
-
-
 @pytest.mark.quick_cases("gpt2-dtype1")
-@pytest.mark.parametrize(
-    ("family", "dtype"),
-    [pytest.param(*key, marks=[] if key in QUICK else pytest.mark.slow) for key in EXPECTED],
-)
+@pytest.mark.parametrize(("family", "dtype"), EXPECTED)
 def test_a_trace_for_a_gpu_has_the_operations_of_the_gpu(family: str, dtype: torch.dtype) -> None:
     trace = traced(case_of(family, dtype))
     targets_on_gpu = targets(trace)

@@ -58,14 +58,10 @@ def test_every_model_is_exact_in_lower_precision(name: str, mode: str) -> None:
     assert_eager_when_recomputed(in_mode(ALL[name](), mode))
 
 
-@pytest.mark.slow_cases("eager-0.1-autocast")
-@pytest.mark.parametrize(
-    ("attention", "dropout", "mode"),
-    [
-        pytest.param(*case, marks=[] if case[2] == "autocast" else pytest.mark.slow)
-        for case in itertools.product(("sdpa", "eager"), (0.0, 0.1), MODES)
-    ],
-)
+@pytest.mark.quick_cases("sdpa-0.0-autocast", "sdpa-0.1-autocast", "eager-0.0-autocast")
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_attention_is_exact_in_lower_precision(attention: str, dropout: float, mode: str) -> None:
     torch.manual_seed(0)
     case = gpt2(layers=1, dropout=dropout)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import os
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -137,29 +137,8 @@ RUNS: dict[str, Callable[[nn.Module], Run]] = {
 }
 
 
-def cases(named: Mapping[str, object], *, slow: Collection[str]) -> list[Any]:
-    """Return the parameters of a test, those in `slow` with that mark."""
-    return [
-        pytest.param(value, id=name, marks=[pytest.mark.slow] if name in slow else [])
-        for name, value in named.items()
-    ]
-
-
-@pytest.mark.slow_cases("enable blocks 80%")
-@pytest.mark.parametrize(
-    "make_run",
-    cases(
-        RUNS,
-        slow={
-            "eager",
-            "optimize 100%",
-            "optimize 80%",
-            "optimize min",
-            "enable 80%",
-            "enable blocks min",
-        },
-    ),
-)
+@pytest.mark.quick_cases("optimize 80% with examples")
+@pytest.mark.parametrize("make_run", RUNS.values(), ids=RUNS)
 def test_nothing_of_a_step_outlives_it(
     make_run: Callable[[nn.Module], Run], model: Model, no_collector: None
 ) -> None:
@@ -185,8 +164,8 @@ CALLS: dict[str, Callable[[nn.Module], object]] = {
 }
 
 
-@pytest.mark.slow_cases("rewrite", "optimize")
-@pytest.mark.parametrize("call", cases(CALLS, slow={"max_batch", "measure", "solve", "estimate"}))
+@pytest.mark.quick_cases("trace", "trace for an absent GPU")
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 def test_planning_leaves_no_tensor(
     call: Callable[[nn.Module], object], model: Model, no_collector: None
 ) -> None:
@@ -208,7 +187,7 @@ COMPILED: dict[str, Callable[[nn.Module], Run]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("make_run", cases(COMPILED, slow={"plain", "min", "90%", "100%"}))
+@pytest.mark.parametrize("make_run", COMPILED.values(), ids=COMPILED)
 @pytest.mark.usefixtures("empty_compile_caches")
 def test_nothing_of_a_compiled_step_outlives_it(
     make_run: Callable[[nn.Module], Run], model: Model, no_collector: None
@@ -263,10 +242,8 @@ FAILURES: dict[str, Callable[[nn.Module, torch.Tensor], object]] = {
 }
 
 
-@pytest.mark.slow_cases("an error of the progress callback", "enable blocks at the first call")
-@pytest.mark.parametrize(
-    "call", cases(FAILURES, slow={"optimize", "max_batch", "no model", "another operation"})
-)
+@pytest.mark.quick_cases("optimize at the first call", "an operation that torch refuses")
+@pytest.mark.parametrize("call", FAILURES.values(), ids=FAILURES)
 def test_an_error_releases_the_tensors_of_its_callers(
     call: Callable[[nn.Module, torch.Tensor], object], model: Model, no_collector: None
 ) -> None:
