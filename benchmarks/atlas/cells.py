@@ -186,8 +186,8 @@ class _Cells:
             self._trace,
             request,
             measure=lambda trace: measured(trace, self._gpu),
-            solve_trace=self._solve_trace,
-            solve_without=None if offload is None else self._solved_split,
+            plan_form=self._solve_trace,
+            plan_without=None if offload is None else self._solved_split,
             clock=Clock.of(2 * CHOICE_LIMIT_S * request.choices),
         )
 

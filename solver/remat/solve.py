@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from remat.allocator.budget_fitting import solve_within_allocator_budget
+from remat.allocator.budget_fitting import plan_within_allocator_budget
 from remat.allocator.prediction import with_prediction
 from remat.documents.trace import Trace
 from remat.errors import InfeasibleBudget, SolverError, SolverWarning, wrong_type
@@ -197,7 +197,7 @@ class _Search:
                 plan = replace(plan, terms=replace(plan.terms, launch_s=launch_s))
             return with_prediction(plan, traced)
 
-        return solve_within_allocator_budget(
+        return plan_within_allocator_budget(
             traced, budget, plan_once, reserved_bytes=self.reserved_bytes, cancel=self.cancel
         )
 

@@ -16,12 +16,12 @@ from dataclasses import replace
 from remat.allocator.prediction import is_on_cuda, with_prediction
 from remat.documents.trace import Trace
 from remat.limits.budget import Budget
-from remat.limits.reductions import Verdict, solve_until_accepted
+from remat.limits.reductions import Verdict, lower_until_accepted
 from remat.plan_data import P
 from remat.progress import Cancel
 
 
-def solve_within_allocator_budget(
+def plan_within_allocator_budget(
     trace: Trace,
     budget: Budget,
     solve: Callable[[Budget], P],
@@ -62,7 +62,7 @@ def solve_within_allocator_budget(
             excess = max(excess, reserved_excess)
         return Verdict(excess, excess)
 
-    best = solve_until_accepted(plan, requested_bytes, plan_once, judge, cancel)
+    best = lower_until_accepted(plan, requested_bytes, plan_once, judge, cancel)
     if best.budget_bytes == requested_bytes:
         return best
     return replace(best, terms=replace(best.terms, requested_budget_bytes=requested_bytes))

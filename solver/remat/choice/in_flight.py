@@ -45,7 +45,7 @@ Solve = Callable[[Trace, Budget], TracePlan]
 """Solves a step within a budget; raises `InfeasibleBudget`."""
 
 
-def solve_in_flight(trace: Trace, budget: Budget, in_flight: int, solve: Solve) -> TracePlan:
+def plan_calls_in_flight(trace: Trace, budget: Budget, in_flight: int, solve: Solve) -> TracePlan:
     """Return the fastest plan for a model that is called `in_flight` times before a backward.
 
     The budget is for all calls together; a percentage is relative to their peak without

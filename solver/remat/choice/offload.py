@@ -57,24 +57,24 @@ def choose_offloading(
     budget_bytes: int | None,
     limits: OffloadLimits,
     solver: FormSolver[S],
-    solve_without: Callable[[], StepPlan[S]],
+    plan_without: Callable[[], StepPlan[S]],
 ) -> StepPlan[S]:
     """Return the fastest plan within a budget, with tensors on the host or without; if the budget
     is None, the plan with the smallest peak.
 
     `steps` are forms of one measured step, such as whole and with operations split. Waiting for
-    copies is part of the plan's time, as costs of the operations that wait. `solve_without` solves
+    copies is part of the plan's time, as costs of the operations that wait. `plan_without` solves
     without offloading; it is not called if no such plan of `steps` can be faster. No solve starts
     after the solver's time limit of a choice (half as much again for budgets that no copies in time
-    fit). Raises the errors of `solve_without` if no plan with offloading fits the budget either.
+    fit). Raises the errors of `plan_without` if no plan with offloading fits the budget either.
     For the smallest peak, only the first of `steps` is solved.
     """
     clock = solver.clock.limited_to(solver.choice_limit_s)
     graph = steps[0].graph()
     if budget_bytes is None:
         if len(graph) > MAX_OPERATIONS:
-            return with_reason(solve_without(), _TOO_LARGE)
-        return _choose_for_min(steps[0], limits, solver, solve_without, clock)
+            return with_reason(plan_without(), _TOO_LARGE)
+        return _choose_for_min(steps[0], limits, solver, plan_without, clock)
     solvable = [step for step in steps if len(step.graph()) <= MAX_OPERATIONS]
     choices = offloaded_forms(solvable, budget_bytes, limits, clock)
     offloaded = best_plan(choices, budget_bytes, limits.link, solver, clock)
@@ -93,7 +93,7 @@ def choose_offloading(
     ):
         return offloaded
     try:
-        without = solve_without()
+        without = plan_without()
     except (InfeasibleBudget, SolverTimeout):
         if offloaded is None:
             raise
@@ -117,13 +117,13 @@ def _choose_for_min(
     step: S,
     limits: OffloadLimits,
     solver: FormSolver[S],
-    solve_without: Callable[[], StepPlan[S]],
+    plan_without: Callable[[], StepPlan[S]],
     clock: Clock,
 ) -> StepPlan[S]:
     """Return the fastest plan that was found within 1% of the smallest peak, with offloading or
     without. It is not proved that there is no smaller peak.
 
-    `solve_without` takes most of the time. It is called only if its plan may have a peak that is
+    `plan_without` takes most of the time. It is called only if its plan may have a peak that is
     smaller by more than 1%, or may be the fastest.
     """
     graph = step.graph()
@@ -132,7 +132,7 @@ def _choose_for_min(
     without: StepPlan[S] | None = None
     least_bytes = peak_lower_bound_bytes(graph)  # of plans without offloading
     if smallest is None or smallest.plan.peak_bytes > _with_tolerance(least_bytes):
-        without = solve_without()
+        without = plan_without()
         least_bytes = without.plan.peak_bytes
     if smallest is not None:
         least_bytes = min(least_bytes, smallest.plan.peak_bytes)
@@ -150,7 +150,7 @@ def _choose_for_min(
         and is_within_reach(graph, limit_bytes)
     ):
         with suppress(InfeasibleBudget, SolverTimeout):
-            without = solve_without()
+            without = plan_without()
     if without is None:
         assert offloaded is not None
     elif offloaded is None or (

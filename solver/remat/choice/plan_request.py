@@ -75,7 +75,7 @@ _CHOICE_SHARE = 0.5
 _SOLVE_SHARES = (1.0, 0.6, 0.4)
 """The share of the remaining time for one full solve, indexed by the number of choices."""
 
-SolveTrace = Callable[[Trace, Budget, Strategy], Plan]
+PlanForm = Callable[[Trace, Budget, Strategy], Plan]
 """Solves a step in one form within a budget, by a strategy."""
 
 
@@ -83,7 +83,7 @@ class TraceSolver:
     """Solves the forms of a step (a `FormSolver`). All solves end with `clock`, and each of the
     choices ends after `choice_limit_s`.
 
-    `budget` is the budget of the step, and `budget_bytes` the same in bytes. `solve_trace` solves
+    `budget` is the budget of the step, and `budget_bytes` the same in bytes. `plan_form` solves
     one form. `measure` adds costs to the operations of a form that have none.
     """
 
@@ -93,7 +93,7 @@ class TraceSolver:
         budget: Budget,
         budget_bytes: int | None,
         clock: Clock,
-        solve_trace: SolveTrace,
+        plan_form: PlanForm,
         measure: Callable[[Trace], Trace],
     ) -> None:
         self.clock = clock
@@ -101,7 +101,7 @@ class TraceSolver:
         self.budget_bytes = budget_bytes
         self._budget = budget
         self._strategy = request.strategy
-        self._solve_trace = solve_trace
+        self._plan_form = plan_form
         self._share = _SOLVE_SHARES[request.choices]
         choice_s = _CHOICE_SHARE / max(1, request.choices) * max(0.0, clock.remaining_s)
         self.choice_limit_s = min(CHOICE_LIMIT_S, choice_s)
@@ -116,7 +116,7 @@ class TraceSolver:
         if budget_bytes != self.budget_bytes:
             budget = Budget.parse("min" if budget_bytes is None else budget_bytes)
         try:
-            plan = self._solve_trace(step.trace, budget, self.next_strategy())
+            plan = self._plan_form(step.trace, budget, self.next_strategy())
         except (InfeasibleBudget, SolverTimeout) as error:
             logger.debug("candidate %s: %s", step, one_line(error))
             raise

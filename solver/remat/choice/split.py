@@ -82,7 +82,7 @@ class _Estimate:
         return None in sizes or sizes[0] < sizes[1]  # type: ignore[operator]  # both are int
 
 
-def solve_with_splits(
+def choose_pieces(
     step: TraceStep, pieces: tuple[int, ...], solver: TraceSolver
 ) -> StepPlan[TraceStep]:
     """Return the plan of a measured step, or of it with operations split where that is faster.

@@ -6,18 +6,18 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
-from remat.choice.in_flight import solve_in_flight
+from remat.choice.in_flight import plan_calls_in_flight
 from remat.choice.offload import choose_offloading
 from remat.choice.offloadable_step import StepPlan, TraceStep
 from remat.choice.offloaded_forms import OffloadLimits
 from remat.choice.offloaded_plans import with_reason
 from remat.choice.plan_request import (
+    PlanForm,
     PlanRequest,
-    SolveTrace,
     TracePlan,
     TraceSolver,
 )
-from remat.choice.split import MAX_PIECE_NODES, solve_with_splits
+from remat.choice.split import MAX_PIECE_NODES, choose_pieces
 from remat.documents.trace import Trace
 from remat.errors import InfeasibleBudget, RematError, SolverTimeout
 from remat.heuristics.peak_bounds import end_bytes, peak_lower_bound_bytes
@@ -59,23 +59,23 @@ def plan_step(
     request: PlanRequest,
     *,
     measure: Callable[[Trace], Trace],
-    solve_trace: SolveTrace | None = None,
-    solve_without: Callable[[], TracePlan] | None = None,
+    plan_form: PlanForm | None = None,
+    plan_without: Callable[[], TracePlan] | None = None,
     clock: Clock | None = None,
     progress: ProgressCallback | None = None,
     cancel: Cancel | None = None,
 ) -> TracePlan:
     """Return the plan of a measured trace that answers a request, with the trace that it is for.
 
-    `measure` adds costs to the operations of a split trace that have none. `solve_trace` replaces
-    `remat.solve`, for plans that another process solves. `solve_without` replaces the solve without
+    `measure` adds costs to the operations of a split trace that have none. `plan_form` replaces
+    `remat.solve`, for plans that another process solves. `plan_without` replaces the solve without
     offloading, for callers that have its plan or error. `clock` replaces the time limit of all
     solves together; each then has the limit of the strategy, too. Raises the errors of
     `remat.solve`; the smallest feasible budget that they name includes the request's reserve.
     """
     limits = request.limits
 
-    def solve_here(form: Trace, budget: Budget, strategy: Strategy) -> Plan:
+    def plan_here(form: Trace, budget: Budget, strategy: Strategy) -> Plan:
         return solve(
             form,
             budget,
@@ -91,15 +91,15 @@ def plan_step(
             budget,
             budget_in_bytes(step.graph(), budget),
             clock or request.clock(cancel),
-            solve_trace or solve_here,
+            plan_form or plan_here,
             measure,
         )
-        chosen = _fastest_plan(TraceStep(step), request, solver, solve_without)
+        chosen = _fastest_plan(TraceStep(step), request, solver, plan_without)
         return TracePlan(chosen.step.trace, chosen.plan)
 
     def plan_within(budget: Budget) -> TracePlan:
         if request.in_flight > 1:
-            return solve_in_flight(trace, budget, request.in_flight, fastest_plan)
+            return plan_calls_in_flight(trace, budget, request.in_flight, fastest_plan)
         return fastest_plan(trace, budget)
 
     try:
@@ -140,7 +140,7 @@ def sweep_with_offload(
     by_budget = {plan.budget_bytes: plan for plan in plans_without}
     plans = dict(by_budget)
 
-    def solve_without(size_bytes: int) -> TracePlan:
+    def plan_without(size_bytes: int) -> TracePlan:
         if size_bytes not in by_budget:
             raise SolverTimeout("the sweep without offloading has no plan for this budget")
         return TracePlan(trace, by_budget[size_bytes])
@@ -151,7 +151,7 @@ def sweep_with_offload(
                 trace,
                 PlanRequest(Limits(Budget.parse(size_bytes)), strategy, offload=offload),
                 measure=lambda split: split,
-                solve_without=lambda size_bytes=size_bytes: solve_without(size_bytes),
+                plan_without=lambda size_bytes=size_bytes: plan_without(size_bytes),
                 clock=Clock.of(math.inf, cancel),
                 progress=progress,
                 cancel=cancel,
@@ -171,14 +171,14 @@ def _fastest_plan(
     step: TraceStep,
     request: PlanRequest,
     solver: TraceSolver,
-    solve_without: Callable[[], TracePlan] | None,
+    plan_without: Callable[[], TracePlan] | None,
 ) -> StepPlan[TraceStep]:
     """Return the fastest plan of a step within the solver's budget."""
 
-    def solve_without_offload() -> StepPlan[TraceStep]:
-        if solve_without is None:
+    def plan_without_offload() -> StepPlan[TraceStep]:
+        if plan_without is None:
             return _plan_without_offload(step, request.pieces, solver)
-        chosen = solve_without()
+        chosen = plan_without()
         return StepPlan(TraceStep(chosen.trace), chosen.plan)
 
     offload, budget_bytes = request.offload, solver.budget_bytes
@@ -190,13 +190,13 @@ def _fastest_plan(
             size = f"{format_bytes(at_end_bytes)} ({at_end_bytes:,} bytes)"
             raise error.with_hint(_HINT_AT_END.format(size)) from None
     if offload is None:
-        return solve_without_offload()
+        return plan_without_offload()
     if offload.host_bytes == 0:
-        return with_reason(solve_without_offload(), "the host budget is 0")
-    steps, chosen_without = [step], solve_without_offload
+        return with_reason(plan_without_offload(), "the host budget is 0")
+    steps, chosen_without = [step], plan_without_offload
     if request.pieces:
         try:
-            chosen = solve_without_offload()
+            chosen = plan_without_offload()
         except (InfeasibleBudget, SolverTimeout) as error:
             steps += _split_until_operations_fit(step, max(request.pieces), solver)
             chosen_without = _raising(error)
@@ -217,7 +217,7 @@ def _plan_without_offload(
     if not pieces:
         return StepPlan(step, solver.solve(step, solver.budget_bytes))
     try:
-        chosen = solve_with_splits(step, pieces, solver)
+        chosen = choose_pieces(step, pieces, solver)
     except InfeasibleBudget as error:
         if obstacle := split_obstacle(step.trace):
             raise error.with_hint(obstacle) from None

@@ -16,7 +16,7 @@ from remat.fitting.question import EagerStep, FitQuestion
 from remat.limits.budget import Budget
 from remat.limits.limits import Limits
 from remat.limits.options import OUTPUTS_HELD, OUTPUTS_LOSS, pieces_to_try
-from remat.limits.reductions import Verdict, solve_until_accepted
+from remat.limits.reductions import Verdict, lower_until_accepted
 from remat.passes.outputs import returns_loss, unreturned_bytes, with_outputs
 from remat.plan import Plan
 from remat.report.fit import ExcludedOption, FitOption
@@ -131,7 +131,7 @@ def _accepted_plan(solves: _Solves, optimizer: OptimizerMemory) -> TracePlan:
         return Verdict(excess, max(0, plan.budget_bytes - plan.peak_bytes) + int(lower_by))
 
     chosen = solves.within(budget_bytes)
-    return solve_until_accepted(chosen, budget_bytes, solves.within, judge, question.clock)
+    return lower_until_accepted(chosen, budget_bytes, solves.within, judge, question.clock)
 
 
 @dataclass
@@ -183,7 +183,7 @@ def _plan_in_pieces(question: FitQuestion, budget_bytes: int, pieces: tuple[int,
         question.step.trace,
         PlanRequest(Limits(Budget.parse(max(1, budget_bytes))), question.strategy, pieces),
         measure=lambda trace: with_roofline_costs(trace, question.roofline),
-        solve_trace=plan_graph,
+        plan_form=plan_graph,
         clock=question.clock,
     )
 

@@ -27,7 +27,7 @@ class Verdict(NamedTuple):
     lower_by_bytes: int
 
 
-def solve_until_accepted(
+def lower_until_accepted(
     plan: T,
     budget_bytes: int,
     solve: Callable[[int], T],

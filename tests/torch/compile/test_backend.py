@@ -333,7 +333,7 @@ def test_reading_a_large_graph_does_not_use_up_the_time_limit(
     started_s = time.perf_counter() - 60
     solver = candidates.GraphSolver(options.strategy, options.planning_s, started_s, None, "")
     with pytest.raises(SolverTimeout):
-        solver.solve_within(graph, budget_bytes, 1e-9)
+        solver.plan_within(graph, budget_bytes, 1e-9)
     assert solver.solve(graph, budget_bytes).peak_bytes <= budget_bytes
 
 

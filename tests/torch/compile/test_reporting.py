@@ -226,7 +226,7 @@ def test_plans_have_the_name_of_their_module_or_function(
 
 @pytest.mark.slow
 def test_progress_is_reported_to_the_callback() -> None:
-    candidates.solve_cached.cache_clear()  # another test may have planned the same
+    candidates.cached_plan.cache_clear()  # another test may have planned the same
     reports: list[remat.Progress] = []
     (plan,) = run(checkpointed(), progress=reports.append)
     assert reports

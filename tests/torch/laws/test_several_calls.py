@@ -14,7 +14,7 @@ from tests.helpers.brute_force import cheapest
 from torch import Tensor, nn
 
 import remat
-from remat.choice.in_flight import solve_in_flight
+from remat.choice.in_flight import plan_calls_in_flight
 from remat.choice.plan_request import TracePlan
 from remat.frontend.memory.meter import LiveStorageMeter, unique_bytes
 from remat.limits.budget import Budget
@@ -263,7 +263,7 @@ def test_plans_for_several_calls_are_as_fast_as_brute_force_finds(calls: int) ->
         return TracePlan(limited, remat.solve(limited, budget, remat.Exact()))
 
     def peak_bytes(budget: str) -> int:
-        return solve_in_flight(trace, Budget.parse(budget), calls, solve).plan.peak_bytes
+        return plan_calls_in_flight(trace, Budget.parse(budget), calls, solve).plan.peak_bytes
 
     constant = trace.graph().constant_bytes
     smallest, baseline = peak_bytes("min"), peak_bytes("100%")
@@ -276,6 +276,6 @@ def test_plans_for_several_calls_are_as_fast_as_brute_force_finds(calls: int) ->
                 limited = trace.replace(boundary_bytes=workspace).graph()
                 times.append(cheapest(limited, available))
         best = min(t for t in times if t is not None)
-        plan = solve_in_flight(trace, Budget.parse(budget), calls, solve).plan
+        plan = plan_calls_in_flight(trace, Budget.parse(budget), calls, solve).plan
         assert plan.peak_bytes <= budget
         assert best - 1e-12 <= plan.time_s <= best * 1.02

@@ -20,7 +20,7 @@ from tests.helpers.training.models import WithParts
 from torch import Tensor, nn
 
 import remat
-from remat.allocator.budget_fitting import solve_within_allocator_budget, uses_expandable_segments
+from remat.allocator.budget_fitting import plan_within_allocator_budget, uses_expandable_segments
 from remat.allocator.prediction import predict_allocator_peaks, uses_cublas
 from remat.errors import BudgetError, GraphError
 from remat.frontend.memory import device_memory
@@ -157,7 +157,7 @@ def test_a_budget_holds_for_the_allocated_bytes():
         is_first = budget.size_bytes == full.peak_bytes
         return full if is_first else remat.solve(trace, budget, STRATEGY)
 
-    plan = solve_within_allocator_budget(trace, Budget.parse(budget), solve)
+    plan = plan_within_allocator_budget(trace, Budget.parse(budget), solve)
     prediction = plan.allocator
     assert prediction is not None
     assert prediction.allocated_peak_bytes <= budget
@@ -166,12 +166,12 @@ def test_a_budget_holds_for_the_allocated_bytes():
     assert ", to fit the allocator" in plan.describe()
     assert len(requested_budgets) <= 4
     requested_budgets.clear()
-    loose = solve_within_allocator_budget(trace, Budget.parse(budget), solve, is_expandable=True)
+    loose = plan_within_allocator_budget(trace, Budget.parse(budget), solve, is_expandable=True)
     assert requested_budgets == [budget] == [loose.budget_bytes]
     assert loose.time_s <= plan.time_s
     requested_budgets.clear()
     for unbounded in ("min", "100%"):
-        solve_within_allocator_budget(trace, Budget.parse(unbounded), solve)
+        plan_within_allocator_budget(trace, Budget.parse(unbounded), solve)
     assert requested_budgets == ["min", "100%"]
 
 
@@ -180,7 +180,7 @@ def test_where_nothing_fits_the_plan_reports_the_excess():
     trace, schedule = recorded_step()
     plan = remat.solve(trace, "100%", KeepAll())
     budget = Budget.parse(plan.peak_bytes)
-    plan_over_budget = solve_within_allocator_budget(
+    plan_over_budget = plan_within_allocator_budget(
         trace, budget, lambda b: remat.solve(trace, b, KeepAll())
     )
     assert plan_over_budget.schedule == plan.schedule
@@ -206,7 +206,7 @@ def test_a_cancelled_solve_is_not_restarted():
         cancel.set()
         return remat.Plan.of(trace.graph(), budget_bytes, Solution(schedule), {})
 
-    plan = solve_within_allocator_budget(trace, Budget.parse(budget_bytes), solve, cancel=cancel)
+    plan = plan_within_allocator_budget(trace, Budget.parse(budget_bytes), solve, cancel=cancel)
     assert requested_budgets == [budget_bytes] == [plan.budget_bytes]
     assert plan.allocator == predict_allocator_peaks(trace, schedule)
 
@@ -214,10 +214,10 @@ def test_a_cancelled_solve_is_not_restarted():
 def test_segments_stay_within_the_memory_of_the_device():
     trace, schedule = recorded_step()
     budget = Budget.parse(remat.simulate(trace.graph(), schedule).peak_bytes)
-    wide = solve_within_allocator_budget(trace, budget, lambda b: remat.solve(trace, b, STRATEGY))
+    wide = plan_within_allocator_budget(trace, budget, lambda b: remat.solve(trace, b, STRATEGY))
     before = wide.allocator
     assert before is not None
-    plan = solve_within_allocator_budget(
+    plan = plan_within_allocator_budget(
         trace,
         budget,
         lambda b: remat.solve(trace, b, STRATEGY),

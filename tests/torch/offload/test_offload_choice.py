@@ -62,7 +62,7 @@ def choose(
     budget: int | str,
     link: Link,
     host_bytes: int | None = None,
-    solve_without: Callable[[], TracePlan] | None = None,
+    plan_without: Callable[[], TracePlan] | None = None,
 ) -> TracePlan:
     return plan_step(
         trace,
@@ -72,8 +72,8 @@ def choose(
             offload=OffloadLimits(link, host_bytes, SMALL_BYTES),
         ),
         measure=lambda split: split,
-        solve_trace=solved,
-        solve_without=solve_without,
+        plan_form=solved,
+        plan_without=plan_without,
         clock=UNLIMITED,
     )
 
@@ -151,10 +151,10 @@ def test_the_host_has_a_budget_for_the_smallest_peak(trace: Trace) -> None:
 def test_the_smallest_peak_without_offloading_is_not_searched_where_it_cannot_be_faster(
     trace: Trace,
 ) -> None:
-    def solve_without() -> TracePlan:
+    def plan_without() -> TracePlan:
         raise AssertionError("solved without offloading")
 
-    chosen = choose(trace, "min", FAST, solve_without=solve_without)
+    chosen = choose(trace, "min", FAST, plan_without=plan_without)
     assert chosen.plan.overhead < 0.001
     assert chosen.plan.peak_bytes <= 1.01 * peak_lower_bound_bytes(trace.graph())
 

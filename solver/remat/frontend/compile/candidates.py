@@ -84,19 +84,19 @@ class GraphSolver:
         time limit once more.
         """
         if self.clock is None:
-            return self.solve_within(graph, budget, None)
+            return self.plan_within(graph, budget, None)
         limit_s = max(MIN_SOLVE_S, self.clock.remaining_s / num_remaining)
         try:
-            return self.solve_within(graph, budget, limit_s)
+            return self.plan_within(graph, budget, limit_s)
         except SolverTimeout:
             if limit_s >= self.clock.limit_s:
                 raise
-            return self.solve_within(graph, budget, self.clock.limit_s)
+            return self.plan_within(graph, budget, self.clock.limit_s)
 
-    def solve_within(self, graph: Graph, budget: int | str, limit_s: float | None) -> Plan:
+    def plan_within(self, graph: Graph, budget: int | str, limit_s: float | None) -> Plan:
         """Solve a graph within `limit_s` seconds, or the strategy's own limit if that is None."""
         settings = _SettingsOutsideCacheKey(self.progress, limit_s)
-        return solve_cached(graph, budget, self.strategy, settings, self.cost_source)
+        return cached_plan(graph, budget, self.strategy, settings, self.cost_source)
 
 
 class _FormSolver:
@@ -122,7 +122,7 @@ class _SettingsOutsideCacheKey:
 
 
 @lru_cache(maxsize=32)
-def solve_cached(
+def cached_plan(
     graph: Graph,
     budget: int | str,
     strategy: Strategy,
@@ -260,7 +260,7 @@ class CandidateSelection:
         if self.offload is None or self.feedback.without_offload or not may_pay:
             return None
 
-        def solve_without() -> StepPlan[OffloadableProblem]:
+        def plan_without() -> StepPlan[OffloadableProblem]:
             if without is None:
                 raise InfeasibleBudget("no plan without offloading fits")
             problem = replace(without.problem, graph=without.plan.graph)
@@ -273,14 +273,14 @@ class CandidateSelection:
                 for problem, graphs in zip(self.problems, forms, strict=True)
             ]
             if is_min:  # only one of the variants is solved
-                steps = [solve_without().step]
+                steps = [plan_without().step]
             with suppress(InfeasibleBudget, SolverTimeout):
                 step, plan = choose_offloading(
                     steps,
                     self.available_bytes,
                     self.offload,
                     _FormSolver(self.solver),
-                    solve_without,
+                    plan_without,
                 )
                 if without is not None and not plan.graph.renewal:
                     return without._replace(plan=plan)

@@ -41,7 +41,7 @@ from remat.frontend.planning.schedule_reuse import (
     largest_budget,
     superseded_keys,
 )
-from remat.frontend.planning.solving import PlanningResult, solve_trace, with_measured_costs
+from remat.frontend.planning.solving import PlanningResult, plan_trace, with_measured_costs
 from remat.frontend.planning.trace_cache import TraceCache
 from remat.frontend.runtime.dispatch import CallsInFlight, PlannedStep, StepProvider
 from remat.frontend.runtime.guards import (
@@ -318,7 +318,7 @@ class Planner:
             accumulation_explained(accumulates_gradients and self._in_flight == 1),
             self._timed("solve"),
         ):
-            return solve_trace(options, traced, limits)
+            return plan_trace(options, traced, limits)
 
     def _with_option_terms(self, plan: Plan) -> Plan:
         """Return the plan with the options that its terms record: reserve and CUDA graphs."""

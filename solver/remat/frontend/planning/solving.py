@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from remat.allocator.budget_fitting import solve_within_allocator_budget
+from remat.allocator.budget_fitting import plan_within_allocator_budget
 from remat.choice.step import plan_step
 from remat.costs.roofline import Roofline
 from remat.costs.trace_costs import OperationCost, with_costs
@@ -54,7 +54,7 @@ def measuring_limit_bytes(trace: Trace, budget: Budget) -> int:
     return step_limit_bytes(trace, budget.in_bytes(baseline_bytes, trace.library_bytes))
 
 
-def solve_trace(options: CheckedOptions, trace: Trace, limits: Limits) -> PlanningResult:
+def plan_trace(options: CheckedOptions, trace: Trace, limits: Limits) -> PlanningResult:
     """Return the plan of a measured trace within `limits`, and the trace with its operations split
     and tensors offloaded as the options allow.
 
@@ -78,7 +78,7 @@ def solve_trace(options: CheckedOptions, trace: Trace, limits: Limits) -> Planni
         trace,
         options.request(limits, offload),
         measure=lambda split: _with_costs_of_pieces(options, split, limit_bytes),
-        solve_trace=None if options.service is None else plan_by_service,
+        plan_form=None if options.service is None else plan_by_service,
         progress=options.progress_callback,
     )
     return PlanningResult(trace, plan, programs.get((_node_names(trace), plan.schedule)))
@@ -143,7 +143,7 @@ def _answer_of_service(
 def _within_allocator_budget(
     trace: Trace, budget: Budget, plan_once: Callable[[Budget], Plan], limits: Limits
 ) -> Plan:
-    return solve_within_allocator_budget(
+    return plan_within_allocator_budget(
         trace, budget, plan_once, reserved_bytes=limits.segments_bytes
     )
 
