@@ -11,32 +11,24 @@ memory has room (`remat.passes.offload.shorter_waits`).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Generic
 
-from remat.choice.offload_search import (
-    COPY_COST,
-    INTEGER_GAP,
-    INTEGER_TIME_LIMIT_S,
-    limits_at_cut,
-    offloaded_forms,
-)
+from remat.choice.offload_search import offloaded_forms
 from remat.choice.offloadable_step import FormSolver, PlannedStays, S, StepPlan, stays_of_cut
 from remat.choice.offloaded_forms import (
-    CANDIDATE_CUTS,
     INSTANT_COPIES_FACTOR,
     OffloadedForm,
     OffloadLimits,
+    OffloadPrograms,
     form_with_everything_offloaded,
     least_time_within,
-    offloadable_names,
     smallest_need_bytes,
     stays_from_last_use,
 )
 from remat.choice.offloaded_plans import best_plan
-from remat.milp.checkpoint_cuts import OffloadCut, candidate_operations, relax_offload_cut
+from remat.milp.checkpoint_cuts import OffloadCut
 from remat.passes.offload.copies_in_graph import HostStay
 from remat.plan import Plan
 from remat.progress import Clock
@@ -126,35 +118,14 @@ def _waits_most(plan: Plan) -> bool:
     return 2 * plan.offload.waiting_s > plan.time_s - plan.baseline_time_s
 
 
-class _Forms(Generic[S]):
+class _Forms(OffloadPrograms[S]):
     """Forms of a step with more or fewer bytes on the host."""
-
-    def __init__(
-        self,
-        step: S,
-        budget_bytes: int,
-        limits: OffloadLimits,
-        is_cancelled: Callable[[], bool],
-    ) -> None:
-        self._is_cancelled = is_cancelled
-        self.step = step
-        self.graph = step.graph()
-        self.budget_bytes = budget_bytes
-        self.limits = limits
-        self.names = offloadable_names(step, limits)
-        backward = {v for v in self.names if self.graph.operations[self.graph.producer[v]].backward}
-        self.forward = {v: name for v, name in self.names.items() if v not in backward}
-        self.backward = {v: name for v, name in self.names.items() if v in backward}
-        during_bytes = simulate(self.graph, Schedule.keep_all(self.graph)).during_bytes
-        cuts = candidate_operations(during_bytes, budget_bytes, CANDIDATE_CUTS)
-        self.cuts = cuts if self.names else []
-        """Operations that need more than the budget, if anything can be offloaded."""
 
     def with_host_share(self, share: float) -> tuple[OffloadedForm[S], ...]:
         """Return forms with at most this share of the bytes on the host that the relaxation
         offloads without a limit: one, and one in which tensors of the backward are offloaded, too.
         Empty if nothing is."""
-        if self._is_cancelled():
+        if self.has_ended():
             return ()
         cut = self._cut(int(share * self._largest_bytes))
         if cut is None or not cut.offloaded:
@@ -183,36 +154,25 @@ class _Forms(Generic[S]):
         """Return stays of tensors of the backward, with `used_bytes` of others on the host."""
         host_bytes = self.limits.host_bytes
         left_bytes = None if host_bytes is None else host_bytes - used_bytes
-        return stays_from_last_use(self.graph, self.backward, left_bytes)
+        backward = {v: name for v, name in self.names.items() if v not in self.forward}
+        return stays_from_last_use(self.graph, backward, left_bytes)
 
     @cached_property
     def bound_s(self) -> float:
         """The time that every plan takes, whatever it offloads."""
-        host = limits_at_cut(self.graph, self.cuts[0], self.names, self.limits)
-        cut = relax_offload_cut(
-            self.graph, self.budget_bytes, self.cuts[0], host, is_cancelled=self._is_cancelled
-        )
+        cut = self.relaxed_cut(self.cuts[0], self.limits_at(self.cuts[0], self.names))
         return self.graph.total_cost_s if cut is None else cut.bound_s
 
     def _cut(self, host_bytes: int | None) -> OffloadCut | None:
         """Return a solution with at most `host_bytes` on the host that leaves memory free."""
         limits = replace(self.limits, host_bytes=host_bytes)
-        host = limits_at_cut(self.graph, self.cuts[0], self.forward, limits)
-        for free_share in _FREE_SHARES:
-            free_bytes = int(free_share * (self.budget_bytes - self.graph.constant_bytes))
-            cut = relax_offload_cut(
-                self.graph,
-                self.budget_bytes - free_bytes,
-                self.cuts[0],
-                host,
-                gap=INTEGER_GAP,
-                copy_cost=COPY_COST,
-                time_limit=INTEGER_TIME_LIMIT_S,
-                is_cancelled=self._is_cancelled,
-            )
-            if cut is not None:
-                return cut
-        return None
+        host = self.limits_at(self.cuts[0], self.forward, limits)
+        room_bytes = self.budget_bytes - self.graph.constant_bytes
+        solutions = (
+            self.integral_cut(self.cuts[0], host, int(free_share * room_bytes))
+            for free_share in _FREE_SHARES
+        )
+        return next((cut for cut in solutions if cut is not None), None)
 
     def _form(self, planned: PlannedStays) -> OffloadedForm[S]:
         """Return the form with these stays, and a bound on its time without waiting as its

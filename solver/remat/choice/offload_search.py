@@ -15,29 +15,22 @@ step does not wait for copies. Without that, ResNet-152 took 6 s instead of 0.3.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
-from typing import Generic, NamedTuple
+from typing import NamedTuple
 
 from remat.choice.offloadable_step import S, stays_of_cut
 from remat.choice.offloaded_forms import (
-    CANDIDATE_CUTS,
+    INTEGER_GAP,
     LEAST_GAIN,
     OffloadedForm,
     OffloadLimits,
+    OffloadPrograms,
     least_time_within,
-    offloadable_names,
     smallest_need_bytes,
 )
-from remat.graph import Graph
-from remat.milp.checkpoint_cuts import (
-    HostLimits,
-    OffloadCut,
-    candidate_operations,
-    relax_offload_cut,
-)
-from remat.passes.offload.candidates import idle_spans
+from remat.milp.checkpoint_cuts import OffloadCut
 from remat.passes.offload.copies import copy_times
 from remat.progress import Clock
 from remat.schedule import Schedule
@@ -45,9 +38,6 @@ from remat.simulate import simulate
 
 _CUTS = 3
 """Checkpoint cuts at which the relaxation is solved."""
-
-INTEGER_GAP = 0.01
-"""Relative gap of the integer programs."""
 
 _REFINED_GAP = 0.002
 """Relative gap of the final solve, at the best cut and slack."""
@@ -58,13 +48,6 @@ With 0.1%, plans were faster by up to 0.2 percentage points, for up to twice the
 
 _RETAINING_GAP = 0.003
 """The same without recomputation, which has fewer variables."""
-
-INTEGER_TIME_LIMIT_S = 2.0
-"""Time limit of each integer program."""
-
-COPY_COST = 0.01
-"""Seconds that each second of a copy costs where it is hidden: on an H200, copies in both
-directions slow down concurrent matrix products by 2%."""
 
 _PRUNING_MARGIN = 0.05
 """Solutions of the relaxation that take longer than the best step by more than this share are not
@@ -108,7 +91,7 @@ class _CutAndSlack(NamedTuple):
     slack: float
 
 
-class _Search(Generic[S]):
+class _Search(OffloadPrograms[S]):
     """The search for the offloaded tensors of one form of a step."""
 
     def __init__(
@@ -119,25 +102,13 @@ class _Search(Generic[S]):
         has_ended: Callable[[], bool],
         close_share: float,
     ) -> None:
-        self.step = step
+        super().__init__(step, budget_bytes, limits, has_ended)
         self.close_share = close_share
-        self.graph = step.graph()
-        self.budget_bytes = budget_bytes
-        self.limits = limits
-        self.has_ended = has_ended
-        names = offloadable_names(step, limits)
-        self.values = {
-            v: name
-            for v, name in names.items()
-            if not self.graph.operations[self.graph.producer[v]].backward
-        }
-        during_bytes = simulate(self.graph, Schedule.keep_all(self.graph)).during_bytes
-        self.range_bytes = max(during_bytes, default=0) - self.graph.constant_bytes
-        cuts = candidate_operations(during_bytes, budget_bytes, CANDIDATE_CUTS)[:_CUTS]
-        self.host_limits = {op: limits_at_cut(self.graph, op, names, limits) for op in cuts}
+        cuts = self.cuts[:_CUTS]
+        self.host_limits = {op: self.limits_at(op, self.names) for op in cuts}
         """The limits that the bound is proved for."""
         used = replace(limits, link=limits.link.scaled(_USED_BANDWIDTH))
-        self.used_limits = {op: limits_at_cut(self.graph, op, self.values, used) for op in cuts}
+        self.used_limits = {op: self.limits_at(op, self.forward, used) for op in cuts}
         self._bounds_s: dict[tuple[int, bool], float] = {}
         """The bounds of the linear programs that are solved, by cut and with recomputation or
         not."""
@@ -167,7 +138,7 @@ class _Search(Generic[S]):
         fast as the bound."""
         if self._best is None or self.best_s <= self.bound_s * (1 + self.close_share):
             return
-        cut = self._integral_cut(self._best, recomputes=True, gap=_REFINED_GAP)
+        cut = self._solution(self._best, recomputes=True, gap=_REFINED_GAP)
         if cut is not None and self._is_new(cut):
             result = self._judged(cut, self._best.slack)
             self.best_s = min(self.best_s, result.score_s)
@@ -188,7 +159,7 @@ class _Search(Generic[S]):
                 if slack == 0.0 and is_solved:
                     break
                 program = _CutAndSlack(cut_operation, slack)
-                cut = self._integral_cut(program, recomputes=recomputes)
+                cut = self._solution(program, recomputes=recomputes)
                 is_solved |= cut is not None
                 if cut is None or not self._is_new(cut):
                     continue
@@ -230,34 +201,28 @@ class _Search(Generic[S]):
         something only without recomputation: infinity."""
         key = operation, recomputes
         if key not in self._bounds_s:
-            limits = self.host_limits[operation]
-            cut = relax_offload_cut(
-                self.graph, self.budget_bytes, operation, limits, recomputes=recomputes
-            )
+            host = self.host_limits[operation]
+            cut = self.relaxed_cut(operation, host, recomputes=recomputes)
             nothing_s = 0.0 if recomputes else math.inf
             self._bounds_s[key] = nothing_s if cut is None else cut.bound_s
         return self._bounds_s[key]
 
-    def _integral_cut(
+    def _solution(
         self, program: _CutAndSlack, *, recomputes: bool, gap: float | None = None
     ) -> OffloadCut | None:
         """Return the solution of an integer program."""
-        return relax_offload_cut(
-            self.graph,
-            self.budget_bytes - int(program.slack * self.range_bytes),
+        return self.integral_cut(
             program.cut,
             self.used_limits[program.cut],
+            int(program.slack * self.range_bytes),
             gap=gap or (INTEGER_GAP if recomputes else _RETAINING_GAP),
-            copy_cost=COPY_COST,
-            time_limit=INTEGER_TIME_LIMIT_S,
             recomputes=recomputes,
-            is_cancelled=self.has_ended,
         )
 
     def _judged(self, cut: OffloadCut, slack: float) -> OffloadedForm[S]:
         """Return the step with what a solution offloads that leaves this share free."""
         link = self.limits.link
-        planned = stays_of_cut(self.graph, cut, self.values, self.budget_bytes)
+        planned = stays_of_cut(self.graph, cut, self.forward, self.budget_bytes)
         graph = self.step.graph_with_stays(planned, link)
         runs = range(len(graph))
         timeline = simulate(graph, Schedule.keep_all(graph))
@@ -274,20 +239,3 @@ class _Search(Generic[S]):
             without_recompute_s=copy_times(graph, runs, link).step_s if fits else math.inf,
             free_share=slack,
         )
-
-
-def limits_at_cut(
-    graph: Graph, cut: int, values: Iterable[int], limits: OffloadLimits
-) -> HostLimits:
-    """Return the limits of copies at a cut: values of the forward that it no longer reads, and
-    those of the backward that are idle there, can be on the host."""
-    allowed = {
-        v
-        for v, span in idle_spans(graph, values).items()
-        if span.last_use < cut
-        and (
-            not graph.operations[graph.producer[v]].backward
-            or (span.next_reader is not None and cut <= span.next_reader)
-        )
-    }
-    return HostLimits(limits.link, limits.host_bytes, frozenset(allowed))

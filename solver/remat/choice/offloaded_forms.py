@@ -1,9 +1,9 @@
-"""A step with offloaded tensors, and bounds that judge it."""
+"""A step with offloaded tensors, bounds that judge it, and the programs that choose the tensors."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Generic
@@ -12,7 +12,13 @@ from remat.choice.offloadable_step import OffloadableStep, PlannedStays, S, node
 from remat.costs.devices import Link
 from remat.graph import Graph
 from remat.heuristics.peak_bounds import peak_lower_bound_bytes
-from remat.milp.checkpoint_cuts import candidate_operations, linear_bound_s
+from remat.milp.checkpoint_cuts import (
+    HostLimits,
+    OffloadCut,
+    candidate_operations,
+    linear_bound_s,
+    relax_offload_cut,
+)
 from remat.passes.offload.candidates import idle_spans
 from remat.passes.offload.copies import copy_times
 from remat.passes.offload.copies_in_graph import HostStay
@@ -27,6 +33,16 @@ LEAST_GAIN = 0.001
 
 CANDIDATE_CUTS = 12
 """Checkpoint cuts of which the ones that need the most memory are used."""
+
+INTEGER_GAP = 0.01
+"""Relative gap of the integer programs."""
+
+_INTEGER_TIME_LIMIT_S = 2.0
+"""Time limit of each integer program."""
+
+_COPY_COST = 0.01
+"""Seconds that each second of a copy costs where it is hidden: on an H200, copies in both
+directions slow down concurrent matrix products by 2%."""
 
 _JUDGED_CUTS = 4
 """Cuts whose bounds judge a rewritten step."""
@@ -100,6 +116,80 @@ def offloadable_names(step: OffloadableStep, limits: OffloadLimits) -> dict[int,
         for v, name in names.items()
         if not graph.operations[graph.producer[v]].backward or is_idle_for_long(v)
     }
+
+
+class OffloadPrograms(Generic[S]):
+    """The programs that choose the tensors of a step to offload, at the checkpoint cuts that need
+    more than a budget.
+
+    `names` are the tensors that may be offloaded, by their values, and `forward` those of the
+    forward. `cuts` are operations, the one that needs the most memory first; none if nothing can be
+    offloaded. `has_ended` ends programs early.
+    """
+
+    def __init__(
+        self,
+        step: S,
+        budget_bytes: int,
+        limits: OffloadLimits,
+        has_ended: Callable[[], bool],
+    ) -> None:
+        self.step = step
+        self.graph = step.graph()
+        self.budget_bytes = budget_bytes
+        self.limits = limits
+        self.has_ended = has_ended
+        self.names = offloadable_names(step, limits)
+        operations, producer = self.graph.operations, self.graph.producer
+        self.forward = {
+            v: name for v, name in self.names.items() if not operations[producer[v]].backward
+        }
+        during_bytes = simulate(self.graph, Schedule.keep_all(self.graph)).during_bytes
+        self.range_bytes = max(during_bytes, default=0) - self.graph.constant_bytes
+        cuts = candidate_operations(during_bytes, budget_bytes, CANDIDATE_CUTS)
+        self.cuts = cuts if self.names else []
+
+    def limits_at(
+        self, cut: int, values: Iterable[int], limits: OffloadLimits | None = None
+    ) -> HostLimits:
+        """Return the limits of copies at a cut: values of the forward that it no longer reads, and
+        those of the backward that are idle there, can be on the host."""
+        limits = limits or self.limits
+        allowed = {
+            v
+            for v, span in idle_spans(self.graph, values).items()
+            if span.last_use < cut
+            and (v in self.forward or (span.next_reader is not None and cut <= span.next_reader))
+        }
+        return HostLimits(limits.link, limits.host_bytes, frozenset(allowed))
+
+    def relaxed_cut(
+        self, cut: int, host: HostLimits, *, recomputes: bool = True
+    ) -> OffloadCut | None:
+        """Return the solution of the linear program at a cut, which proves a bound."""
+        return relax_offload_cut(self.graph, self.budget_bytes, cut, host, recomputes=recomputes)
+
+    def integral_cut(
+        self,
+        cut: int,
+        host: HostLimits,
+        free_bytes: int,
+        *,
+        gap: float = INTEGER_GAP,
+        recomputes: bool = True,
+    ) -> OffloadCut | None:
+        """Return the solution of the integer program at a cut that leaves memory free."""
+        return relax_offload_cut(
+            self.graph,
+            self.budget_bytes - free_bytes,
+            cut,
+            host,
+            gap=gap,
+            copy_cost=_COPY_COST,
+            time_limit=_INTEGER_TIME_LIMIT_S,
+            recomputes=recomputes,
+            is_cancelled=self.has_ended,
+        )
 
 
 def form_with_everything_offloaded(
