@@ -7,6 +7,7 @@ solved in full.
 
 from __future__ import annotations
 
+import logging
 import math
 from dataclasses import dataclass, replace
 
@@ -23,6 +24,8 @@ from remat.progress import Clock
 from remat.solve import solve
 from remat.strategies.auto import Auto
 from remat.strategies.base import within_clock
+
+logger = logging.getLogger("remat")
 
 _ESTIMATE = Auto(gap=0.99, peak_gap=0.99, time_limit=5.0)
 """The strategy of estimates: it ends with the first schedule that fits."""
@@ -194,14 +197,16 @@ class _Search:
         """Return the result of a quick solve of a trace."""
         budget_bytes = self.solver.budget_bytes
         budget = "min" if budget_bytes is None else budget_bytes
+        strategy, cancel = within_clock(_ESTIMATE, self.clock), self.solver.clock.without_limit()
+        plan, smallest_bytes = None, None
         try:
-            strategy = within_clock(_ESTIMATE, self.clock)
-            plan = solve(trace.graph(), budget, strategy, cancel=self.solver.clock.without_limit())
-            return _Estimate(trace, plan)
+            plan = solve(trace.graph(), budget, strategy, cancel=cancel)
         except InfeasibleBudget as error:
-            return _Estimate(trace, None, error.min_feasible_bytes)
+            smallest_bytes = error.min_feasible_bytes
         except SolverTimeout:
-            return _Estimate(trace, None)
+            pass
+        logger.debug("estimate %s: %r", TraceStep(trace), plan)
+        return _Estimate(trace, plan, smallest_bytes)
 
 
 def _may_be_better(unsplit: _Estimate, split_plan: Plan, is_min: bool) -> bool:
