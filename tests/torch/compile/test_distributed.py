@@ -15,6 +15,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
 from tests.helpers.cpp_compiler import needs_compiler
+from tests.helpers.training.compiled_steps import EAGER
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -33,10 +34,6 @@ from remat.frontend.memory.meter import allocated_peak
 pytestmark = pytest.mark.usefixtures("empty_compile_caches")
 
 WIDTH = 128
-
-EAGER = "aot_eager_decomp_partition"
-"""The backend on whose graph `inductor=False` plans: torch's partitioner and Inductor's
-decompositions, run as they are."""
 
 ONE_OR_BOTH = [False, pytest.param(True, marks=[pytest.mark.slow, needs_compiler])]
 """Without Inductor, and with it, which takes a minute."""

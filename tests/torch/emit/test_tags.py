@@ -111,7 +111,7 @@ def test_what_is_written_in_place_is_neither_recomputed_nor_counted_twice() -> N
     policy(gm)
     assert policy.plan is not None
     assert policy.plan.baseline_peak_bytes == pytest.approx(most_bytes, rel=0.001)
-    written = [n.args[0] for n in gm.graph.nodes if "mul_" in str(n.target)]
+    written = [n.all_input_nodes[0] for n in gm.graph.nodes if "mul_" in str(n.target)]
     assert {n.meta["recompute"] for n in written} == {CheckpointPolicy.MUST_SAVE}
     actual, peak_bytes = run_graph(apply_recompute_tags(gm), inputs)
     assert all(map(torch.equal, actual, expected))
