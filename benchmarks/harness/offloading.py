@@ -15,10 +15,9 @@ def offload_everything(trace: Trace, link: Link) -> Trace:
     """Return the trace with every large tensor of the forward that the backward reads offloaded,
     and freed after its last use there, however long the step waits for the copy."""
     graph = trace.graph()
-    names = offloadable_values(trace)
     stays = [
-        HostStay(names[v], freed_before=graph.operations[span.last_use + 1].name)
-        for v, span in idle_spans(graph, names).items()
+        HostStay(v, freed_before=span.last_use + 1)
+        for v, span in idle_spans(graph, offloadable_values(trace)).items()
         if graph.values[v].size_bytes >= MIN_BYTES
         and span.next_reader is not None
         and not graph.operations[graph.producer[v]].backward

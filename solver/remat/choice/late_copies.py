@@ -130,7 +130,7 @@ class _Forms(OffloadPrograms[S]):
         cut = self._cut(int(share * self._largest_bytes))
         if cut is None or not cut.offloaded:
             return ()
-        planned = stays_of_cut(self.graph, cut, self.forward, self.budget_bytes)
+        planned = stays_of_cut(self.graph, cut, self.budget_bytes)
         backward = self._backward_stays(self._offloaded_bytes(cut))
         stays = [planned.stays, planned.stays + backward] if backward else [planned.stays]
         return tuple(self._form(planned._replace(stays=s)) for s in stays)
@@ -154,13 +154,13 @@ class _Forms(OffloadPrograms[S]):
         """Return stays of tensors of the backward, with `used_bytes` of others on the host."""
         host_bytes = self.limits.host_bytes
         left_bytes = None if host_bytes is None else host_bytes - used_bytes
-        backward = {v: name for v, name in self.names.items() if v not in self.forward}
+        backward = [v for v in self.values if v not in self.forward]
         return stays_from_last_use(self.graph, backward, left_bytes)
 
     @cached_property
     def bound_s(self) -> float:
         """The time that every plan takes, whatever it offloads."""
-        cut = self.relaxed_cut(self.cuts[0], self.limits_at(self.cuts[0], self.names))
+        cut = self.relaxed_cut(self.cuts[0], self.limits_at(self.cuts[0], self.values))
         return self.graph.total_cost_s if cut is None else cut.bound_s
 
     def _cut(self, host_bytes: int | None) -> OffloadCut | None:

@@ -105,7 +105,7 @@ class _Search(OffloadPrograms[S]):
         super().__init__(step, budget_bytes, limits, has_ended)
         self.close_share = close_share
         cuts = self.cuts[:_CUTS]
-        self.host_limits = {op: self.limits_at(op, self.names) for op in cuts}
+        self.host_limits = {op: self.limits_at(op, self.values) for op in cuts}
         """The limits that the bound is proved for."""
         used = replace(limits, link=limits.link.scaled(_USED_BANDWIDTH))
         self.used_limits = {op: self.limits_at(op, self.forward, used) for op in cuts}
@@ -222,7 +222,7 @@ class _Search(OffloadPrograms[S]):
     def _judged(self, cut: OffloadCut, slack: float) -> OffloadedForm[S]:
         """Return the step with what a solution offloads that leaves this share free."""
         link = self.limits.link
-        planned = stays_of_cut(self.graph, cut, self.forward, self.budget_bytes)
+        planned = stays_of_cut(self.graph, cut, self.budget_bytes)
         graph = self.step.graph_with_stays(planned, link)
         runs = range(len(graph))
         timeline = simulate(graph, Schedule.keep_all(graph))

@@ -40,9 +40,8 @@ class OffloadableStep(Protocol):
         """Return the graph that the solver plans on."""
         ...
 
-    def offloadable_values(self, min_bytes: int) -> dict[int, str]:
-        """Return the names of the tensors of at least `min_bytes` that can be offloaded, by their
-        values in the graph."""
+    def offloadable_values(self, min_bytes: int) -> list[int]:
+        """Return the values of the graph of at least `min_bytes` that can be offloaded."""
         ...
 
     def with_stays(self, planned: PlannedStays, link: Link) -> Self:
@@ -110,10 +109,10 @@ class TraceStep:
         """Return the trace's graph."""
         return self.trace.graph()
 
-    def offloadable_values(self, min_bytes: int) -> dict[int, str]:
-        """Return the names of the trace's tensors that can be offloaded, by their values."""
+    def offloadable_values(self, min_bytes: int) -> list[int]:
+        """Return the values of the trace's graph that can be offloaded."""
         values = self.graph().values
-        return {v: n for v, n in self._offloadable.items() if values[v].size_bytes >= min_bytes}
+        return [v for v in self._offloadable if values[v].size_bytes >= min_bytes]
 
     def with_stays(self, planned: PlannedStays, link: Link) -> TraceStep:
         """Return the trace with tensors offloaded."""
@@ -123,7 +122,6 @@ class TraceStep:
         """Return the graph of `with_stays`, without its trace."""
         return offload_values(
             self.graph(),
-            self._offloadable,
             planned.stays,
             link,
             planned.recomputed_s,
@@ -160,7 +158,7 @@ class TraceStep:
         return TraceStep(self.trace.replace(nodes=nodes))
 
     @cached_property
-    def _offloadable(self) -> dict[int, str]:
+    def _offloadable(self) -> list[int]:
         return offloadable_values(self.trace)
 
     @cached_property
@@ -171,7 +169,7 @@ class TraceStep:
         if not trace.reuses_memory:
             return {}
         value_of = {trace.storage_of[value.name]: v for v, value in enumerate(graph.values)}
-        storages = {trace.storage_of[name] for name in self._offloadable.values()}
+        storages = {trace.storage_of[graph.values[v].name] for v in self._offloadable}
         arguments = reusable_arguments(trace, storages_live_at_end(trace), storages)
         read = {op: arguments.get(o.name) for op, o in enumerate(graph.operations)}
         return {
@@ -181,11 +179,8 @@ class TraceStep:
         }
 
 
-def stays_of_cut(
-    graph: Graph, cut: OffloadCut, values: dict[int, str], budget_bytes: int
-) -> PlannedStays:
-    """Return the stays of the values that the cut's solution offloads. `values` has the names of
-    their tensors.
+def stays_of_cut(graph: Graph, cut: OffloadCut, budget_bytes: int) -> PlannedStays:
+    """Return the stays of the values that the cut's solution offloads.
 
     A tensor has left the device by the cut, or earlier where the memory before would exceed the
     budget. It is back before the first operation that reads it, or for which an operation that
@@ -193,19 +188,16 @@ def stays_of_cut(
     """
     needed_by = _needs(graph, cut)
     gone_by = _departures(graph, cut, budget_bytes)
-    until = node_name(graph, cut.operation)
     stays: list[HostStay] = []
     for value in sorted(cut.offloaded):
         needed = _need_of_value(graph, cut, value, needed_by)
-        if needed == math.inf:
-            continue
-        name = node_name(graph, int(needed))
-        gone = node_name(graph, gone_by[value])
-        stays.append(HostStay(values[value], gone, until, name))
+        if needed < math.inf:
+            places = (gone_by[value], cut.operation, int(needed))
+            stays.append(HostStay(value, *(skip_boundary(graph, op) for op in places)))
     recomputed_s: dict[str, float] = {}
     for op, needed in needed_by.items():
         if needed < math.inf:
-            name = node_name(graph, int(needed))
+            name = graph.operations[skip_boundary(graph, int(needed))].name
             recomputed_s[name] = recomputed_s.get(name, 0.0) + graph.operations[op].cost_s
     return PlannedStays(tuple(stays), recomputed_s)
 
@@ -265,7 +257,6 @@ def _need_of_value(graph: Graph, cut: OffloadCut, value: int, needed_by: dict[in
     return min(min(direct, default=math.inf), min(indirect, default=math.inf))
 
 
-def node_name(graph: Graph, op: int) -> str:
-    """Return the name of an operation, of the next one for the boundary: a trace has no node for
-    it."""
-    return graph.operations[op + (op == graph.boundary)].name
+def skip_boundary(graph: Graph, op: int) -> int:
+    """Return an operation; the next one for the boundary, at which no copy starts or ends."""
+    return op + (op == graph.boundary)

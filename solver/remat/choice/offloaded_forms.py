@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Generic
 
-from remat.choice.offloadable_step import OffloadableStep, PlannedStays, S, node_name
+from remat.choice.offloadable_step import OffloadableStep, PlannedStays, S, skip_boundary
 from remat.costs.devices import Link
 from remat.graph import Graph
 from remat.heuristics.peak_bounds import peak_lower_bound_bytes
@@ -95,13 +95,13 @@ def smallest_need_bytes(graph: Graph) -> int:
     return peak_lower_bound_bytes(replace(graph, operations=tuple(operations)))
 
 
-def offloadable_names(step: OffloadableStep, limits: OffloadLimits) -> dict[int, str]:
-    """Return the names of the tensors that may be offloaded, by their values: those of the forward,
-    and those of the backward that are idle for as long as their copies take."""
+def values_to_offload(step: OffloadableStep, limits: OffloadLimits) -> list[int]:
+    """Return the values that may be offloaded: of the forward, and of the backward if they are idle
+    for as long as their copies take."""
     graph, link = step.graph(), limits.link
-    names = step.offloadable_values(limits.min_bytes)
+    values = step.offloadable_values(limits.min_bytes)
     end_s = [0.0, *accumulate(operation.cost_s for operation in graph.operations)]
-    spans = idle_spans(graph, names)
+    spans = idle_spans(graph, values)
 
     def is_idle_for_long(v: int) -> bool:
         if (span := spans.get(v)) is None or span.next_reader is None:
@@ -111,20 +111,18 @@ def offloadable_names(step: OffloadableStep, limits: OffloadLimits) -> dict[int,
             1 / link.to_host_bytes_per_s + 1 / link.to_device_bytes_per_s
         )
 
-    return {
-        v: name
-        for v, name in names.items()
-        if not graph.operations[graph.producer[v]].backward or is_idle_for_long(v)
-    }
+    return [
+        v for v in values if not graph.operations[graph.producer[v]].backward or is_idle_for_long(v)
+    ]
 
 
 class OffloadPrograms(Generic[S]):
     """The programs that choose the tensors of a step to offload, at the checkpoint cuts that need
     more than a budget.
 
-    `names` are the tensors that may be offloaded, by their values, and `forward` those of the
-    forward. `cuts` are operations, the one that needs the most memory first; none if nothing can be
-    offloaded. `has_ended` ends programs early.
+    `values` may be offloaded, and the forward produces the ones in `forward`. `cuts` are
+    operations, the one that needs the most memory first; none if nothing can be offloaded.
+    `has_ended` ends programs early.
     """
 
     def __init__(
@@ -139,15 +137,13 @@ class OffloadPrograms(Generic[S]):
         self.budget_bytes = budget_bytes
         self.limits = limits
         self.has_ended = has_ended
-        self.names = offloadable_names(step, limits)
+        self.values = values_to_offload(step, limits)
         operations, producer = self.graph.operations, self.graph.producer
-        self.forward = {
-            v: name for v, name in self.names.items() if not operations[producer[v]].backward
-        }
+        self.forward = {v for v in self.values if not operations[producer[v]].backward}
         during_bytes = simulate(self.graph, Schedule.keep_all(self.graph)).during_bytes
         self.range_bytes = max(during_bytes, default=0) - self.graph.constant_bytes
         cuts = candidate_operations(during_bytes, budget_bytes, CANDIDATE_CUTS)
-        self.cuts = cuts if self.names else []
+        self.cuts = cuts if self.values else []
 
     def limits_at(
         self, cut: int, values: Iterable[int], limits: OffloadLimits | None = None
@@ -202,8 +198,8 @@ def form_with_everything_offloaded(
     during an operation. Where the host has no room for all tensors, the largest ones leave.
     """
     graph = step.graph()
-    names = offloadable_names(step, limits)
-    stays = stays_from_last_use(graph, names, limits.host_bytes, overlaps=overlaps)
+    values = values_to_offload(step, limits)
+    stays = stays_from_last_use(graph, values, limits.host_bytes, overlaps=overlaps)
     planned, instant = PlannedStays(stays, {}), limits.link.scaled(INSTANT_COPIES_FACTOR)
     everything = step.graph_with_stays(planned, instant)
     times = copy_times(everything, range(len(everything)), limits.link)
@@ -220,20 +216,20 @@ def form_with_everything_offloaded(
 
 
 def stays_from_last_use(
-    graph: Graph, names: Mapping[int, str], host_bytes: int | None, *, overlaps: bool = False
+    graph: Graph, values: Iterable[int], host_bytes: int | None, *, overlaps: bool = False
 ) -> tuple[HostStay, ...]:
-    """Return stays of values with these names from their last use before the idle span to the next,
-    or to the operation before that if `overlaps`, so that a copy runs during an operation.
-    Where the host has no room for all of them, the largest ones leave."""
-    spans = idle_spans(graph, names)
+    """Return stays of values from their last use before the idle span to the next, or to the
+    operation before that if `overlaps`, so that a copy runs during an operation. Where the host has
+    no room for all of them, the largest ones leave."""
+    spans = idle_spans(graph, values)
     stays: list[HostStay] = []
     free_bytes = math.inf if host_bytes is None else host_bytes
-    for v in sorted(names, key=lambda v: -graph.values[v].size_bytes):
+    for v in sorted(spans, key=lambda v: -graph.values[v].size_bytes):
         size_bytes, (last_use, reader) = graph.values[v].size_bytes, spans[v]
         if reader is not None and size_bytes <= free_bytes:
             free_bytes -= size_bytes
-            until = "" if overlaps else node_name(graph, reader)
-            stays.append(HostStay(names[v], node_name(graph, last_use + 1), until))
+            reload_from = None if overlaps else skip_boundary(graph, reader)
+            stays.append(HostStay(v, skip_boundary(graph, last_use + 1), reload_from))
     return tuple(stays)
 
 

@@ -52,10 +52,10 @@ def measured(case: Case, device: str | None = None) -> Trace:
 
 def host_stays(trace: Trace, *, of_backward: bool = False) -> list[HostStay]:
     """Return a stay of each tensor that the backward reads: of the forward, or of both."""
-    graph, names = trace.graph(), offloadable_values(trace)
+    graph = trace.graph()
     return [
-        HostStay(names[v])
-        for v, span in idle_spans(graph, names).items()
+        HostStay(v)
+        for v, span in idle_spans(graph, offloadable_values(trace)).items()
         if graph.values[v].size_bytes >= SMALL_BYTES
         and span.next_reader is not None
         and (of_backward or not graph.operations[graph.producer[v]].backward)

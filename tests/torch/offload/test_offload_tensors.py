@@ -217,13 +217,14 @@ def test_tensors_are_reloaded_in_the_order_in_which_they_are_needed() -> None:
 
 def test_tensors_of_the_caller_stay_on_the_device() -> None:
     trace = measured(net_case())
-    names = {*offloadable_values(trace).values()}
+    graph = trace.graph()
+    names = {graph.values[v].name for v in offloadable_values(trace)}
     assert names
     assert names.isdisjoint({p.name for p in trace.placeholders})
     assert names.isdisjoint({item.name for item in (*trace.outputs, *trace.gradients)})
-    parameter = trace.placeholders[0].name
-    with pytest.raises(RematError, match=f"{parameter} cannot be offloaded"):
-        offload_tensors(trace, [HostStay(parameter)], FAST)
+    result = min(graph.results)
+    with pytest.raises(RematError, match=f"{graph.values[result].name} cannot be offloaded"):
+        offload_tensors(trace, [HostStay(result)], FAST)
 
 
 def test_what_only_recomputations_read_is_offloaded_for_them() -> None:
@@ -232,8 +233,8 @@ def test_what_only_recomputations_read_is_offloaded_for_them() -> None:
     plain = measured(case)
     graph = plain.graph()
     spans = idle_spans(graph, offloadable_values(plain))
-    only, reader, read = next(
-        (graph.values[v].name, graph.operations[op].name, spans[output].next_reader)
+    only, reader, needed_before = next(
+        (v, graph.operations[op].name, spans[output].next_reader)
         for v, span in spans.items()
         if span.next_reader is None and graph.values[v].size_bytes >= SMALL_BYTES
         for op in graph.consumers[v]
@@ -242,9 +243,9 @@ def test_what_only_recomputations_read_is_offloaded_for_them() -> None:
     )
     with pytest.raises(RematError, match="no operation of the backward reads it"):
         offload_tensors(plain, [HostStay(only)], FAST)
-    assert read is not None
-    needed_by = graph.operations[read].name
-    trace = offload_tensors(plain, [HostStay(only, needed_before=needed_by)], FAST)
+    assert needed_before is not None
+    needed_by = graph.operations[needed_before].name
+    trace = offload_tensors(plain, [HostStay(only, needed_before=needed_before)], FAST)
     graph = trace.graph()
     index = {o.name: i for i, o in enumerate(graph.operations)}
     runs = list(range(len(graph)))
@@ -260,7 +261,7 @@ def test_what_only_recomputations_read_is_offloaded_for_them() -> None:
 def test_a_tensor_is_offloaded_once() -> None:
     trace = measured(net_case())
     once = offloaded(trace, FAST)
-    further = {*offloadable_values(once).values()}
+    further = {once.graph().values[v].name for v in offloadable_values(once)}
     sent = {c.tensor for c in keep_all_times(once, FAST).copies if c.direction == "to_host"}
     assert sent
     assert further.isdisjoint(sent)
@@ -340,8 +341,7 @@ def test_sources_name_the_operations_of_the_graph_without_copies() -> None:
         (v for v in range(len(graph.values)) if not graph.operations[graph.producer[v]].backward),
         key=lambda v: (graph.values[v].size_bytes, v),
     )
-    stay = HostStay(graph.values[value].name, needed_before=graph.operations[-1].name)
-    offloaded = offload_values(graph, [value], [stay], FAST)
+    offloaded = offload_values(graph, [HostStay(value, needed_before=len(graph) - 1)], FAST)
     names = [
         graph.operations[source].name
         for source in offloaded.sources

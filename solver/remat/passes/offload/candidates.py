@@ -27,8 +27,8 @@ class IdleSpan(NamedTuple):
     next_reader: int | None
 
 
-def offloadable_values(trace: Trace) -> dict[int, str]:
-    """Return the names of the tensors that can be offloaded, by their values in the trace's graph.
+def offloadable_values(trace: Trace) -> list[int]:
+    """Return the values of the trace's graph that can be offloaded.
 
     They are results of operations that fill their storage. Inputs of the graph, outputs, gradients
     of parameters and inputs, and storages that an operation writes over are left out.
@@ -41,14 +41,14 @@ def offloadable_values(trace: Trace) -> dict[int, str]:
             excluded |= {trace.storage_of[name] for name in node.operand_names}
             excluded |= {result.storage for result in node.results}
         excluded.update(trace.overwritten_storages(node))
-    names: dict[int, str] = {}
-    for v, value in enumerate(graph.values):
-        storage = trace.storage_of[value.name]
-        if storage not in excluded and fills_storage(
-            trace.tensors[value.name], trace.storage_bytes[storage]
-        ):
-            names[v] = value.name
-    return {v: names[v] for v in idle_spans(graph, names)}
+    storages = [trace.storage_of[value.name] for value in graph.values]
+    filling = (
+        v
+        for v, (value, storage) in enumerate(zip(graph.values, storages, strict=True))
+        if storage not in excluded
+        and fills_storage(trace.tensors[value.name], trace.storage_bytes[storage])
+    )
+    return list(idle_spans(graph, filling))
 
 
 def idle_spans(graph: Graph, values: Iterable[int]) -> dict[int, IdleSpan]:

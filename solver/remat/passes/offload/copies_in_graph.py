@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain, count
 from types import MappingProxyType
@@ -35,19 +35,19 @@ HANDLE_BYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class HostStay:
-    """A tensor that is on the host for a part of the step.
+    """A value that is on the host for a part of the step, between operations of a graph.
 
     Its memory is free before the operation `freed_before`, and it starts to come back at the
-    operation `reload_from` or later; with "", the times of the copies decide. It is back before the
+    operation `reload_from` or later; None: the times of the copies decide. It is back before the
     operation `needed_before` of the backward, where recomputations may read it, or before the
-    reader that ends its idle span if that is earlier. A tensor of the forward that the backward
-    does not read requires `needed_before`.
+    reader that ends its idle span if that is earlier. A value of the forward that the backward does
+    not read requires `needed_before`.
     """
 
-    tensor: str
-    freed_before: str = ""
-    reload_from: str = ""
-    needed_before: str = ""
+    value: int
+    freed_before: int | None = None
+    reload_from: int | None = None
+    needed_before: int | None = None
 
 
 class CopyOperation(NamedTuple):
@@ -69,7 +69,6 @@ class OffloadedGraph:
 
 def offload_values(
     graph: Graph,
-    values: Collection[int],
     stays: Iterable[HostStay],
     link: Link,
     recomputed_s: Mapping[str, float] = MappingProxyType({}),
@@ -77,54 +76,32 @@ def offload_values(
 ) -> OffloadedGraph:
     """Return the graph in which values are offloaded.
 
-    `values` can be offloaded, and are no results of the step. `recomputed_s` are seconds of
-    recomputation that are expected before operations, by their names. `arrival_overwrites` has the
-    value that an operation may write over if that comes back from the host. A value that is needed
-    before its copy to the host has ended stays on the device. The graph has a boundary.
+    `recomputed_s` are seconds of recomputation that are expected before operations, by their names.
+    `arrival_overwrites` has the value that an operation may write over if that comes back from the
+    host. A value that is needed before its copy to the host has ended stays on the device. The
+    graph has a boundary.
 
-    Raises `RematError` for a tensor that cannot be offloaded or that nothing needs, and `KeyError`
-    for an unknown operation.
+    Raises `RematError` for a value that is a result or read at once, or that nothing needs.
     """
-    names = {graph.values[v].name: v for v in values}
-    spans = idle_spans(graph, sorted(values))
-    index = {operation.name: i for i, operation in enumerate(graph.operations)}
-    absences = {
-        stay.tensor: _absence(stay, names.get(stay.tensor, -1), spans, index) for stay in stays
-    }
-    places = [*_places(graph, list(absences.values()), link, recomputed_s)]
+    by_value = {stay.value: stay for stay in stays}
+    spans = idle_spans(graph, by_value)
+    needed = {v: _needed_before(graph, stay, spans.get(v)) for v, stay in by_value.items()}
+    places = [*_places(graph, by_value, spans, needed, link, recomputed_s)]
     return _insert(graph, places, arrival_overwrites)
 
 
-class _Absence(NamedTuple):
-    """The stay of a value, with indices of operations."""
-
-    value: int
-    idle: IdleSpan
-    freed_before: int | None
-    reload_from: int
-    needed_before: int
-
-
-def _absence(
-    stay: HostStay, value: int, spans: Mapping[int, IdleSpan], index: Mapping[str, int]
-) -> _Absence:
-    if value not in spans:
-        raise RematError(
-            f"{stay.tensor} cannot be offloaded: it is an input, an output or a gradient, is "
-            "written over, or does not fill its storage"
-        )
-    idle = spans[value]
-    needs = [index[stay.needed_before]] if stay.needed_before else []
-    if idle.next_reader is not None:
-        needs.append(idle.next_reader)
+def _needed_before(graph: Graph, stay: HostStay, span: IdleSpan | None) -> int:
+    """Return the first operation that needs the value of a stay after it."""
+    name = graph.values[stay.value].name
+    if span is None or stay.value in graph.results:
+        raise RematError(f"{name} cannot be offloaded: it is a result, or read at once")
+    needs = [op for op in (stay.needed_before, span.next_reader) if op is not None]
     if not needs:
         raise RematError(
-            f"{stay.tensor} cannot be offloaded: no operation of the backward reads it, and "
-            "nothing says before which operation a recomputation does; set needed_before"
+            f"{name} cannot be offloaded: no operation of the backward reads it, and nothing says "
+            "before which operation a recomputation does; set needed_before"
         )
-    freed_before = index[stay.freed_before] if stay.freed_before else None
-    reload_from = index[stay.reload_from] if stay.reload_from else 0
-    return _Absence(value, idle, freed_before, reload_from, min(needs))
+    return min(needs)
 
 
 class _CopyPlaces(NamedTuple):
@@ -138,7 +115,12 @@ class _CopyPlaces(NamedTuple):
 
 
 def _places(
-    graph: Graph, absences: list[_Absence], link: Link, recomputed_s: Mapping[str, float]
+    graph: Graph,
+    stays: Mapping[int, HostStay],
+    spans: Mapping[int, IdleSpan],
+    needed: Mapping[int, int],
+    link: Link,
+    recomputed_s: Mapping[str, float],
 ) -> Iterator[_CopyPlaces]:
     """Yield the places of the copies of each value, in the reverse order in which they are
     needed."""
@@ -147,30 +129,32 @@ def _places(
     end_s = [*accumulate(o.cost_s + recomputed_s.get(o.name, 0.0) for o in graph.operations)]
     released: dict[int, int] = {}  # the operation after which the memory is free
     free_s = 0.0
-    for value, idle, gone, _, needed in sorted(absences, key=lambda a: graph.producer[a.value]):
+    for value in sorted(stays, key=graph.producer.__getitem__):
         copied_s = max(free_s, end_s[graph.producer[value]])
         copied_s += graph.values[value].size_bytes / link.to_host_bytes_per_s
         operation = bisect_left(end_s, copied_s)
-        if gone is not None:
-            operation = min(operation, gone - 1)
-        operation = max(operation, idle.last_use)
-        if operation < needed - 1:
+        if (freed_before := stays[value].freed_before) is not None:
+            operation = min(operation, freed_before - 1)
+        operation = max(operation, spans[value].last_use)
+        if operation < needed[value] - 1:
             released[value] = operation
             free_s = copied_s
     next_start_s = end_s[-1]
-    for value, _, _, until, needed in sorted(absences, key=lambda a: -a.needed_before):
-        if value not in released or needed <= boundary:
+    for value in sorted(stays, key=needed.__getitem__, reverse=True):
+        end = needed[value]
+        if value not in released or end <= boundary:
             continue
-        needed_s = min(next_start_s, end_s[needed - 1])
+        needed_s = min(next_start_s, end_s[end - 1])
         start_s = needed_s - graph.values[value].size_bytes / link.to_device_bytes_per_s
         start = bisect_right(end_s, start_s)  # starts at or before start_s
-        start = max(start, released[value] + 1, boundary + 1, until)
-        start = min(start, needed)
+        reload_from = stays[value].reload_from or 0
+        start = max(start, released[value] + 1, boundary + 1, reload_from)
+        start = min(start, end)
         if start > released[value]:
             next_start_s = start_s
             # what is freed before the backward starts is not saved for it
             last = released[value] - (released[value] == boundary)
-            yield _CopyPlaces(value, last, start, needed)
+            yield _CopyPlaces(value, last, start, end)
 
 
 def _insert(

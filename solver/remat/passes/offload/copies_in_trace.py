@@ -15,7 +15,6 @@ from remat.documents.targets import (
     RELOAD_TARGET,
 )
 from remat.documents.trace import Trace
-from remat.passes.offload.candidates import offloadable_values
 from remat.passes.offload.copies_in_graph import (
     HANDLE_BYTES,
     CopyOperation,
@@ -40,10 +39,10 @@ def offload_tensors(
     link: Link,
     recomputed_s: Mapping[str, float] = MappingProxyType({}),
 ) -> Trace:
-    """Return the trace in which these tensors are offloaded, as `offload_values` does it in the
+    """Return the trace in which these values are offloaded, as `offload_values` does it in the
     trace's graph. Nodes of the forward come first."""
     graph = trace.graph()
-    offloaded = offload_values(graph, offloadable_values(trace), stays, link, recomputed_s)
+    offloaded = offload_values(graph, stays, link, recomputed_s)
     writer = TraceWriter(trace)
     names = {v: value.name for v, value in enumerate(graph.values)}
     result_of = {result.name: result for node in trace.nodes for result in node.results}

@@ -345,14 +345,14 @@ class OffloadableProblem:
         """Return the problem's graph."""
         return self.problem.graph
 
-    def offloadable_values(self, min_bytes: int) -> dict[int, str]:
-        """Return the names of the tensors of at least `min_bytes` that the forward computes and
-        does not return."""
+    def offloadable_values(self, min_bytes: int) -> list[int]:
+        """Return the values of at least `min_bytes` that the forward computes and does not
+        return."""
         problem = self.problem
         graph, joint = problem.graph, problem.joint
         if graph.boundary is None:
-            return {}
-        names: dict[int, str] = {}
+            return []
+        values: list[int] = []
         for operation, group in zip(graph.operations, problem.groups, strict=True):
             if not isinstance(group, FusionGroup) or operation.backward:
                 continue
@@ -364,8 +364,8 @@ class OffloadableProblem:
                     and node not in joint.mutated
                     and self._fills_storage(node)
                 ):
-                    names[value] = graph.values[value].name
-        return names
+                    values.append(value)
+        return values
 
     def _fills_storage(self, node: fx.Node) -> bool:
         """True if a node is a tensor of constant size that fills its storage, in strides that are
@@ -401,8 +401,7 @@ class OffloadableProblem:
         return self._offloaded_graph(planned, link).graph
 
     def _offloaded_graph(self, planned: PlannedStays, link: Link) -> OffloadedGraph:
-        graph, values = self.problem.graph, self.offloadable_values(0)
-        return offload_values(graph, values, planned.stays, link, planned.recomputed_s)
+        return offload_values(self.problem.graph, planned.stays, link, planned.recomputed_s)
 
     def _node_of(self, value: int) -> fx.Node:
         graph = self.problem.graph
