@@ -10,12 +10,12 @@ to the much smaller input, and the gradient of that is padded.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
-from remat.documents.arguments import Args, Literal, Ref
+from remat.documents.arguments import Args, Kwargs, Literal, Ref
 from remat.documents.records import Node, Result, TensorMeta
 from remat.documents.trace import Trace
 from remat.passes.split.regions import TraceIndex
@@ -51,18 +51,21 @@ class LayerSlice:
 
     Other fields are indices of nodes. `forward` goes from the slice up to the product, `copy` is
     the copy of the slice into a tensor of its own, None if the slice is contiguous. `backward` goes
-    from the padding of the slice's gradient down to the gradient of the product, and `gradients`
-    are the readers of that: transposes, products and sums over the rows.
+    from the padding of the slice's gradient, which is the tensor `gradient`, down to the gradient
+    of the product, and `gradients` are the readers of that: transposes, products and sums over the
+    rows. `zeros` are what the gradient is padded with, if nothing else reads them.
     """
 
     shape: tuple[int, ...]
     dimension: int
     start: int
     end: int
-    forward: tuple[int, ...]
-    copy: int | None
-    backward: tuple[int, ...]
-    gradients: tuple[int, ...]
+    forward: tuple[int, ...] = ()
+    copy: int | None = None
+    gradient: str = ""
+    backward: tuple[int, ...] = ()
+    gradients: tuple[int, ...] = ()
+    zeros: int | None = None
 
     @property
     def rows(self) -> int:
@@ -110,15 +113,15 @@ class _Finder:
         shape = trace.tensors[source].shape
         if node.backward or trace.storage_bytes[trace.storage_of[source]] < self.least_bytes:
             return None
-        part = _sliced_range(node, 1, shape)
-        if part is None or part[0] >= len(shape) - 1:
+        sliced_range = _sliced_range(node, 1, shape)
+        if sliced_range is None or sliced_range[0] >= len(shape) - 1:
             return None
-        result = LayerSlice(shape, *part, (number,), None, (), ())
-        forward = self._chain_to_product(result, source, number)
+        part = LayerSlice(shape, *sliced_range)
+        forward = self._chain_to_product(part, source, number)
         copy = self._copy_of(node)
         if not forward or (copy is None and not node.results[0].tensor.is_row_major()):
             return None
-        result = LayerSlice(shape, *part, (number, *forward), copy, (), ())
+        result = replace(part, forward=(number, *forward), copy=copy)
         gradients = (
             self._gradient_of(result, n) for n, other in enumerate(trace.nodes) if other.backward
         )
@@ -160,8 +163,8 @@ class _Finder:
         """Return the slice with the nodes of its gradient, which begin with this one; None if they
         do not."""
         trace, node = self.trace, self.trace.nodes[number]
-        name = padded_gradient(trace, self.index, node, part)
-        if not name or not trace.tensors[name].is_row_major():
+        padded = self._padded_gradient(node, part)
+        if padded is None or not trace.tensors[padded.gradient].is_row_major():
             return None
         chain, current = [number], node.results[0].name
         while True:
@@ -181,10 +184,30 @@ class _Finder:
         gradients = self._readers_of_gradient(current, rows)
         if len(trace.tensors[current].shape) != 2 or not gradients:
             return None
-        return LayerSlice(
-            part.shape, part.dimension, part.start, part.end, part.forward, part.copy,
-            tuple(chain), gradients,
-        )  # fmt: skip
+        return replace(padded, backward=tuple(chain), gradients=gradients)
+
+    def _padded_gradient(self, node: Node, part: LayerSlice) -> LayerSlice | None:
+        """Return the slice with its gradient if a node pads that with zeros to the gradient of the
+        slice's source."""
+        if node.target not in ("aten.slice_backward.default", "aten.slice_scatter.default"):
+            return None
+        if _sliced_range(node, 2, part.shape) != (part.dimension, part.start, part.end):
+            return None
+        if node.target == "aten.slice_backward.default":
+            gradient, shape = node.args[:2]
+            is_alike = isinstance(gradient, Ref) and shape == part.shape
+            return replace(part, gradient=gradient.name) if is_alike else None
+        zeros, gradient = node.args[:2]
+        if not isinstance(zeros, Ref) or not isinstance(gradient, Ref):
+            return None
+        number = self.index.producer.get(zeros.name)
+        full = None if number is None else self.trace.nodes[number]
+        if full is None or full.target != "aten.full.default" or full.args[1] not in (0, 0.0):
+            return None
+        if self.trace.tensors[zeros.name].shape != part.shape:
+            return None
+        is_read = len(self.index.consumers[zeros.name]) > 1
+        return replace(part, gradient=gradient.name, zeros=None if is_read else number)
 
     def _readers_of_gradient(self, gradient: str, rows: object) -> tuple[int, ...]:
         """Return the nodes that read the gradient of the product, with those that read its
@@ -232,142 +255,94 @@ def _sliced_range(node: Node, first: int, shape: Sequence[int]) -> tuple[int, in
     return (dimension, start, end) if step == 1 and is_part else None
 
 
-def padded_gradient(trace: Trace, index: TraceIndex, node: Node, part: LayerSlice) -> str:
-    """Return the name of the slice's gradient if a node pads it with zeros to the gradient of the
-    slice's source; "" for any other node."""
-    wanted = part.dimension, part.start, part.end
-    if node.target == "aten.slice_backward.default":
-        gradient, shape = node.args[:2]
-        if shape == part.shape and _sliced_range(node, 2, part.shape) == wanted:
-            return gradient.name if isinstance(gradient, Ref) else ""
-    elif node.target == "aten.slice_scatter.default":
-        zeros, gradient = node.args[:2]
-        if isinstance(zeros, Ref) and isinstance(gradient, Ref) and zeros.name in index.producer:
-            full = trace.nodes[index.producer[zeros.name]]
-            is_zero = full.target == "aten.full.default" and full.args[1] in (0, 0.0)
-            has_shape = trace.tensors[zeros.name].shape == part.shape
-            if is_zero and has_shape and _sliced_range(node, 2, part.shape) == wanted:
-                return gradient.name
-    return ""
-
-
 class _Rewriting:
     """The trace with one slice moved to the input of its layer."""
 
     def __init__(self, trace: Trace, part: LayerSlice) -> None:
         self.old, self.part = trace, part
-        self.removed = {*part.forward, *part.backward, *part.gradients}
-        if part.copy is not None:
-            self.removed.add(part.copy)
+        self.removed = {*part.forward, *part.backward, *part.gradients, part.copy, part.zeros}
         self.writer = TraceWriter(trace)
         self.names: dict[str, str] = {}
         """The new names of tensors of which only the slice's rows are left."""
-        self.sliced_rows = ""
-        """The name of the layer's input with the slice's rows."""
+        self.product = trace.nodes[part.forward[-1]]
+        rows = self.product.args[PRODUCTS[self.product.target]]
+        assert isinstance(rows, Ref)
+        self.rows, self.sliced_rows = rows.name, ""
+        """The names of the layer's input, and of its part with the slice's rows."""
         self.gradient = trace.nodes[part.backward[-1]].results[0].name
         """The name of the product's gradient in the old trace."""
 
     def trace(self) -> Trace:
         """Return the new trace."""
-        part, nodes = self.part, self.old.nodes
-        zeros = self._unread_zeros()
-        for number, node in enumerate(nodes):
+        part = self.part
+        for number, node in enumerate(self.old.nodes):
             if number == part.forward[-1]:
                 self._write_layer()
             elif number == part.backward[-1]:
                 self._write_gradient()
             if number in part.gradients:
                 self._write_reader(node)
-            elif number not in self.removed and number != zeros:
-                self.writer.add(self._renamed(node))
+            elif number not in self.removed:
+                is_changed = not self.names.keys().isdisjoint(node.operand_names)
+                self.writer.add(node.with_operands(self.names) if is_changed else node)
         return self.writer.trace()
-
-    def _renamed(self, node: Node) -> Node:
-        is_changed = not self.names.keys().isdisjoint(node.operand_names)
-        return node.with_operands(self.names) if is_changed else node
-
-    def _unread_zeros(self) -> int | None:
-        """Return the node of the zeros that the gradient is written into, if nothing else reads
-        them."""
-        padding = self.old.nodes[self.part.backward[0]]
-        if padding.target != "aten.slice_scatter.default":
-            return None
-        index = TraceIndex(self.old)
-        zeros = padding.operand_names[0]
-        is_read = len(index.consumers[zeros]) > 1
-        return None if is_read else index.producer[zeros]
 
     def _write_layer(self) -> None:
         """Write the slice of the layer's input, and the layer of that."""
         part, old, writer = self.part, self.old, self.writer
-        *chain, number = part.forward[1:]
-        product = old.nodes[number]
-        position = PRODUCTS[product.target]
-        rows = product.args[position]
-        assert isinstance(rows, Ref)
-        self.sliced_rows = self._write_slice(product, rows.name)
-        source = old.nodes[part.forward[0]].operand_names[0]
+        self.sliced_rows = self._write_slice()
+        sliced = old.nodes[part.forward[0]]
+        source = sliced.operand_names[0]
+        results = [sliced.results[0]]
         if part.copy is None:
             last_storage = old.storage_of[source]
             writer.storage_bytes[last_storage] = self._scaled(writer.storage_bytes[last_storage])
         else:
-            last_storage = old.nodes[part.copy].results[0].storage
+            results += old.nodes[part.copy].results
+            last_storage = results[-1].storage
         storages = {old.storage_of[source]: last_storage}
-        args = (*product.args[:position], Ref(self.sliced_rows), *product.args[position + 1 :])
-        name = self._write_rows(product, args, storages)
-        for number in reversed(chain):
+        name = self._write_rows(self.product, {self.rows: self.sliced_rows}, storages)
+        for number in reversed(part.forward[1:-1]):
             node = old.nodes[number]
-            name = self._write_rows(node, self._with_operand(node, name), storages)
-        self.names[old.nodes[part.forward[0]].results[0].name] = name
-        if part.copy is not None:
-            self.names[old.nodes[part.copy].results[0].name] = name
+            name = self._write_rows(node, {node.operand_names[0]: name}, storages)
+        self.names.update((result.name, name) for result in results)
 
-    def _write_slice(self, product: Node, rows: str) -> str:
+    def _write_slice(self) -> str:
         """Write the slice of the layer's input as a tensor of its own, and return its name."""
-        part, meta = self.part, self.old.tensors[rows]
-        width = meta.shape[1]
-        shape = (*part.shape[:-1], width)
-        sliced = (*shape[: part.dimension], part.end - part.start, *shape[part.dimension + 1 :])
-        storage = self.old.storage_of[rows]
-        whole = self._write(
-            product, "aten.view.default", (Ref(rows), shape), _row_major(meta, shape), storage
-        )
-        tensor = _row_major(meta, shape)
-        tensor = tensor.model_copy(
-            update={"shape": sliced, "offset": part.start * tensor.stride[part.dimension]}
-        )
-        arguments = (Ref(whole), part.dimension, part.start, part.end)
-        view = self._write(product, "aten.slice.Tensor", arguments, tensor, storage)
-        copied = self.writer.new_storage(self._scaled(prod(meta.shape) * self._item_bytes(rows)))
+        part, meta, like = self.part, self.old.tensors[self.rows], self.product
+        storage = self.old.storage_of[self.rows]
+        shape = (*part.shape[:-1], meta.shape[1])
+        whole = _row_major(meta, shape)
+        name = self._write(like, "aten.view.default", (Ref(self.rows), shape), whole, storage)
+        sliced = part.sliced(shape)
+        assert sliced is not None
+        offset = part.start * whole.stride[part.dimension]
+        tensor = whole.model_copy(update={"shape": sliced, "offset": offset})
+        args: Args = (Ref(name), part.dimension, part.start, part.end)
+        name = self._write(like, "aten.slice.Tensor", args, tensor, storage)
+        copied = self.writer.new_storage(self._scaled(self._size_bytes(self.rows)))
         contiguous = {"memory_format": Literal("memory_format", "contiguous_format")}
-        copy = self._write(
-            product,
-            "aten.clone.default",
-            (Ref(view),),
-            _row_major(meta, sliced),
-            copied,
-            contiguous,
-        )
-        flat = (part.slice_rows, width)
-        meta = _row_major(meta, flat)
-        return self._write(product, "aten.view.default", (Ref(copy), flat), meta, copied)
+        tensor = _row_major(meta, sliced)
+        name = self._write(like, "aten.clone.default", (Ref(name),), tensor, copied, contiguous)
+        flat = (part.slice_rows, meta.shape[1])
+        args = (Ref(name), flat)
+        return self._write(like, "aten.view.default", args, _row_major(meta, flat), copied)
 
-    def _item_bytes(self, name: str) -> int:
-        """Return the bytes of an element of a tensor that fills its storage."""
+    def _size_bytes(self, name: str) -> int:
+        """Return the bytes of the elements of a tensor that fills its storage."""
         old = self.old
-        elements = max(1, prod(old.tensors[name].shape))
-        return max(1, old.storage_bytes[old.storage_of[name]] // elements)
+        elements = prod(old.tensors[name].shape)
+        item_bytes = old.storage_bytes[old.storage_of[name]] // max(1, elements)
+        return elements * max(1, item_bytes)
 
     def _write_gradient(self) -> None:
         """Write the views and casts between the slice's gradient and the product's gradient."""
         part, old = self.part, self.old
-        padding = old.nodes[part.backward[0]]
-        name = padded_gradient(old, TraceIndex(old), padding, part)
-        storages = {old.storage_of[padding.results[0].name]: old.storage_of[name]}
-        current = padding.results[0].name
+        name, current = part.gradient, old.nodes[part.backward[0]].results[0].name
+        storages = {old.storage_of[current]: old.storage_of[name]}
         for number in part.backward[1:]:
             node = old.nodes[number]
-            name = self._write_rows(node, self._with_operand(node, name), storages)
+            name = self._write_rows(node, {current: name}, storages)
             current = node.results[0].name
         self.names[current] = name
 
@@ -375,41 +350,37 @@ class _Rewriting:
         """Write a node that reads the gradient of the product, or a transpose of it."""
         operand = node.operand_names[0]
         (result,) = node.results
-        gradient = self.names[operand]
+        changed = node.with_operands({operand: self.names[operand], self.rows: self.sliced_rows})
         if node.target in TRANSPOSES:
             words, _ = result.tensor.shape
             shape = (words, self.part.slice_rows)
             tensor = result.tensor.model_copy(update={"shape": shape, "stride": (1, words)})
-            storage = self.writer.storage_of(gradient)
-            args = self._with_operand(node, gradient)
-            self.names[result.name] = self._write(node, node.target, args, tensor, storage)
+            storage = self.writer.storage_of(self.names[operand])
+            name = self._write(node, node.target, changed.args, tensor, storage)
+            self.names[result.name] = name
         elif node.target == "aten.mm.default" and operand == self.gradient:
-            self._write_padded(node, gradient)
+            self._write_padded(node)
         else:
-            args = self._with_operand(node, gradient)
-            if node.target == "aten.mm.default":
-                args = (args[0], Ref(self.sliced_rows))
             name = self.writer.new_name(f"{node.name}{MOVED_SUFFIX}")
-            self.writer.add(unmeasured(node, name=name, args=args))
+            self.writer.add(unmeasured(changed, name=name))
 
-    def _write_padded(self, node: Node, gradient: str) -> None:
+    def _write_padded(self, node: Node) -> None:
         """Write the gradient of the layer's input: zero in the rows that the slice leaves out."""
         part = self.part
         (result,) = node.results
-        rows, width = result.tensor.shape
-        storage = self.writer.new_storage(
-            self._scaled(rows * width * self._item_bytes(result.name))
-        )
+        storage = self.writer.new_storage(self._scaled(self._size_bytes(result.name)))
+        args: Args = (Ref(self.names[self.gradient]), *node.args[1:])
+        width = result.tensor.shape[1]
         meta = _row_major(result.tensor, (part.slice_rows, width))
-        name = self._write(node, node.target, self._with_operand(node, gradient), meta, storage)
+        name = self._write(node, node.target, args, meta, storage)
         shape = (*part.shape[:-1], width)
-        sliced = (*shape[: part.dimension], part.end - part.start, *shape[part.dimension + 1 :])
-        meta = _row_major(meta, sliced)
-        name = self._write(node, "aten.view.default", (Ref(name), sliced), meta, storage)
+        sliced = part.sliced(shape)
+        assert sliced is not None
+        args = (Ref(name), sliced)
+        name = self._write(node, "aten.view.default", args, _row_major(meta, sliced), storage)
         after = part.shape[part.dimension] - part.end
         pads = (*(0, 0) * (len(shape) - 1 - part.dimension), part.start, after)
-        meta = _row_major(meta, shape)
-        args = (Ref(name), pads, 0.0)
+        args, meta = (Ref(name), pads, 0.0), _row_major(meta, shape)
         name = self._write(node, "aten.constant_pad_nd.default", args, meta, result.storage)
         self.writer.add(
             unmeasured(
@@ -418,15 +389,17 @@ class _Rewriting:
             )
         )  # fmt: skip
 
-    def _write_rows(self, node: Node, args: Args, storages: dict[int, int]) -> str:
-        """Write a node of the layer or of its gradient with the slice's rows, and return the name
-        of its result. `storages` has the new storage of each old one."""
+    def _write_rows(self, node: Node, names: Mapping[str, str], storages: dict[int, int]) -> str:
+        """Write a node of the layer or of its gradient with the slice's rows of operands with these
+        new `names`, and return the name of its result. `storages` has the new storage of each old
+        one."""
         (result,) = node.results
         shape = self.part.sliced(result.tensor.shape)
         assert shape is not None
         if result.storage not in storages:
             size_bytes = self.old.storage_bytes[result.storage]
             storages[result.storage] = self.writer.new_storage(self._scaled(size_bytes))
+        args = node.with_operands(names).args
         if node.target in VIEWS:
             args = (args[0], shape)
         meta = _row_major(result.tensor, shape)
@@ -439,7 +412,7 @@ class _Rewriting:
         args: Args,
         tensor: TensorMeta,
         storage: int,
-        kwargs: Any = None,
+        kwargs: Kwargs | None = None,
     ) -> str:
         """Write a node with one result, and return its name."""
         is_view = target in (*VIEWS, *TRANSPOSES, "aten.slice.Tensor")
@@ -452,11 +425,6 @@ class _Rewriting:
             )
         )  # fmt: skip
         return name
-
-    @staticmethod
-    def _with_operand(node: Node, name: str) -> Args:
-        """Return the arguments of a node with another first one."""
-        return (Ref(name), *node.args[1:])
 
     def _scaled(self, size_bytes: int) -> int:
         """Return the bytes of the slice's rows, from the bytes of all rows."""
