@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from remat.limits.units import format_bytes
 from remat.passes.split.splits import with_recorded_splits
 from remat.plan import Plan
 from remat.simulate import baseline_of
+from remat.strategies.base import Strategy
 
 COSTS = remat.Roofline("cpu")
 STRATEGY = remat.Auto(time_limit=5.0)
@@ -67,6 +69,23 @@ def test_the_smallest_peak_is_smaller_with_more_pieces(trace: remat.Trace) -> No
     assert chosen.plan.peak_bytes < 0.5 * whole.peak_bytes
     assert chosen.trace.splits[0].pieces > 4
     assert chosen.plan.stats["unsplit_min_bytes"] == whole.peak_bytes
+
+
+def test_the_whole_step_is_planned_if_the_one_in_pieces_has_no_plan(trace: remat.Trace) -> None:
+    forms: list[int] = []
+
+    def plan_form(form: remat.Trace, budget: Budget, strategy: Strategy) -> Plan:
+        forms.append(len(form.splits))
+        if form.splits:
+            raise remat.SolverTimeout("no time for pieces")
+        return remat.solve(form, budget, strategy)
+
+    smallest_bytes = remat.solve(trace, "min", STRATEGY).peak_bytes
+    request = PlanRequest(Limits(Budget.parse(smallest_bytes)), STRATEGY, PIECES)
+    measure = partial(remat.measure, device=COSTS)
+    chosen = plan_step(trace, request, measure=measure, plan_form=plan_form)
+    assert chosen.trace is trace
+    assert forms == [1, 0]
 
 
 def test_a_number_of_pieces_is_used_as_it_is(trace: remat.Trace) -> None:
