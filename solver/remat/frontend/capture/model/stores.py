@@ -188,10 +188,12 @@ def stored_arguments(arguments: Any, changes: Iterable[Change]) -> list[StoredVa
         if is_attribute and not _is_described(owner, change.key):
             if _is_equivalent(change.before, change.now):
                 continue
+            problem = "the forward changes the attribute"
+            if change.now is ABSENT:
+                problem = "the forward removes the attribute"
             raise TraceError(
-                f"the forward {'removes' if change.now is ABSENT else 'changes'} the attribute "
-                f"{change.key!r} of an argument of the class {type(owner).__qualname__}, which a "
-                f"planned step would not do. {_REMEDY}"
+                f"{problem} {change.key!r} of an argument of the class "
+                f"{type(owner).__qualname__}, which a planned step would not do. {_REMEDY}"
             )
         if not is_inside:
             places.append(place)
