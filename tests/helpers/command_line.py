@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import json
 import os
 import signal
 import subprocess
@@ -13,6 +14,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from tests.helpers.fork_server import MODELS, ForkServer, ask
@@ -33,6 +35,12 @@ class Ended:
     code: int
     out: str
     err: str
+
+    @property
+    def answer(self) -> Any:
+        """The JSON that a successful command printed."""
+        assert self.code == 0, self.err
+        return json.loads(self.out)
 
     @property
     def error(self) -> str:

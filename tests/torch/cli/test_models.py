@@ -46,8 +46,7 @@ def test_run_compares_a_planned_step_with_eager_mode(tmp_path: Path) -> None:
     program = tmp_path / "program.json.gz"
     ended = quick("run", *GPT2, "--budget", "80%", "--time-limit", "5", "--rounds", "1",
                 "--program", program, "--json")  # fmt: skip
-    assert ended.code == 0, ended.err
-    decoded = json.loads(ended.out)
+    decoded = ended.answer
     assert decoded["remat"]["peak_bytes"] < decoded["eager"]["peak_bytes"]
     assert decoded["remat"]["peak_bytes"] <= decoded["plan"]["budget_bytes"]
     eager_bytes = decoded["eager"]["peak_bytes"]
@@ -66,9 +65,7 @@ def test_dropped_outputs_are_planned_and_measured(tmp_path: Path) -> None:
     logits_bytes = 4 * 64 * 3000 * 4
     peaks: list[int] = []
     for words in ((), ("--outputs", "dropped")):
-        ended = quick("run", *wide, "-b", "100%", "--rounds", "1", *words, "--json")
-        assert ended.code == 0, ended.err
-        decoded = json.loads(ended.out)
+        decoded = quick("run", *wide, "-b", "100%", "--rounds", "1", *words, "--json").answer
         assert decoded["gradients"] == decoded["equal_gradients"]
         assert decoded["remat"]["peak_bytes"] <= decoded["plan"]["peak_bytes"]
         assert decoded["eager"]["peak_bytes"] == pytest.approx(
@@ -148,9 +145,7 @@ def test_options_that_exclude_a_compiled_step_are_refused(tmp_path: Path) -> Non
 def test_a_model_larger_than_this_machine_is_estimated() -> None:
     """A layer as wide as those of the largest models: 11 billion parameters in bfloat16."""
     sizes = ("--set", "n_embd=28672", "--set", "n_head=64", "--set", "n_layer=1", "--batch", 1)
-    ended = quick("estimate", "hf:gpt2", *sizes, "--dtype", "bfloat16", "--json")
-    assert ended.code == 0, ended.err
-    decoded = json.loads(ended.out)
+    decoded = quick("estimate", "hf:gpt2", *sizes, "--dtype", "bfloat16", "--json").answer
     assert decoded["parameter_bytes"] > 20e9
     assert decoded["peak_bytes"] >= decoded["parameter_bytes"] + decoded["gradient_bytes"]
 
@@ -160,9 +155,7 @@ def test_a_training_loop_fits_or_has_options() -> None:
     ended = quick("fit", *GPT2, "--device", "h100")
     assert ended.code == 0, ended.err
     assert "fits      yes," in ended.out
-    ended = quick("fit", *GPT2, "--device", "h100", "--memory", "90MiB", "--json")
-    assert ended.code == 0, ended.err
-    answer = json.loads(ended.out)
+    answer = quick("fit", *GPT2, "--device", "h100", "--memory", "90MiB", "--json").answer
     assert not answer["fits"]
     assert answer["usable_bytes"] == 90 << 20
     names = [option["name"] for option in answer["options"]]
@@ -180,9 +173,7 @@ def test_estimates_are_available_for_an_absent_gpu(tmp_path: Path) -> None:
     assert trace.device == "cuda:0"
     assert trace.environment.autocast == ("cuda:bfloat16",)
     assert "aten._scaled_dot_product_flash_attention.default" in {n.target for n in trace.nodes}
-    ended = quick("estimate", *GPT2, *device_options, "--json")
-    assert ended.code == 0, ended.err
-    decoded = json.loads(ended.out)
+    decoded = quick("estimate", *GPT2, *device_options, "--json").answer
     assert (decoded["device"], decoded["cost_source"]) == ("cuda:0", "roofline h100")
     assert 0 < decoded["time_s"] < 0.01
     assert decoded["library_bytes"] == trace.library_bytes >= 32 << 20
@@ -235,11 +226,9 @@ def test_the_reserve_is_subtracted_from_the_budget() -> None:
     )
     small = (*sizes, "--set", "n_head=2", "--set", "vocab_size=100")
     ended = quick("estimate", *small, "--reserve", "3MiB", "--json")
-    assert ended.code == 0, ended.err
-    assert json.loads(ended.out)["reserve_bytes"] == 3 << 20
+    assert ended.answer["reserve_bytes"] == 3 << 20
     ended = quick("run", *small, "-b", "64MiB", "--reserve", "60MiB", "--rounds", "1", "--json")
-    assert ended.code == 0, ended.err
-    assert json.loads(ended.out)["plan"]["budget_bytes"] == 4 << 20
+    assert ended.answer["plan"]["budget_bytes"] == 4 << 20
     assert json.loads(ended.out)["plan"]["reserve_bytes"] == 60 << 20
 
 

@@ -1,4 +1,5 @@
-"""A server with the default settings, for the tests of a file."""
+"""A server for the tests of a file, with the settings in its variable `SETTINGS`, if there are
+any."""
 
 from __future__ import annotations
 
@@ -11,8 +12,11 @@ from tests.helpers.service.server import Server
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with servers.running(tmp_path_factory.mktemp("service")) as running:
+def server(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    settings = getattr(request.module, "SETTINGS", {})
+    with servers.running(tmp_path_factory.mktemp("service"), **settings) as running:
         yield running
 
 

@@ -15,6 +15,7 @@ from tests.helpers.service.server import Server
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import remat
+from remat.simulate import baseline_of
 
 STRATEGY = remat.Auto(gap=0.01, time_limit=60.0, threads=1)
 OPTIONS = {"gap": "0.01", "time_limit": "60", "threads": "1"}
@@ -71,10 +72,15 @@ def answers(
     return plans
 
 
+RESERVED = "reserved"
+"""80% of the peak in bytes, and the reserve."""
+
+
 @pytest.mark.parametrize(
     ("budget", "options"),
     [
         ("80%", {}),
+        (RESERVED, {"reserve": 1 << 20}),
         pytest.param("50%", {"split": "auto"}, marks=pytest.mark.slow),
         pytest.param("40%", {"split": "auto", "offload": "auto"}, marks=pytest.mark.slow),
     ],
@@ -82,7 +88,11 @@ def answers(
 def test_every_door_gives_the_same_plan_within_the_allocators_budget(
     server: Server, tmp_path: Path, budget: str, options: dict[str, Any]
 ) -> None:
+    if budget == RESERVED:
+        peak_bytes = baseline_of(traced().graph()).peak_bytes
+        budget = str(peak_bytes * 4 // 5 + options["reserve"])
     plans = answers(server, tmp_path, budget, options)
+    assert {p.terms.reserved_for_others_bytes for p in plans.values()} == {options.get("reserve")}
     assert len({*map(figures, plans.values())}) == 1, {k: figures(p) for k, p in plans.items()}
     plan = plans["solve_step"]
     prediction = plan.allocator

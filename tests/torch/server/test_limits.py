@@ -9,7 +9,6 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +38,17 @@ from remat_server.store.database import Database, now
 from remat_server.store.jobs import NewJob
 
 OPERATIONS, VALUES, BODY_BYTES = 69, 67, 64_000
+SETTINGS = {
+    "REMAT_ALLOWED_HOSTS": "Remat.Example.org, other.example.org",
+    "REMAT_NAMESPACES": "my,your",
+    "REMAT_SOLVERS": "HiGHS,CBC",
+    "REMAT_SOLVE_LIMIT_S": "6",
+    "REMAT_OPERATIONS": str(OPERATIONS),
+    "REMAT_VALUES": str(VALUES),
+    "REMAT_BODY_BYTES": "64kB",
+    "REMAT_WAIT_S": "0.3",
+    "REMAT_CONCURRENT_SOLVES": "1",
+}
 
 
 def test_size_settings_are_in_bytes() -> None:
@@ -56,29 +66,6 @@ def trace() -> dict[str, Any]:
     traced = remat.measure(remat.trace(case.model, case.args, case.kwargs), remat.Roofline("cpu"))
     assert len(traced.nodes) == OPERATIONS
     return json.loads(traced.to_json())
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    settings = {
-        "REMAT_ALLOWED_HOSTS": "Remat.Example.org, other.example.org",
-        "REMAT_NAMESPACES": "my,your",
-        "REMAT_SOLVERS": "HiGHS,CBC",
-        "REMAT_SOLVE_LIMIT_S": "6",
-        "REMAT_OPERATIONS": str(OPERATIONS),
-        "REMAT_VALUES": str(VALUES),
-        "REMAT_BODY_BYTES": "64kB",
-        "REMAT_WAIT_S": "0.3",
-        "REMAT_CONCURRENT_SOLVES": "1",
-    }
-    with servers.running(tmp_path_factory.mktemp("limits"), **settings) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def http(server: Server) -> Iterator[httpx2.Client]:
-    with server.http() as client:
-        yield client
 
 
 def dry(http: httpx2.Client, says: str = "", status: int = 422, **changes: Any) -> None:

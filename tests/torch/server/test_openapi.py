@@ -50,20 +50,14 @@ BOUNDED: dict[str, Any] = {
     "phases": (Phase.explicit, Phase.generate),
 }
 _sizes = itertools.count(100)
-SERVER = {"REMAT_SOLVE_LIMIT_S": "3600", "REMAT_REQUESTS_PER_MINUTE": "1000000"}
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with servers.running(tmp_path_factory.mktemp("openapi"), **SERVER) as running:
-        yield running
+SETTINGS = {"REMAT_SOLVE_LIMIT_S": "3600", "REMAT_REQUESTS_PER_MINUTE": "1000000"}
 
 
 @pytest.fixture(scope="module")
 def closed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, str]]:
     """A server that needs a key, and a key."""
     directory = tmp_path_factory.mktemp("closed")
-    with servers.running(directory, **SERVER) as running:
+    with servers.running(directory, **SETTINGS) as running:
         key = running.add_key("test")
         with running.http() as http:
             servers.wait_for(lambda: http.get("/jobs").status_code == 401)
