@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gzip
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -119,9 +119,17 @@ class Connection:
         headers = {"Content-Type": "application/json", "Content-Encoding": "gzip", **headers}
         return self.call("POST", path, content=body, headers=headers, params=query)
 
-    def call(self, method: str, path: str, **options: Any) -> bytes:
+    def call(
+        self,
+        method: str,
+        path: str,
+        *,
+        has_effect: Callable[[], bool] = lambda: False,
+        **options: Any,
+    ) -> bytes:
         """Send a request, repeat it while the service is unreachable or busy, and return the body
-        of the response. It must be safe to repeat: a read, or a write with an idempotency key."""
+        of the response. It must be safe to repeat: a read, or a write with an idempotency key; or
+        `has_effect` says after a lost response that the request was carried out."""
         deadline = time.monotonic() + MAX_OUTAGE_S
         while True:
             try:
@@ -130,17 +138,17 @@ class Connection:
                 if time.monotonic() > deadline:
                     raise self._unreachable_error(error) from None
                 time.sleep(_RETRY_PAUSE_S)
+                if has_effect():
+                    return b""
                 continue
-            if response.status_code in _BUSY_STATUSES and time.monotonic() < deadline:
-                retry_after = response.headers.get("Retry-After", "")
-                if retry_after.isdecimal():
-                    time.sleep(min(float(retry_after), _MAX_RETRY_PAUSE_S))
-                else:
-                    time.sleep(_RETRY_PAUSE_S)
-                continue
-            if response.status_code >= 400:
-                raise _error_of(response)
-            return response.content
+            if response.status_code not in _BUSY_STATUSES or time.monotonic() > deadline:
+                break
+            retry_after = response.headers.get("Retry-After", "")
+            is_number = retry_after.isdecimal()
+            time.sleep(min(float(retry_after), _MAX_RETRY_PAUSE_S) if is_number else _RETRY_PAUSE_S)
+        if response.status_code >= 400:
+            raise _error_of(response)
+        return response.content
 
     def _unreachable_error(self, error: Exception) -> ServiceError:
         """Return the error for a service that cannot be reached."""
@@ -154,29 +162,14 @@ class Connection:
         repeated only if it had no effect: a second one would delete the job that the first one
         cancelled."""
         had_ended = self.job(id).status in wire.ENDED_STATES
-        deadline = time.monotonic() + MAX_OUTAGE_S
-        while True:
-            try:
-                response = self._http.request("DELETE", f"/jobs/{id}")
-            except self._unreachable as error:
-                if time.monotonic() > deadline:
-                    raise self._unreachable_error(error) from None
-                time.sleep(_RETRY_PAUSE_S)
-                if self._is_cancelled_or_deleted(id, had_ended=had_ended):
-                    return
-                continue
-            if response.status_code not in _BUSY_STATUSES or time.monotonic() > deadline:
-                break
-            time.sleep(_RETRY_PAUSE_S)
-        if response.status_code >= 400:
-            raise _error_of(response)
 
-    def _is_cancelled_or_deleted(self, id: str, *, had_ended: bool) -> bool:
-        """True if a job was deleted, or has ended and had not `had_ended` before."""
-        try:
-            return self.job(id).status in wire.ENDED_STATES and not had_ended
-        except NotFoundError:  # it was deleted
-            return True
+        def is_cancelled_or_deleted() -> bool:
+            try:
+                return self.job(id).status in wire.ENDED_STATES and not had_ended
+            except NotFoundError:  # it was deleted
+                return True
+
+        self.call("DELETE", f"/jobs/{id}", has_effect=is_cancelled_or_deleted)
 
     def cancel_quietly(self, id: str) -> None:
         """Cancel a job whose wait was interrupted. Does nothing if the service is unreachable."""

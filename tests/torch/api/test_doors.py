@@ -17,6 +17,7 @@ from torch import nn
 
 import remat
 from remat import plan_options
+from remat.frontend.memory.device_memory import reserve_size
 from remat.plan_options import OPTIONS, Door
 from remat_server.work.solving import read_request
 
@@ -234,6 +235,12 @@ def test_help_shows_the_options_with_their_defaults(function: Any, door: Door) -
     parameters = inspect.signature(function).parameters
     for name in door.options:
         assert parameters[name].default == door.default(name)
+
+
+def test_the_state_of_an_optimizer_is_reserved_from_the_budget_of_a_trace() -> None:
+    optimizer = torch.optim.Adam(nn.Linear(64, 64).parameters())
+    plan = remat.solve_step(traced(), "1MiB", reserve=optimizer).plan
+    assert plan.terms.reserved_for_others_bytes == reserve_size(optimizer).total_bytes > 0
 
 
 def test_each_option_is_documented() -> None:

@@ -12,18 +12,16 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from remat.choice.plan_request import TracePlan
-from remat.choice.step import plan_step
 from remat.costs.trace_costs import roofline_of
 from remat.documents.trace import Trace
 from remat.errors import TraceError, wrong_type
 from remat.frontend.capture.model.wrapped_code import unwrap_compiled
 from remat.frontend.capture.trace import check_differentiable, normalise_inputs
 from remat.frontend.common.code_origin import errors_of
-from remat.frontend.costs.measure import check_cost_source, measure_pieces
+from remat.frontend.costs.measure import check_cost_source
 from remat.frontend.memory.device_memory import reserve_size
-from remat.frontend.planning.host_limits import host_limits
 from remat.frontend.planning.planner import Planner
-from remat.frontend.planning.solving import measuring_limit_bytes
+from remat.frontend.planning.solving import solve_trace
 from remat.frontend.runtime.guards import ModelCall, ModelTracker
 from remat.frontend.runtime.module import RematModule
 from remat.limits.limits import Limits
@@ -151,18 +149,12 @@ def solve_step(
         raise wrong_type("solve_step", "a Trace", trace, remedy)
     trace.graph()  # raises for a trace without costs
     checked = checked_options(SOLVE_STEP, budget, {"strategy": strategy, **options})
+    assert checked.budget is not None
     is_changed = checked.offload is not None or bool(pieces_to_try(checked.split))
-    costs = roofline_of(trace) if is_changed else None
-    limits = checked.fixed_limits
-    limit_bytes = measuring_limit_bytes(trace, limits.budget_after_reserve)
-    return plan_step(
-        trace,
-        checked.request(limits, host_limits(checked.offload, trace, costs, checked.cache)),
-        measure=lambda split: measure_pieces(
-            split, costs, cache=checked.cache, limit_bytes=limit_bytes
-        ),
-        progress=checked.progress_callback,
-    )
+    options_here = replace(checked, costs=roofline_of(trace) if is_changed else None)
+    limits = Limits(checked.budget, reserve_size(checked.reserve).total_bytes)
+    result = solve_trace(options_here, trace, limits)
+    return TracePlan(result.trace, result.plan)
 
 
 def checked_options(door: Door, budget: int | str, options: Mapping[str, Any]) -> CheckedOptions:

@@ -44,11 +44,11 @@ def with_measured_costs(options: CheckedOptions, trace: Trace, budget: Budget) -
         trace,
         device=_cost_source(options, trace),
         cache=options.cache,
-        limit_bytes=measuring_limit_bytes(trace, budget),
+        limit_bytes=_measuring_limit_bytes(trace, budget),
     )
 
 
-def measuring_limit_bytes(trace: Trace, budget: Budget) -> int:
+def _measuring_limit_bytes(trace: Trace, budget: Budget) -> int:
     """Return the bytes that measuring a step may take."""
     baseline_bytes = baseline_of(trace.graph_of_sizes).peak_bytes
     return step_limit_bytes(trace, budget.in_bytes(baseline_bytes, trace.library_bytes))
@@ -72,7 +72,7 @@ def plan_trace(options: CheckedOptions, trace: Trace, limits: Limits) -> Plannin
 
         return _within_allocator_budget(step, budget, plan_once, limits)
 
-    limit_bytes = measuring_limit_bytes(trace, limits.budget_after_reserve)
+    limit_bytes = _measuring_limit_bytes(trace, limits.budget_after_reserve)
     offload = host_limits(options.offload, trace, options.costs, options.cache)
     trace, plan = plan_step(
         trace,
