@@ -271,10 +271,11 @@ class CheckedOptions:
 
     @property
     def fixed_limits(self) -> Limits:
-        """The limits that a budget and a reserve set which need no device."""
+        """The limits that a budget and a reserve in bytes set. Raises `BudgetError` for another
+        reserve."""
         assert self.budget is not None
-        assert isinstance(self.reserve, int | str | None)
-        return Limits(self.budget, parse_reserve(self.reserve or 0))
+        reserve: Any = self.reserve or 0
+        return Limits(self.budget, parse_reserve(reserve))
 
     def for_door(self, door: "Door") -> dict[str, Any]:
         """Return the options as keyword arguments of another door."""

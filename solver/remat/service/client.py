@@ -20,6 +20,7 @@ from remat.fitting.question import check_batch, parse_memory
 from remat.graph import Graph
 from remat.limits.budget import Budget
 from remat.limits.infeasible import INFEASIBLE_ERROR, warn_of_smallest
+from remat.limits.limits import Limits
 from remat.limits.options import SPLIT_OFF
 from remat.plan import Plan
 from remat.plan_options import (
@@ -27,6 +28,7 @@ from remat.plan_options import (
     CLIENT_PLAN,
     MEASURED_BY_SERVICE,
     POST_SOLVE,
+    CheckedOptions,
     KeywordOptions,
     PlanOptions,
     read_options,
@@ -262,6 +264,7 @@ class Client:
     ) -> tuple[Plan, Program | None]:
         """Return the plan of the service, and its program for a trace. Reports to `progress`."""
         checked = read_options(CLIENT_PLAN, budget, options)
+        limits = _limits(checked)
         values = checked.for_door(POST_SOLVE)
         strategy, costs, link = (values.pop(name) for name in ("strategy", "costs", "link"))
         fields = (
@@ -271,20 +274,16 @@ class Client:
                 "budget": checked.budget,
                 "options": _options(strategy, costs),
                 "link": link and wire.LinkRecord(**asdict(link)),
-                "reserve": checked.fixed_limits.reserve_bytes or None,
+                "reserve": limits.reserve_bytes or None,
             }
         )
         job = self.submit(_checked(wire.SolveRequest, **fields))
         answer = self._finish(job, checked.progress_callback, cancel)
         result = self._service.read(answer, wire.SolveResult)
         plan = _with_warning(result.plan.to_plan(Plan))
-        budget_bytes = checked.fixed_limits.available_bytes(
-            plan.baseline_peak_bytes, plan.graph.library_bytes
-        )
-        if budget_bytes is not None and plan.budget_bytes > budget_bytes:
-            assert checked.budget is not None
-            reserve_bytes = checked.fixed_limits.reserve_bytes
-            warn_of_smallest(checked.budget, plan.peak_bytes + reserve_bytes)
+        budget_bytes = limits.available_bytes(plan.baseline_peak_bytes, plan.graph.library_bytes)
+        if budget_bytes is not None and plan.budget_bytes > budget_bytes:  # infeasible="smallest"
+            warn_of_smallest(limits.budget, plan.peak_bytes + limits.reserve_bytes)
         return plan, result.program
 
     def _finish(
@@ -304,6 +303,16 @@ class Client:
         if job.problem is not None:
             raise job.problem.exception()
         raise RematError(f"the job {job.id} is {job.status}")
+
+
+def _limits(options: CheckedOptions) -> Limits:
+    """Return the limits of a request's memory. The state of an optimizer is measured here."""
+    if isinstance(options.reserve, int | str | None):
+        return options.fixed_limits
+    from remat.frontend.memory.device_memory import reserve_size
+
+    assert options.budget is not None
+    return Limits(options.budget, reserve_size(options.reserve).total_bytes)
 
 
 def _with_warning(plan: Plan) -> Plan:

@@ -123,6 +123,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"budget": ".6 B"}, 'pass "60%"'),
     ({"budget": "0"}, "it must be positive"),
     ({"reserve": "60%", "budget": "1GiB"}, f"the reserve '60%' {BYTES}"),
+    ({"reserve": [1], "budget": "1GiB"}, "the reserve"),
     ({"reserve": 1 << 20}, "needs a budget in bytes; got the relative budget '100%'"),
     ({"reserve": 1 << 30, "budget": "1GiB"}, "leaves nothing for the step"),
     ({"outputs": "dropd"}, "outputs is 'dropd'; near are dropped"),
