@@ -21,7 +21,7 @@ from remat.frontend.common.code_origin import errors_of
 from remat.frontend.costs.measure import check_cost_source
 from remat.frontend.memory.device_memory import reserve_size
 from remat.frontend.planning.planner import Planner
-from remat.frontend.planning.solving import solve_trace
+from remat.frontend.planning.solving import plan_trace
 from remat.frontend.runtime.guards import ModelCall, ModelTracker
 from remat.frontend.runtime.module import RematModule
 from remat.limits.limits import Limits
@@ -153,7 +153,7 @@ def solve_step(
     is_changed = checked.offload is not None or bool(pieces_to_try(checked.split))
     options_here = replace(checked, costs=roofline_of(trace) if is_changed else None)
     limits = Limits(checked.budget, reserve_size(checked.reserve).total_bytes)
-    result = solve_trace(options_here, trace, limits)
+    result = plan_trace(options_here, trace, limits)
     return TracePlan(result.trace, result.plan)
 
 
