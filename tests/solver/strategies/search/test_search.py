@@ -153,6 +153,8 @@ def test_a_schedule_over_incomplete_slots_may_meet_the_bound_of_the_order() -> N
     at_work.add_schedules([run_search(CHAIN, SlotSource(), 4).schedule])
     assert at_work.is_within_gap
     assert at_work.bound == pytest.approx(21.0)
+    at_work.slot_result = SlotProgramResult(SolverOutcome.FEASIBLE, 99.0, True)
+    assert at_work.bound == at_work.objective, "too expensive operations had no slots"
 
 
 def test_incumbents_are_sorted_by_time() -> None:
@@ -177,7 +179,7 @@ def test_a_schedule_that_fits_only_with_nothing_set_aside_may_be_the_best() -> N
     at_work = search_state_of(CHAIN, SlotSource(), 5)
     cheap, expensive = (run_search(CHAIN, SlotSource(), budget).schedule for budget in (5, 3))
     at_work.switch_graph(replace(CHAIN), 4)
-    at_work.add_schedules([expensive, cheap])
+    at_work.add_schedules([expensive, cheap, Schedule.keep_all(CHAIN)])
     assert at_work.best == polish(CHAIN, expensive, 4)
     assert at_work.best_overall() == (cheap, time_of(CHAIN, cheap))
 
@@ -270,6 +272,7 @@ def test_a_peak_is_small_enough_within_its_gap() -> None:
     )
     assert [strict.is_good_enough(size) for size in (30, 31, 60)] == [True, False, False]
     assert [loose.is_good_enough(size) for size in (30, 45, 46)] == [True, True, False]
+    assert [loose.is_good_enough(size, 0.5) for size in (37, 38)] == [True, False]
     aimed = loose.peak_search_state(target_bytes=35)
     assert [aimed.is_good_enough(size) for size in (35, 36)] == [True, False]
 
