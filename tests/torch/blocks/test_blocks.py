@@ -8,6 +8,7 @@ import itertools
 import logging
 import pickle
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -27,6 +28,7 @@ from tests.helpers.training.block_models import (
     step,
 )
 from tests.helpers.training.models import WithParts
+from tests.helpers.training.steps import assert_same_gradients, assert_same_steps
 from torch import nn
 
 import remat
@@ -69,11 +71,9 @@ class Images(nn.Module):
 @pytest.mark.parametrize("budget", ["75%", pytest.param("min", marks=pytest.mark.slow)])
 def test_gradients_are_eager_modes_and_the_peak_is_as_planned(budget: str) -> None:
     model, ids = net()
-    keys = list(model.state_dict())
-    expected = [step(model, ids, seed) for seed in (1, 2)]
+    keys, eager = list(model.state_dict()), copy.deepcopy(model)
     enabled(model, budget)
-    for seed, item in zip((1, 2), expected, strict=True):
-        assert_same(step(model, ids, seed), item)
+    assert_same_steps(model, eager, ids, seeds=(1, 2))
     plan = plan_of(model)
     assert list(model.state_dict()) == keys
     assert [c.path for c in plan.calls] == [f"blocks.{n}" for n in range(4)]
@@ -83,19 +83,15 @@ def test_gradients_are_eager_modes_and_the_peak_is_as_planned(budget: str) -> No
     measured = peak_of(model, ids)
     assert 0.99 * plan.peak_bytes <= measured <= plan.peak_bytes <= plan.budget_bytes
     remat.disable(model)
-    assert_same(step(model, ids, 1), expected[0])
+    assert_same_steps(model, eager, ids)
 
 
 def test_batch_norm_statistics_are_updated_once_a_step() -> None:
     torch.manual_seed(0)
     model, images = Images(), torch.randn(4, 3, 32, 32)
     other = copy.deepcopy(model)
-    expected = [step(other, images, seed) for seed in (1, 2)]
     enabled(model, "85%")
-    for seed, item in zip((1, 2), expected, strict=True):
-        assert_same(step(model, images, seed), item)
-    for name, buffer in other.named_buffers():
-        assert torch.equal(model.get_buffer(name), buffer), name
+    assert_same_steps(model, other, images, seeds=(1, 2))
     assert peak_of(model, images) <= plan_of(model).peak_bytes
 
 
@@ -124,13 +120,9 @@ def test_an_uncapturable_block_with_state_is_recomputed_only_if_that_is_exact(
     model = Net([Normed(32, is_mixed) for _ in range(4)])
     ids = torch.randint(0, 50, (256,))
     other = copy.deepcopy(model)
-    expected = [step(other, ids, seed) for seed in (1, 2)]
     enabled(model, "min", "auto")
-    for seed, item in zip((1, 2), expected, strict=True):
-        assert_same(step(model, ids, seed), item)
+    assert_same_steps(model, other, ids, seeds=(1, 2))
     assert ("checkpointed" in {c.how for c in plan_of(model).calls}) is not is_mixed
-    for name, buffer in other.named_buffers():
-        assert torch.equal(model.get_buffer(name), buffer), name
     assert peak_of(model, ids) <= plan_of(model).peak_bytes
 
 
@@ -278,19 +270,6 @@ class Cached(Net):
         return F.cross_entropy(self.head(x), ids), cache
 
 
-@pytest.mark.slow
-def test_a_block_that_gets_a_cache_is_never_recomputed() -> None:
-    torch.manual_seed(0)
-    model, ids = Cached([Caching(32) for _ in range(3)]), torch.randint(0, 50, (256,))
-    expected = step(model, ids, 1)
-    enabled(model, "95%", "auto")
-    assert_same(step(model, ids, 1), expected)
-    plan = plan_of(model)
-    assert [c.path for c in plan.calls] == [f"blocks.{number}.block" for number in range(3)]
-    assert {c.how for c in plan.calls} == {"planned"}
-    assert peak_of(model, ids) <= plan.peak_bytes
-
-
 def test_auto_plans_a_capturable_model_as_a_whole() -> None:
     model, ids = net()
     expected = step(model, ids, 1)
@@ -329,23 +308,6 @@ def test_auto_is_the_free_memory_of_the_device() -> None:
 
 
 @pytest.mark.slow
-def test_blocks_that_are_called_twice_or_share_parameters_are_planned() -> None:
-    torch.manual_seed(0)
-    block = Block(32)
-    model, ids = Net([block, Block(32), block, block]), torch.randint(0, 50, (256,))
-    expected = step(model, ids, 1)
-    enabled(model, "75%")
-    assert_same(step(model, ids, 1), expected)
-    assert [c.path for c in plan_of(model).calls] == [
-        "blocks.0",
-        "blocks.1",
-        "blocks.0",
-        "blocks.0",
-    ]
-    assert peak_of(model, ids) <= plan_of(model).peak_bytes
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("in_flight", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_batches_in_flight_are_part_of_the_plan(in_flight: int) -> None:
     """As in a pipeline stage: several forwards first, then backward and forward alternate."""
@@ -365,8 +327,7 @@ def test_batches_in_flight_are_part_of_the_plan(in_flight: int) -> None:
     stage(other)
     enabled(model, "60%", in_flight=in_flight)
     stage(model)
-    for actual, expected in zip(model.parameters(), other.parameters(), strict=True):
-        assert torch.equal(actual.grad, expected.grad)  # type: ignore[arg-type]
+    assert_same_gradients(model, other)
     constants = [*model.parameters(), *model.buffers(), ids]
     plan = plan_of(model)
     assert plan.time_s > plan.baseline_time_s
@@ -392,22 +353,8 @@ def test_existing_gradients_are_accumulated_into() -> None:
         for seed in (1, 2):
             torch.manual_seed(seed)
             loss_of(module(ids)).backward()
-    for name, parameter in other.named_parameters():
-        gradient = model.get_parameter(name).grad
-        assert gradient is not None
-        assert parameter.grad is not None
-        assert torch.equal(gradient, parameter.grad), name
+    assert_same_gradients(model, other)
     assert len(remat.plans(model)) == 2
-
-
-@pytest.mark.slow
-def test_a_model_with_frozen_first_blocks_is_planned() -> None:
-    model, ids = net()
-    model.embed.requires_grad_(False)
-    model.scale.requires_grad_(False)
-    expected = step(model, ids, 1)
-    enabled(model, "75%")
-    assert_same(step(model, ids, 1), expected)
 
 
 @pytest.mark.slow
@@ -432,7 +379,7 @@ def test_other_lengths_reuse_the_schedules_of_earlier_ones(budget: str) -> None:
     most_bytes = 0
     for number, length in enumerate((128, 256, 96, 40, 200, 300)):
         ids = torch.randint(0, 50, (length,))
-        assert_same(step(model, ids, number), step(other, ids, number))
+        assert_same_steps(model, other, ids, seeds=(number,))
         plan = plan_of(model)
         are_reused = {
             c.plan.stats["strategy"] == REUSED_SCHEDULE for c in plan.calls if c.plan is not None
@@ -486,17 +433,6 @@ def test_hooks_of_blocks_run_once_a_step() -> None:
     assert seen == [f"forward {n}" for n in range(4)] + [f"backward {n}" for n in (3, 2, 1, 0)]
 
 
-@pytest.mark.slow
-def test_checkpointing_inside_of_planned_blocks_is_disabled() -> None:
-    model, ids = net()
-    expected = step(model, ids, 1)
-    enabled(model, "75%")
-    for block in model.blocks:
-        block.gradient_checkpointing = True  # its forward refuses
-    assert_same(step(model, ids, 1), expected)
-    assert all(block.gradient_checkpointing for block in model.blocks)
-
-
 class _Changing(Net):
     """A model that calls a block differently from some step on, with the same inputs."""
 
@@ -534,10 +470,7 @@ def test_batch_norm_statistics_of_unplanned_calls_are_updated_once() -> None:
     remat.enable(model, "min", (batch,), scope="blocks", costs=remat.Roofline("cpu"))
     for child in (*model.children(), *other.children()):
         setattr(child, "2", nn.SiLU())  # no longer what was captured
-    for child in (model, other):
-        child(batch).square().mean().backward()
-    for name, buffer in other.named_buffers():
-        assert torch.equal(model.get_buffer(name), buffer), name
+    assert_same_steps(model, other, batch, loss=lambda output: output.square().mean())
 
 
 @pytest.mark.slow
@@ -639,8 +572,6 @@ def test_blocks_that_depend_on_their_state_are_not_recomputed_and_planning_resto
     random.seed(3)
     for seed, item in zip((1, 2), expected, strict=True):
         assert_same(step(model, ids, seed), item)
-    for name, buffer in other.named_buffers():
-        assert torch.equal(model.get_buffer(name), buffer), name
     hows = {c.path: c.how for c in plan_of(model).calls if c.path.count(".") == 1}
     assert [hows[f"blocks.{number}"] for number in range(2)] == ["as it is"] * 2
     assert "checkpointed" in hows.values()
@@ -662,13 +593,50 @@ class _Noted(Net):
         return F.cross_entropy(self.head(x), ids)
 
 
-def test_blocks_that_modify_a_list_argument_are_not_planned() -> None:
+def _frozen() -> nn.Module:
+    model, _ = net()
+    model.embed.requires_grad_(False)
+    model.scale.requires_grad_(False)
+    return model
+
+
+def _called_twice() -> nn.Module:
+    block = Block(32)
+    return Net([block, Block(32), block, block])
+
+
+_PATHS = ["blocks.0", "blocks.1", "blocks.2", "blocks.3"]
+_CASES: dict[str, tuple[Callable[[], nn.Module], str, str, list[str]]] = {
+    "frozen first blocks": (_frozen, "75%", "blocks", _PATHS),
+    "called twice": (_called_twice, "75%", "blocks", ["blocks.0", "blocks.1", *["blocks.0"] * 2]),
+    "with a cache": (
+        lambda: Cached([Caching(32) for _ in range(3)]), "95%", "auto",
+        [f"blocks.{number}.block" for number in range(3)],
+    ),
+    "writing a list argument": (
+        lambda: _Noted([_Noting(32) for _ in range(3)]), "min", "blocks", [],
+    ),
+}  # fmt: skip
+"""Models with a budget, a scope and the paths of the blocks that are planned."""
+
+
+@pytest.mark.quick_cases("writing a list argument")
+@pytest.mark.parametrize("name", _CASES)
+def test_steps_are_eager_modes(name: str) -> None:
+    make, budget, scope, paths = _CASES[name]
     torch.manual_seed(0)
-    model, ids = _Noted([_Noting(32) for _ in range(3)]), torch.randint(0, 50, (256,))
-    expected = step(model, ids, 1)
-    enabled(model, "min")
-    assert_same(step(model, ids, 1), expected)
-    assert not any(call.path.count(".") == 1 for call in plan_of(model).calls)
+    model, ids = make(), torch.randint(0, 50, (256,))
+    eager = copy.deepcopy(model)
+    enabled(model, budget, scope)
+    assert_same_steps(model, eager, ids)
+    plan = plan_of(model)
+    planned = [call.path for call in plan.calls if call.how == "planned"]
+    assert planned == paths
+    assert peak_of(model, ids) <= plan.peak_bytes
+    for block in model.modules():
+        if hasattr(block, "gradient_checkpointing"):
+            block.gradient_checkpointing = True  # its forward refuses: a step switches it off
+    assert_same_steps(model, eager, ids)
 
 
 def test_the_backward_of_checkpointed_blocks_can_run_twice() -> None:
@@ -705,17 +673,9 @@ def test_under_autocast_gradients_are_eager_modes_bit_for_bit() -> None:
     model = Net([ThreeProducts(32) for _ in range(4)])
     ids = torch.randint(0, 50, (256,))
 
-    def gradients() -> list[torch.Tensor]:
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = loss_of(model(ids))
-        loss.backward()
-        result = [p.grad for p in model.parameters() if p.grad is not None]
-        model.zero_grad(set_to_none=True)
-        return result
-
-    expected = gradients()
+    other = copy.deepcopy(model)
     enabled(model, "min")
-    assert all(map(torch.equal, gradients(), expected))
+    assert_same_steps(model, other, ids, autocast=torch.bfloat16)
     assert "planned" in {call.how for call in plan_of(model).calls}
 
 

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from tests.helpers.training.doors import planned
+from tests.helpers.training.steps import assert_same_gradients
 from torch import nn
 
 import remat
@@ -82,38 +84,15 @@ def network(*, calls_backward: bool) -> nn.Sequential:
     return nn.Sequential(*blocks, nn.Linear(WIDTH, 1))
 
 
-OPTIONS: dict[str, Any] = {
-    "costs": remat.Roofline("cpu"),
-    "strategy": remat.Auto(time_limit=1),
-    "split": "off",
-}
-
-
-def by_door(model: nn.Module, door: str, budget: str) -> Any:
-    if door == "optimize":
-        return remat.optimize(model, budget, **OPTIONS)
-    scope: Any = door
-    return remat.enable(model, budget, scope=scope, **OPTIONS)
-
-
-def gradients_of(model: nn.Module, run: Any, steps: int = 3) -> list[list[torch.Tensor | None]]:
-    """Return the gradients of each step; the last one accumulates."""
-    x = torch.randn(64, WIDTH, generator=torch.Generator().manual_seed(1))
-    gradients: list[list[torch.Tensor | None]] = []
-    for step in range(steps):
-        if step < steps - 1:
-            model.zero_grad(set_to_none=True)
-        run(x).square().mean().backward()
-        gradients.append([None if p.grad is None else p.grad.clone() for p in model.parameters()])
-    return gradients
-
-
 def assert_equal_gradients(model: nn.Module, run: Any, eager: nn.Module) -> None:
-    for now, before in zip(gradients_of(model, run), gradients_of(eager, eager), strict=True):
-        for gradient, expected in zip(now, before, strict=True):
-            assert gradient is not None
-            assert expected is not None
-            assert torch.equal(gradient, expected)
+    """Check the gradients of three steps, of which the last one accumulates."""
+    x = torch.randn(64, WIDTH, generator=torch.Generator().manual_seed(1))
+    for number in range(3):
+        for module, forward in ((model, run), (eager, eager)):
+            if number < 2:
+                module.zero_grad(set_to_none=True)
+            forward(x).square().mean().backward()
+        assert_same_gradients(model, eager)
 
 
 @pytest.mark.slow
@@ -125,7 +104,7 @@ def assert_equal_gradients(model: nn.Module, run: Any, eager: nn.Module) -> None
 def test_adjoint_methods_have_the_gradients_of_eager_mode(door: str, budget: str) -> None:
     model = network(calls_backward=False)
     eager = copy.deepcopy(model)
-    assert_equal_gradients(model, by_door(model, door, budget), eager)
+    assert_equal_gradients(model, planned(model, door, budget), eager)
 
 
 @pytest.mark.parametrize("door", ["blocks", pytest.param("auto", marks=pytest.mark.slow)])
@@ -136,13 +115,13 @@ def test_blocks_that_call_backward_in_their_backward_are_run_as_they_are(
 ) -> None:
     model = network(calls_backward=True)
     eager = copy.deepcopy(model)
-    assert_equal_gradients(model, by_door(model, door, budget), eager)
+    assert_equal_gradients(model, planned(model, door, budget), eager)
 
 
 @pytest.mark.parametrize("door", ["optimize", "model"])
 def test_a_model_that_calls_backward_in_its_backward_is_refused(door: str) -> None:
     model = network(calls_backward=True)
-    run = by_door(model, door, "100%")
+    run = planned(model, door, "100%")
     with pytest.raises(remat.TraceError, match=r"calls backward\(\) in its backward.*Remedy"):
         run(torch.randn(64, WIDTH))
     assert all(p.grad is None for p in model.parameters())

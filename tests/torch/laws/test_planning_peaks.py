@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.helpers.training.doors import latest_plan, planned
 from torch import nn
 from torch.utils._python_dispatch import _pop_mode, _push_mode
 from torch.utils.checkpoint import checkpoint
@@ -149,23 +150,7 @@ SHAPES = {
 }
 
 
-def by_optimize(model: nn.Module, budget: Any, options: dict[str, Any]) -> Callable[..., Any]:
-    return remat.optimize(model, budget, **options)
-
-
-def by_scope(scope: Any) -> Callable[..., Callable[..., Any]]:
-    def enable(model: nn.Module, budget: Any, options: dict[str, Any]) -> Callable[..., Any]:
-        return remat.enable(model, budget, scope=scope, **options)
-
-    return enable
-
-
-DOORS = {
-    "optimize": by_optimize,
-    "model": by_scope("model"),
-    "blocks": by_scope("blocks"),
-    "auto": by_scope("auto"),
-}
+DOORS = ("optimize", "model", "blocks", "auto")
 WHOLE_MODEL = {"optimize", "model"}
 
 QUICK = {
@@ -230,11 +215,11 @@ def test_planning_needs_no_more_than_the_budget_or_checkpoints(
     model.checkpoints = False
     model.zero_grad(set_to_none=True)
     requested = (checkpointed_bytes + eager_bytes) // 2 if budget == "bytes" else budget
-    options: dict[str, Any] = {"strategy": remat.Auto(time_limit=1), "cache": False}
+    options = {"strategy": remat.Auto(time_limit=1), "cache": False, "split": "auto"}
     options["costs"] = remat.Roofline("cpu") if costs == "roofline" else None
-    run = DOORS[door](model, requested, options)
+    run = planned(model, door, requested, **options)
     planning_bytes = peak_bytes(model, run, tokens)
-    plan = run.plan if door == "optimize" else next(iter(remat.plans(model)), None)
+    plan = latest_plan(run)
     planned_bytes = 0 if plan is None else max(plan.budget_bytes, plan.peak_bytes)
     limit_bytes = max(planned_bytes, checkpointed_bytes)
     assert checkpointed_bytes < eager_bytes

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from tests.helpers.brute_force import cheapest
+from tests.helpers.training.doors import DOORS, planned
 from torch import Tensor, nn
 
 import remat
@@ -19,22 +20,10 @@ from remat.choice.plan_request import TracePlan
 from remat.frontend.memory.meter import LiveStorageMeter, unique_bytes
 from remat.limits.budget import Budget
 
-COSTS = remat.Roofline("cpu")
 OPTIONS: dict[str, Any] = {
-    "costs": COSTS,
-    "split": "off",
     "differentiate": "all",
     "outputs": "dropped",
     "strategy": remat.Auto(time_limit=4),
-}
-DOORS: dict[str, Callable[..., Any]] = {
-    "optimize": lambda model, budget, **more: remat.optimize(model, budget, **OPTIONS, **more),
-    "model": lambda model, budget, **more: remat.enable(
-        model, budget, scope="model", **OPTIONS, **more
-    ),
-    "blocks": lambda model, budget, **more: remat.enable(
-        model, budget, scope="blocks", **OPTIONS, **more
-    ),
 }
 
 
@@ -102,7 +91,7 @@ def test_calls_before_one_backward_share_the_budget(
     budget = constant + (eager_peak - constant) * 2 // 3
 
     noticing = copy.deepcopy(model)
-    run = DOORS[door](noticing, budget)
+    run = planned(noticing, door, budget, **OPTIONS)
     with caplog.at_level(logging.WARNING, logger="remat"):
         torch.testing.assert_close(gradients(noticing, run, step)[0], expected)
     warnings = [r for r in caplog.records if "is called again before the backward" in r.message]
@@ -114,7 +103,7 @@ def test_calls_before_one_backward_share_the_budget(
 
     caplog.clear()
     informed = copy.deepcopy(model)
-    run = DOORS[door](informed, budget, in_flight=calls)
+    run = planned(informed, door, budget, in_flight=calls, **OPTIONS)
     with caplog.at_level(logging.WARNING, logger="remat"):
         actual, peak = gradients(informed, run, step)
     torch.testing.assert_close(actual, expected)
@@ -179,7 +168,7 @@ def test_a_call_without_a_backward_counts_from_the_third_step_that_has_it(
     eager_peak = peaks(copy.deepcopy(model), model, 3)[-1]
     constant = unique_bytes([*model.parameters()]) * 2
     budget = constant + (eager_peak - constant) * 2 // 3
-    run = DOORS[door](model, budget)
+    run = planned(model, door, budget, **OPTIONS)
     with caplog.at_level(logging.WARNING, logger="remat"):
         result = peaks(model, run, 5)
     (warning,) = [r.message for r in caplog.records if "is called again before" in r.message]
@@ -194,7 +183,7 @@ def test_outputs_that_a_program_never_releases_cause_no_replans(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     model = network(2)
-    run = DOORS["optimize"](model, "80%")
+    run = planned(model, "optimize", "80%", **OPTIONS)
     outputs = []
     with caplog.at_level(logging.INFO, logger="remat"):
         for _ in range(5):
@@ -215,7 +204,7 @@ def test_a_backward_that_retains_the_graph_is_reported_once(
 
     model = Network(*network().children())
     eager = copy.deepcopy(model)
-    run = DOORS[door](model, "80%")
+    run = planned(model, door, "80%", **OPTIONS)
 
     def step(model: nn.Module, run: Any) -> list[Tensor | None]:
         model.zero_grad(set_to_none=True)
@@ -241,11 +230,12 @@ def test_an_infeasible_budget_of_several_calls_names_a_feasible_one(door: str) -
     model = network(2)
     budget = unique_bytes([*model.parameters()]) * 2 + 10_000
     with pytest.raises(remat.InfeasibleBudget) as infeasible:
-        gradients(model, DOORS[door](model, budget, in_flight=3), triplet)
+        gradients(model, planned(model, door, budget, in_flight=3, **OPTIONS), triplet)
     feasible = infeasible.value.min_feasible_bytes
     assert feasible is not None
     model = network(2)
-    peak = gradients(model, DOORS[door](model, feasible, in_flight=3), triplet)[1]
+    run = planned(model, door, feasible, in_flight=3, **OPTIONS)
+    peak = gradients(model, run, triplet)[1]
     assert peak <= feasible
 
 
@@ -255,7 +245,7 @@ def test_plans_for_several_calls_are_as_fast_as_brute_force_finds(calls: int) ->
     """Brute force over every limit of the saved bytes finds no faster plan."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 48), nn.Tanh(), nn.Linear(48, 4), nn.Tanh(), nn.Linear(4, 8))
-    trace = remat.measure(remat.trace(model, torch.randn(64, 4)), device=COSTS)
+    trace = remat.measure(remat.trace(model, torch.randn(64, 4)), device=remat.Roofline("cpu"))
     inputs, tangents = 64 * 4 * 4, 64 * 8 * 4
     others = calls - 1
 

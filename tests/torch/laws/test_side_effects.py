@@ -19,42 +19,24 @@ import numpy as np
 import pytest
 import torch
 from tests.helpers.training.compiled_steps import EAGER
+from tests.helpers.training.doors import DOORS as DOORS_IN_EAGER_MODE
+from tests.helpers.training.doors import planned
 from tests.helpers.training.side_effects import EFFECTS, WIDTH, Effect, reset_globals
 from torch import nn
 from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path
 
 import remat
 
-COSTS = remat.Roofline("cpu")
-OPTIONS: dict[str, Any] = {
-    "costs": COSTS,
-    "split": "off",
-    "differentiate": "all",
-    "strategy": remat.Auto(time_limit=2),
-}
-
 MOMENTS = ("first", "second", "other size", "accumulation", "failure", "after a failure")
 
 
-def by_optimize(model: nn.Module) -> Callable[..., Any]:
-    return remat.optimize(model, "100%", **OPTIONS)
-
-
-def by_model(model: nn.Module) -> Callable[..., Any]:
-    return remat.enable(model, "100%", scope="model", **OPTIONS)
-
-
-def by_blocks(model: nn.Module) -> Callable[..., Any]:
-    return remat.enable(model, "100%", scope="blocks", **OPTIONS)
-
-
-def by_recomputed_blocks(model: nn.Module) -> Callable[..., Any]:
-    return remat.enable(model, "min", scope="blocks", **OPTIONS)
+def by(door: str, budget: str = "100%") -> Callable[[nn.Module], Callable[..., Any]]:
+    return lambda model: planned(model, door, budget, differentiate="all")
 
 
 def after_a_failed_capture(model: nn.Module) -> Callable[..., Any]:
     model.branches_on_data = True  # type: ignore[assignment]
-    return remat.enable(model, "100%", **OPTIONS)
+    return by("auto")(model)
 
 
 def by_compile(model: nn.Module) -> Callable[..., Any]:
@@ -64,10 +46,8 @@ def by_compile(model: nn.Module) -> Callable[..., Any]:
 
 
 DOORS: dict[str, Callable[[nn.Module], Callable[..., Any]]] = {
-    "optimize": by_optimize,
-    "model": by_model,
-    "blocks": by_blocks,
-    "recomputed blocks": by_recomputed_blocks,
+    **{door: by(door) for door in DOORS_IN_EAGER_MODE},
+    "recomputed blocks": by("blocks", "min"),
     "failed capture": after_a_failed_capture,
     "compile": by_compile,
 }

@@ -7,6 +7,7 @@ TRL's trainers in integrations/test_trl.py, accumulation under FSDP2 in blocks/t
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -49,16 +50,15 @@ class Training:
     state: dict[str, Tensor] = field(default_factory=dict)
     plans: list[Any] = field(default_factory=list)
 
-    def run(self, step: Callable[[], Tensor], constants: list[Tensor]) -> None:
-        """Run a forward and backward, and record the loss and the peak."""
+    def run(self, model: nn.Module, loss_of: Callable[[], Tensor], constants: list[Tensor]) -> None:
+        """Run a forward and backward, and record the loss, the peak, and the plan that ran."""
 
         def one() -> None:
-            self.losses.append(step().detach())
+            loss = loss_of()
+            loss.backward()
+            self.losses.append(loss.detach())
 
         self.peaks_bytes.append(measure_step(one, constants).peak_bytes)
-
-    def planned_by(self, model: nn.Module) -> None:
-        """Record the plan that ran last."""
         if is_enabled(model):
             self.plans.append(remat.plans(model)[-1])
 
@@ -76,6 +76,31 @@ def assert_equal(actual: Training, expected: Training) -> None:
 
 def constants_of(model: nn.Module, *batch: Tensor) -> list[Tensor]:
     return [*model.parameters(), *model.buffers(), *batch]
+
+
+Batches = Callable[[int, torch.Generator], list[Tensor]]
+"""Returns the tensors of a step from its number and a generator."""
+
+
+def train(
+    model: nn.Module,
+    wrap: Wrap,
+    optimizer: torch.optim.Optimizer,
+    batch_of: Batches,
+    loss_of: Callable[..., Tensor],
+) -> Training:
+    """Train a model; `loss_of` takes the tensors of a step."""
+    training = Training()
+    wrap(model)
+    generator = torch.Generator().manual_seed(1)
+    for number in range(STEPS):
+        batch = batch_of(number, generator)
+        optimizer.zero_grad()
+        torch.manual_seed(number)
+        training.run(model, functools.partial(loss_of, *batch), constants_of(model, *batch))
+        optimizer.step()
+    training.state = model.state_dict()
+    return training
 
 
 # -- two adapters -------------------------------------------------------------------------------
@@ -99,26 +124,16 @@ def two_adapters() -> Any:
 
 def train_two_adapters(wrap: Wrap) -> Training:
     """The adapters take turns."""
-    training, model = Training(), two_adapters()
-    wrap(model)
+    model = two_adapters()
     optimizer = torch.optim.AdamW([p for n, p in model.named_parameters() if "lora" in n], 1e-2)
-    generator = torch.Generator().manual_seed(1)
-    for number in range(STEPS):
-        ids = torch.randint(0, 128, (8, 48), generator=generator)
+
+    def batch_of(number: int, generator: torch.Generator) -> list[Tensor]:
         model.set_adapter("small" if number % 2 == 0 else "large")
-        optimizer.zero_grad()
-        torch.manual_seed(number)
+        return [torch.randint(0, 128, (8, 48), generator=generator)]
 
-        def step(ids: Tensor = ids) -> Tensor:
-            loss = model(input_ids=ids, labels=ids).loss
-            loss.backward()
-            return loss
-
-        training.run(step, constants_of(model, ids))
-        training.planned_by(model)
-        optimizer.step()
-    training.state = model.state_dict()
-    return training
+    return train(
+        model, wrap, optimizer, batch_of, lambda ids: model(input_ids=ids, labels=ids).loss
+    )
 
 
 @pytest.mark.slow
@@ -194,26 +209,14 @@ class PointerContrast(MomentumContrast):
 
 def train_momentum(wrap: Wrap, kind: type[MomentumContrast]) -> Training:
     torch.manual_seed(0)
-    training, model = Training(), kind()
-    wrap(model)
-    optimizer = torch.optim.AdamW(model.query.parameters(), 1e-3)
-    generator = torch.Generator().manual_seed(1)
-    for number in range(STEPS):
+    model = kind()
+
+    def two_views(_: int, generator: torch.Generator) -> list[Tensor]:
         image = torch.randn(128, 32, generator=generator)
-        views = [image + 0.1 * torch.randn(128, 32, generator=generator) for _ in range(2)]
-        optimizer.zero_grad()
-        torch.manual_seed(number)
+        return [image + 0.1 * torch.randn(128, 32, generator=generator) for _ in range(2)]
 
-        def step(views: list[Tensor] = views) -> Tensor:
-            loss = model(*views)
-            loss.backward()
-            return loss
-
-        training.run(step, constants_of(model, *views))
-        training.planned_by(model)
-        optimizer.step()
-    training.state = model.state_dict()
-    return training
+    optimizer = torch.optim.AdamW(model.query.parameters(), 1e-3)
+    return train(model, wrap, optimizer, two_views, model)
 
 
 @pytest.mark.parametrize(
@@ -258,25 +261,20 @@ def train_adversaries(wrap: Wrap, wrap_generator: Wrap) -> dict[str, Training]:
             fake = generator(noise)
 
         def discriminate(real: Tensor = real, fake: Tensor = fake) -> Tensor:
-            loss = F.softplus(-discriminator(real)).mean() + F.softplus(discriminator(fake)).mean()
-            loss.backward()
-            return loss
+            return F.softplus(-discriminator(real)).mean() + F.softplus(discriminator(fake)).mean()
 
         def generate(noise: Tensor = noise) -> Tensor:
-            loss = F.softplus(-discriminator(generator(noise))).mean()
-            loss.backward()
-            return loss
+            return F.softplus(-discriminator(generator(noise))).mean()
 
         for optimizer in optimizers:
             optimizer.zero_grad()
-        trainings["discriminator"].run(discriminate, constants_of(discriminator, real, fake))
-        trainings["discriminator"].planned_by(discriminator)
+        constants = constants_of(discriminator, real, fake)
+        trainings["discriminator"].run(discriminator, discriminate, constants)
         optimizers[0].step()
         for optimizer in optimizers:
             optimizer.zero_grad()
         constants = [*constants_of(discriminator), *constants_of(generator, noise)]
-        trainings["generator"].run(generate, constants)
-        trainings["generator"].planned_by(generator)
+        trainings["generator"].run(generator, generate, constants)
         optimizers[1].step()
     trainings["discriminator"].state = discriminator.state_dict()
     trainings["generator"].state = generator.state_dict()

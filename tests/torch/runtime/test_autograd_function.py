@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable
+from operator import itemgetter
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from tests.helpers.programs import keep_all, recompute_all, traced
 from tests.helpers.training.models import WithParts
 from tests.helpers.training.recorded_steps import RecordedCalls
+from tests.helpers.training.steps import assert_same_gradients, assert_same_steps
 from torch import nn
 
 import remat
@@ -74,12 +76,6 @@ class Late(WithParts, layers=lambda: nn.Sequential(nn.Linear(6, 6), nn.Tanh(), n
         return {"hidden": h, "best": h.argmax(dim=-1), "loss": h.square().mean()}
 
 
-def gradients(model: nn.Module) -> list[torch.Tensor]:
-    result = [p.grad for p in model.parameters()]
-    assert None not in result
-    return [gradient for gradient in result if gradient is not None]
-
-
 @pytest.mark.parametrize("is_boxed", [True, False])
 def test_the_loss_may_follow_outputs_without_gradient(
     is_boxed: bool, monkeypatch: pytest.MonkeyPatch
@@ -88,10 +84,7 @@ def test_the_loss_may_follow_outputs_without_gradient(
     monkeypatch.setattr(_StepFunction, "boxed_grads_call", is_boxed)
     model = Late()
     lowered = remat.lower(keep_all(traced(copy.deepcopy(model), X)), copy.deepcopy(model))
-    for m in (model, lowered):
-        m(X)["loss"].backward()
-    for a, b in zip(gradients(lowered), gradients(model), strict=True):
-        assert torch.equal(a, b)
+    assert_same_steps(lowered, model, X, loss=itemgetter("loss"))
     out = lowered(X)
     assert out["hidden"].requires_grad
     assert not out["best"].requires_grad
@@ -106,10 +99,7 @@ def test_one_of_several_gradients_may_be_missing(
     monkeypatch.setattr(_StepFunction, "boxed_grads_call", is_boxed)
     model = nn.Linear(6, 2)
     lowered = remat.lower(keep_all(traced(copy.deepcopy(model), X)), copy.deepcopy(model))
-    for m in (model, lowered):
-        (m(X) * 2).sum().backward()
-    for a, b in zip(gradients(lowered), gradients(model), strict=True):
-        assert torch.equal(a, b)
+    assert_same_steps(lowered, model, X, loss=lambda output: (output * 2).sum())
 
 
 class Alive(RecordedCalls):
@@ -184,8 +174,7 @@ def test_one_rng_state_is_saved_for_each_replay(count: int) -> None:
     assert len(loss.grad_fn.rng_states) == count, (
         "stored separately, as CUDA's states are no tensors"
     )
-    for a, b in zip(gradients(lowered), gradients(model), strict=True):
-        assert torch.equal(a, b)
+    assert_same_gradients(lowered, model)
 
 
 # These warnings are about the compiler's tracing, and its speed on Python 3.13.0.
@@ -201,7 +190,4 @@ def test_a_compiled_caller_does_not_trace_into_the_step() -> None:
 
     loss(model).backward()
     torch.compile(loss, backend="eager")(gm).backward()
-    for p, q in zip(model.parameters(), gm.parameters(), strict=True):
-        assert p.grad is not None
-        assert q.grad is not None
-        assert torch.equal(p.grad, q.grad)
+    assert_same_gradients(gm, model)

@@ -157,30 +157,25 @@ def _fastest_plan(
 ) -> PlannedBlocks:
     """Return the fastest plan of the alternatives within the budget; if `budget_bytes` is None, the
     fastest among those with nearly the smallest peak. Raises `InfeasibleBudget`."""
-    plans: list[PlannedBlocks] = []
+    choices: list[tuple[_Alternative, OptionChoice]] = []
     errors: list[InfeasibleBudget] = []
     try:
         for alternative in alternatives:
             try:
-                choice = choose_options(alternative.step, budget_bytes)
+                choices.append((alternative, choose_options(alternative.step, budget_bytes)))
             except InfeasibleBudget as error:
                 errors.append(error)
-            else:
-                plans.append(
-                    _planned_blocks(
-                        alternative, choice, budget_bytes, baseline_bytes, solver, not_whole_reason
-                    )
-                )
-        if not plans:
+        if not choices:
             failures = {} if not_whole_reason else alternatives[0].selection.failures
             raise _infeasible_error(errors, list(failures.values()))
     finally:
         errors.clear()  # their tracebacks have this frame: a reference cycle
     if budget_bytes is None:
-        smallest_bytes = min(p.plan.peak_bytes for p in plans)
-        plans = [p for p in plans if p.plan.peak_bytes <= NEAR_MINIMUM_FACTOR * smallest_bytes]
-    extra_s = [p.plan.time_s - p.plan.baseline_time_s for p in plans]
-    return plans[-1 if extra_s[-1] < _SIGNIFICANT_RATIO * extra_s[0] else 0]
+        limit_bytes = NEAR_MINIMUM_FACTOR * min(c.outcome.peak_bytes for _, c in choices)
+        choices = [(a, c) for a, c in choices if c.outcome.peak_bytes <= limit_bytes]
+    extra_s = [c.outcome.time_s - a.baseline_time_s for a, c in choices]
+    selected = choices[-1 if extra_s[-1] < _SIGNIFICANT_RATIO * extra_s[0] else 0]
+    return _planned_blocks(*selected, budget_bytes, baseline_bytes, solver, not_whole_reason)
 
 
 @dataclass(frozen=True)
@@ -195,6 +190,11 @@ class _Alternative:
     def has_uncapturable(self) -> bool:
         """True if a block call has no planned option."""
         return any(PLANNED not in candidate.option_names for candidate in self.candidates)
+
+    @property
+    def baseline_time_s(self) -> float:
+        """The time of all blocks without recomputation."""
+        return math.fsum(options[0].time_s for options in self.step.options_per_call)
 
     @property
     def checkpointed_bytes(self) -> int:
@@ -331,7 +331,7 @@ def _planned_blocks(
             )
         )
     selection, dry_run = alternative.selection, alternative.selection.dry_run
-    baseline_s = math.fsum(call.baseline_option.time_s for call in block_calls)
+    baseline_s = alternative.baseline_time_s
     graph, schedule = schedule_of_step(
         alternative.step,
         block_calls,

@@ -77,7 +77,7 @@ def _gradients_allocated(model: nn.Module) -> Iterator[None]:
 
 @dataclass(frozen=True, kw_only=True)
 class BlocksRecord(PlanRecord):
-    """A plan of a model block by block. `returned` is that of `BoundBlocks`."""
+    """A plan of a model block by block. `returned` is for `BoundBlocks`."""
 
     calls: tuple[PlannedCall, ...]
     training: bool
