@@ -90,6 +90,7 @@ def schedule_of_step(
     graph = Graph(
         tuple(writer.operations),
         tuple(writer.values),
+        results=frozenset(writer.results),
         constant_bytes=writer.constant_bytes,
         boundary=writer.boundary,
         library_bytes=min(library_bytes, writer.constant_bytes),
@@ -138,13 +139,17 @@ class _Writer:
         self.operations: list[Operation] = []
         self.values: list[Value] = []
         self.runs: list[int] = []
+        self.results: list[int] = []
         self.boundary: int | None = None
+        backwards = {e.call: n for n, e in enumerate(step.events) if e.kind == "backward"}
+        self._first_backward = min(backwards.values(), default=-1)
+        self._without_backward = set(range(len(calls))) - backwards.keys()
         # The inputs that a call holds are values of their own while it runs.
         outside_bytes = [
             event.non_block_bytes
-            - (sum(i.size_bytes for i in calls[event.call].inputs) if is_forward else 0)
+            - (sum(i.size_bytes for i in calls[event.call].inputs) if has_inputs else 0)
             for event in step.events
-            for is_forward in [event.kind == "forward"]
+            for has_inputs in [event.kind == "forward" and event.call in backwards]
         ]
         common_bytes = max(0, min([constant_bytes, *outside_bytes]))
         self._outside_bytes = [max(0, size - common_bytes) for size in outside_bytes]
@@ -154,8 +159,6 @@ class _Writer:
         remaining_bytes += sum(self._handles_bytes)
         other_batches_bytes = step.other_batches_bytes + (step.in_flight - 1) * remaining_bytes
         self.constant_bytes = common_bytes + other_batches_bytes
-        kinds = [event.kind for event in step.events]
-        self._first_backward = kinds.index("backward") if "backward" in kinds else -1
         offloading = [number for number, call in enumerate(calls) if call.offloaded]
         stays = host_stays(step) if offloading else {}
         self._released = {stays[number].released_after: number for number in offloading}
@@ -178,6 +181,9 @@ class _Writer:
                 self._run(self._operation(f"outside_{number}", "", workspace_bytes=outside_bytes))
                 continue
             written = self._written[event.call]
+            if event.call in self._without_backward:
+                self._add_call_without_backward(event.call, outside_bytes)
+                continue
             written.external = self._value(f"{written.name}.outside_{event.kind}", outside_bytes)
             if event.kind == "forward":
                 self._add_forward(event.call)
@@ -243,6 +249,21 @@ class _Writer:
             self._copy(number, "offload", v)
         if number in self._released:
             self._copy_all(self._released[number], "release")
+
+    def _add_call_without_backward(self, number: int, outside_bytes: int) -> None:
+        """Add a call whose backward never runs, as one operation: what it saves stays in memory."""
+        call, name = self._calls[number], self._written[number].name
+        forward_bytes = outside_bytes + call.option.forward_bytes
+        self._run(
+            self._operation(
+                f"{name}.forward",
+                call.path,
+                cost_s=call.option.time_s,
+                workspace_bytes=forward_bytes,
+            )
+        )
+        self.results.append(self._value(f"{name}.saved", call.option.saved_bytes))
+        self._run(self._operation(f"{name}.hold", call.path, outputs=self.results[-1:]))
 
     def _add_runs(self, number: int, runs: Iterable[int]) -> None:
         """Add runs of a call's plan: those of its forward, or of its backward."""

@@ -27,6 +27,16 @@ class Masked(Net):
         return nn.functional.cross_entropy(self.head(x), ids)
 
 
+class Monitored(Net):
+    """The result of the last block is no part of the loss."""
+
+    def forward(self, ids: torch.Tensor) -> Any:
+        x = self.embed(ids) * self.scale
+        for block in self.blocks[:-1]:
+            x = block(x)
+        return nn.functional.cross_entropy(self.head(x), ids), self.blocks[-1](x)
+
+
 def _blocks(count: int) -> list[nn.Module]:
     return [Block(32) for _ in range(count)]
 
@@ -40,6 +50,7 @@ _CASES: dict[str, tuple[Callable[[], nn.Module], str, dict[str, Any]]] = {
     "planned": (lambda: Net(_blocks(4)), "75%", {}),
     "shared input": (lambda: Masked(_blocks(3)), "70%", {}),
     "called twice": (lambda: Net(_twice()), "70%", {}),
+    "without a backward": (lambda: Monitored(_blocks(4)), "75%", {"differentiate": "[0]"}),
     "in flight": (lambda: Net(_blocks(4)), "60%", {"in_flight": 3}),
     "eager": (lambda: Net([Routed(32) for _ in range(3)]), "min", {"costs": remat.Roofline("cpu")}),
     "offloaded": (

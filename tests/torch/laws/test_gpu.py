@@ -9,6 +9,7 @@ import pytest
 import torch
 from tests.helpers.training.models import FAMILIES, Case
 from tests.helpers.training.recorded_steps import RELATIVE_ERROR, relative_error
+from tests.helpers.training.steps import assert_same_gradients
 
 import remat
 from remat.allocator.budget_fitting import uses_expandable_segments
@@ -42,10 +43,7 @@ def test_models_on_the_gpu_train_as_eager_mode_within_the_budget(name: str) -> N
     gm = remat.optimize(case.model, "90%", case.args, case.kwargs, strategy=strategy)
     expected, actual = step(reference, case), step(gm, case)
     assert relative_error(expected, actual) <= RELATIVE_ERROR
-    for (key, p), q in zip(case.model.named_parameters(), reference.parameters(), strict=True):
-        assert (p.grad is None) == (q.grad is None), key
-        if p.grad is not None and q.grad is not None:
-            assert relative_error(q.grad, p.grad) <= 1e-4, key
+    assert_same_gradients(case.model, reference, 1e-4)
 
 
 def test_the_peak_on_the_gpu_is_the_predicted_one() -> None:
