@@ -14,6 +14,7 @@ The last one reads what that code frees or takes over. Offloaded tensors have th
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -99,6 +100,41 @@ def schedule_of_step(
     return StepSchedule(graph, Schedule(tuple(writer.runs)))
 
 
+def _eager_schedule(call: BlockCall) -> StepSchedule:
+    """Return a block in eager mode as a graph and a schedule.
+
+    Recomputed, its forward needs no more memory than its backward: `first_run` has what it needs in
+    addition when it runs first. `checkpoint` has what a checkpointed block saves.
+    """
+    option, is_checkpointed = call.option, call.how == CHECKPOINTED
+    retained_bytes, output_bytes, cost_s = 0, call.own_saved_bytes, option.forward_s
+    workspace_bytes = option.forward_bytes - output_bytes
+    if is_checkpointed:
+        retained_bytes = output_bytes
+        cost_s = max(0.0, option.time_s - call.baseline_option.time_s)
+        input_bytes = option.saved_bytes - retained_bytes
+        limit_bytes = min(workspace_bytes, option.backward_bytes - option.saved_bytes)
+        output_bytes = call.baseline_option.saved_bytes - input_bytes
+        output_bytes = max(0, min(output_bytes, limit_bytes))
+        workspace_bytes = limit_bytes - output_bytes
+    backward_s = max(0.0, option.time_s - cost_s * (1 + is_checkpointed))
+    backward_bytes = option.backward_bytes - option.saved_bytes - output_bytes * is_checkpointed
+    peak_bytes = option.forward_bytes - retained_bytes if is_checkpointed else 0
+    once = functools.partial(Operation, recomputable=False)
+    operations = (
+        once("checkpoint", (), (0,), 0.0),
+        Operation(
+            "forward", (), (1,), cost_s, max(0, workspace_bytes), recomputable=is_checkpointed
+        ),
+        once("first_run", (), (), 0.0, peak_bytes),
+        once("boundary", (), (), 0.0, backward=True),
+        once("backward", (0, 1), (), backward_s, max(0, backward_bytes), backward=True),
+    )
+    values = Value("checkpoint", retained_bytes), Value("saved", output_bytes)
+    runs = (0, 1, 2, 3, 1, 4) if is_checkpointed else (0, 1, 2, 3, 4)
+    return StepSchedule(Graph(operations, values, boundary=3), Schedule(runs))
+
+
 class _StartedCopy(NamedTuple):
     """The operation that started to offload a value, and the value that stands for its copy."""
 
@@ -110,19 +146,31 @@ class _StartedCopy(NamedTuple):
 class _CallValues:
     """The operations and values of a call in the step's graph.
 
-    `values` and `operations` have the index of each value and operation of the call's plan,
-    `inputs` the value of each held input, and `external` the memory outside of blocks while the
-    call's forward or backward runs. `results` are held to the end of its backward. `copies` are
-    the copies of offloaded values.
+    `graph` and `runs` are the call's own. `values` and `operations` have the index of each value
+    and operation of this graph in the step's, `inputs` the value of each held input, and `external`
+    the memory outside of blocks while the call's forward or backward runs. `results` are held to
+    the end of its backward. `copies` are the copies of offloaded values.
     """
 
     name: str
+    graph: Graph
+    runs: tuple[int, ...]
     values: dict[int, int] = field(default_factory=dict[int, int])
     operations: dict[int, int] = field(default_factory=dict[int, int])
     inputs: dict[int, int] = field(default_factory=dict[int, int])
     results: list[int] = field(default_factory=list[int])
     copies: dict[int, _StartedCopy] = field(default_factory=dict[int, "_StartedCopy"])
     external: int = -1
+
+    @property
+    def boundary(self) -> Operation:
+        """The start of the call's backward."""
+        return self.graph.operations[boundary_of(self.graph)]
+
+    @property
+    def boundary_run(self) -> int:
+        """The place of the boundary in `runs`."""
+        return self.runs.index(boundary_of(self.graph))
 
 
 class _Writer:
@@ -169,7 +217,9 @@ class _Writer:
         for call in calls:
             numbers[call.path] += 1
             suffix = f"#{numbers[call.path]}" if counts[call.path] > 1 else ""
-            self._written.append(_CallValues(f"{call.path}{suffix}"))
+            planned = _eager_schedule(call) if call.plan is None else call.plan
+            name = f"{call.path}{suffix}"
+            self._written.append(_CallValues(name, planned.graph, planned.schedule.runs))
 
     def write(self) -> None:
         """Write all events of the step."""
@@ -178,7 +228,7 @@ class _Writer:
                 self.boundary = len(self.operations)
             outside_bytes = self._outside_bytes[number]
             if event.kind == "outside":
-                self._run(self._operation(f"outside_{number}", "", workspace_bytes=outside_bytes))
+                self._add(f"outside_{number}", "", workspace_bytes=outside_bytes)
                 continue
             written = self._written[event.call]
             if event.call in self._without_backward:
@@ -215,6 +265,18 @@ class _Writer:
             module=module,
         )
 
+    def _add(
+        self,
+        name: str,
+        module: str,
+        inputs: Iterable[int] = (),
+        outputs: Iterable[int] = (),
+        cost_s: float = 0.0,
+        workspace_bytes: int = 0,
+    ) -> None:
+        """Add an operation that runs once, here."""
+        self._run(self._operation(name, module, inputs, outputs, cost_s, workspace_bytes))
+
     def _run(self, operation: Operation) -> int:
         self.operations.append(operation)
         self.runs.append(len(self.operations) - 1)
@@ -226,22 +288,15 @@ class _Writer:
             name = f"{written.name}.input_{item.index}"
             written.inputs[item.index] = self._value(name, item.size_bytes)
         held_to_end = [written.inputs[i.index] for i in call.inputs if i.last_read == NEVER_FREED]
-        if call.how == CHECKPOINTED:
-            held_to_end.append(self._value(f"{written.name}.checkpoint", call.own_saved_bytes))
         if call.offloaded:
             held_to_end.append(self._value(f"{written.name}.handles", self._handles_bytes[number]))
         produced = dict.fromkeys([written.external, *written.inputs.values(), *held_to_end])
-        self._run(self._operation(f"{written.name}.enter", call.path, outputs=produced))
+        self._add(f"{written.name}.enter", call.path, outputs=produced)
         written.results += held_to_end
-        returned = [written.external]
-        if call.plan is None:
-            self._add_eager_forward(number)
-        else:
-            runs, boundary = call.plan.schedule.runs, boundary_of(call.plan.graph)
-            self._add_runs(number, runs[: runs.index(boundary)])
-            outputs = call.plan.graph.operations[boundary].inputs
-            returned += [written.values[v] for v in outputs]
-        self._run(self._operation(f"{written.name}.return", call.path, inputs=returned))
+        self._add_runs(number, written.runs[: written.boundary_run])
+        outputs = written.boundary.inputs
+        returned = [written.external, *(written.values[v] for v in outputs)]
+        self._add(f"{written.name}.return", call.path, inputs=returned)
         for tensor in call.offloaded:
             is_input = tensor.value < 0
             v = written.inputs[tensor.input_index] if is_input else written.values[tensor.value]
@@ -254,23 +309,20 @@ class _Writer:
         """Add a call whose backward never runs, as one operation: what it saves stays in memory."""
         call, name = self._calls[number], self._written[number].name
         forward_bytes = outside_bytes + call.option.forward_bytes
-        self._run(
-            self._operation(
-                f"{name}.forward",
-                call.path,
-                cost_s=call.option.time_s,
-                workspace_bytes=forward_bytes,
-            )
+        self._add(
+            f"{name}.forward",
+            call.path,
+            cost_s=call.option.time_s,
+            workspace_bytes=forward_bytes,
         )
         self.results.append(self._value(f"{name}.saved", call.option.saved_bytes))
-        self._run(self._operation(f"{name}.hold", call.path, outputs=self.results[-1:]))
+        self._add(f"{name}.hold", call.path, outputs=self.results[-1:])
 
     def _add_runs(self, number: int, runs: Iterable[int]) -> None:
         """Add runs of a call's plan: those of its forward, or of its backward."""
         call, written = self._calls[number], self._written[number]
-        assert call.plan is not None
-        graph = call.plan.graph
-        repeated = call.plan.schedule.recomputed(graph)
+        graph = written.graph
+        repeated = {op for op, count in Counter(written.runs).items() if count > 1}
         last_inputs = self._last_inputs(number)
         for op in runs:
             if op in written.operations:
@@ -295,91 +347,35 @@ class _Writer:
                 if op in repeated:  # later copies of a result are not read
                     name = f"{written.name}.{graph.values[v].name}.first"
                     written.values[v] = self._value(name, graph.values[v].size_bytes)
-                    self._run(self._operation(name, module, outputs=[written.values[v]]))
+                    self._add(name, module, outputs=[written.values[v]])
                 written.results.append(written.values[v])
 
     def _last_inputs(self, number: int) -> dict[int, tuple[int, ...]]:
         """Return the held inputs that each operation of a call's plan is the last to read."""
         call, written = self._calls[number], self._written[number]
-        assert call.plan is not None
-        runs = call.plan.schedule.runs
-        first_run = runs.index(boundary_of(call.plan.graph)) + 1
         inputs: dict[int, tuple[int, ...]] = {}
         for item in call.inputs:
             if item.last_read != NEVER_FREED:
-                op = runs[first_run + item.last_read]
+                op = written.runs[written.boundary_run + 1 + item.last_read]
                 inputs[op] = (*inputs.get(op, ()), written.inputs[item.index])
         return inputs
-
-    def _add_eager_forward(self, number: int) -> None:
-        """Add the forward of a block in eager mode. Recomputed, it needs no more memory than its
-        backward: what it needs in addition at its first run is an operation of its own."""
-        call, written = self._calls[number], self._written[number]
-        peak_bytes, recomputed_bytes = call.option.forward_bytes, call.option.forward_bytes
-        output_bytes, cost_s = call.own_saved_bytes, call.option.forward_s
-        if call.how == CHECKPOINTED:
-            cost_s = call.option.time_s - call.baseline_option.time_s
-            peak_bytes -= call.own_saved_bytes
-            recomputed_bytes = min(peak_bytes, call.option.backward_bytes - call.option.saved_bytes)
-            input_bytes = call.option.saved_bytes - call.own_saved_bytes
-            output_bytes = call.baseline_option.saved_bytes - input_bytes
-            output_bytes = max(0, min(output_bytes, recomputed_bytes))
-        written.values[0] = self._value(f"{written.name}.saved", output_bytes)
-        operation = self._operation(
-            f"{written.name}.forward",
-            call.path,
-            outputs=[written.values[0]],
-            cost_s=cost_s,
-            workspace_bytes=max(0, recomputed_bytes - output_bytes),
-        )
-        written.operations[0] = self._run(replace(operation, recomputable=call.how == CHECKPOINTED))
-        if peak_bytes > recomputed_bytes:
-            self._run(
-                self._operation(f"{written.name}.first_run", call.path, workspace_bytes=peak_bytes)
-            )
 
     def _add_backward(self, number: int) -> None:
         call, written = self._calls[number], self._written[number]
         if number in self._reloaded:
             self._copy_all(self._reloaded[number], "reload")
         self._copy_all(number, "arrive")
-        name, produced = f"{written.name}.start", [written.external]
-        if call.plan is None:
-            self._run(self._operation(name, call.path, outputs=produced))
-            self._add_eager_backward(number)
-        else:
-            graph, runs = call.plan.graph, call.plan.schedule.runs
-            for v in live_tangents(graph):
-                tangent = graph.values[v]
-                written.values[v] = self._value(
-                    f"{written.name}.{tangent.name}", tangent.size_bytes
-                )
-                produced.append(written.values[v])
-                written.results += [written.values[v]] if v in graph.results else []
-            cost_s = graph.operations[boundary_of(graph)].cost_s
-            self._run(self._operation(name, call.path, outputs=produced, cost_s=cost_s))
-            self._add_runs(number, runs[runs.index(boundary_of(graph)) + 1 :])
+        produced = [written.external]
+        for v in live_tangents(written.graph):
+            tangent = written.graph.values[v]
+            name = f"{written.name}.{tangent.name}"
+            written.values[v] = self._value(name, tangent.size_bytes)
+            produced.append(written.values[v])
+            written.results += [written.values[v]] if v in written.graph.results else []
+        self._add(f"{written.name}.start", call.path, (), produced, written.boundary.cost_s)
+        self._add_runs(number, written.runs[written.boundary_run + 1 :])
         results = dict.fromkeys([written.external, *written.results])
-        self._run(self._operation(f"{written.name}.end", call.path, inputs=results))
-
-    def _add_eager_backward(self, number: int) -> None:
-        call, written = self._calls[number], self._written[number]
-        forward = self.operations[written.operations[0]]
-        cost_s = call.option.time_s - forward.cost_s
-        workspace_bytes = call.option.backward_bytes - call.option.saved_bytes
-        if call.how == CHECKPOINTED:
-            self.runs.append(written.operations[0])
-            cost_s -= forward.cost_s
-            workspace_bytes -= self.values[written.values[0]].size_bytes
-        self._run(
-            self._operation(
-                f"{written.name}.backward",
-                call.path,
-                [written.values[0]],
-                cost_s=cost_s,
-                workspace_bytes=max(0, workspace_bytes),
-            )
-        )
+        self._add(f"{written.name}.end", call.path, inputs=results)
 
     def _copy_all(self, number: int, kind: str) -> None:
         """Add an operation of this kind for each offloaded value of a call. The first one waits."""
