@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.helpers.training.doors import OPTIONS
 from tests.helpers.training.side_effects import EFFECTS, WIDTH, Effect, reset_globals
-from tests.torch.laws.test_side_effects import OPTIONS, assert_equal, copy_of
+from tests.torch.laws.test_side_effects import assert_equal, copy_of
 from torch import nn
 
 pytest.importorskip("accelerate")
@@ -99,5 +100,7 @@ def test_a_trainer_with_the_callback_has_the_side_effects_of_one_without(
     name: str, tmp_path: Path
 ) -> None:
     expected = trained_with(EFFECTS[name], tmp_path, [])
-    actual = trained_with(EFFECTS[name], tmp_path, [RematCallback("100%", **OPTIONS)])
+    actual = trained_with(
+        EFFECTS[name], tmp_path, [RematCallback("100%", **OPTIONS, differentiate="all")]
+    )
     assert_equal(actual, expected, name)
