@@ -105,6 +105,11 @@ class Client:
                     'offload="auto" needs the bandwidth between the device and the host of this '
                     "machine: leave out `costs`, so that they are measured here"
                 )
+            if checked.in_flight > 1:
+                raise ValueError(
+                    f"a plan for in_flight={checked.in_flight} calls needs costs on this machine: "
+                    "leave out `costs`, so that they are measured here"
+                )
         _options(strategy, service_costs)  # raises for a device without a data sheet
 
         def plan(trace: Trace, budget: int | str) -> tuple[Plan, Program]:

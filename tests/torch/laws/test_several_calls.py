@@ -239,6 +239,23 @@ def test_an_infeasible_budget_of_several_calls_names_a_feasible_one(door: str) -
     assert peak <= feasible
 
 
+def test_a_service_that_measures_plans_for_one_call() -> None:
+    """Several calls need costs here: steps with more calls have the plan for one, with a warning,
+    and a request for several is refused at once."""
+
+    def service(trace: remat.Trace, budget: int | str) -> tuple[remat.Plan, remat.Program]:
+        measured = remat.measure(trace, COSTS)
+        plan = remat.solve(measured, budget)
+        return plan, remat.rewrite(measured, plan.schedule)
+
+    model = network(2)
+    run = remat.optimize(model, "100%", service=service, costs="elsewhere")
+    for _ in range(3):
+        (run(BATCHES[0]).square().mean() + run(BATCHES[1]).square().mean()).backward()
+    with remat.Client("http://127.0.0.1:9") as client, pytest.raises(ValueError, match="in_flight"):
+        client.optimize(model, "100%", costs="roofline:h100", in_flight=2)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("calls", [2, 3, 5])
 def test_plans_for_several_calls_are_as_fast_as_brute_force_finds(calls: int) -> None:

@@ -186,7 +186,8 @@ class Planner:
         """Plan for as many calls in flight as an earlier step had. Warn once if a step has more
         calls in flight than its plan."""
         calls, name = self._calls, type(model).__name__
-        if calls.ended_in_a_row and calls.most > self._in_flight:
+        may_replan = self.options.costs != MEASURED_BY_SERVICE
+        if may_replan and calls.ended_in_a_row and calls.most > self._in_flight:
             self._in_flight, self._current = calls.most, None
             logger.info("%s is planned for %d calls before a backward", name, calls.most)
         elif calls.pending >= self._in_flight and not self._has_warned:

@@ -13,7 +13,6 @@ from remat.costs.roofline import Roofline
 from remat.costs.trace_costs import OperationCost, with_costs
 from remat.documents.program import Program
 from remat.documents.trace import Trace
-from remat.errors import RematError
 from remat.frontend.costs.measure import measure, measure_pieces, step_limit_bytes
 from remat.frontend.planning.host_limits import host_limits
 from remat.limits.budget import Budget
@@ -101,12 +100,6 @@ def _answer_of_measuring_service(
     options: CheckedOptions, trace: Trace, limits: Limits
 ) -> PlanningResult:
     """Return the plan of a trace that the service measures and splits."""
-    if options.in_flight > 1:
-        raise RematError(
-            f"a plan for {options.in_flight} calls before a backward needs costs that are measured "
-            "here: leave out `costs`"
-        )
-
     def plan_within(budget: Budget) -> PlanningResult:
         first_plan, first_program = _answer_of_service(options, trace, budget)
         programs = {first_plan.schedule: first_program}
