@@ -100,6 +100,7 @@ def _answer_of_measuring_service(
     options: CheckedOptions, trace: Trace, limits: Limits
 ) -> PlanningResult:
     """Return the plan of a trace that the service measures and splits."""
+
     def plan_within(budget: Budget) -> PlanningResult:
         first_plan, first_program = _answer_of_service(options, trace, budget)
         programs = {first_plan.schedule: first_program}
