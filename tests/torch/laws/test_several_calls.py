@@ -244,7 +244,7 @@ def test_a_service_that_measures_plans_for_one_call() -> None:
     and a request for several is refused at once."""
 
     def service(trace: remat.Trace, budget: int | str) -> tuple[remat.Plan, remat.Program]:
-        measured = remat.measure(trace, COSTS)
+        measured = remat.measure(trace, remat.Roofline("cpu"))
         plan = remat.solve(measured, budget)
         return plan, remat.rewrite(measured, plan.schedule)
 
