@@ -85,7 +85,7 @@ def test_policies_survive_json_and_print_as_a_table(tmp_path: object) -> None:
     assert Policies.from_json(policies.to_json()) == policies
     text = str(policies)
     assert "50.0% of 160 B without recomputation" in text
-    assert "+50% over 1 s (measured by running the blocks)\nremat   +25% within that peak" in text
+    assert "+50% over 1 s (measured by running the blocks)\nremat     +25% within that peak" in text
     assert "l.0 to l.1  selective  mm 0+2" in text
     assert policies.for_block("l.2") == policies.blocks[2]
     assert policies.for_block("l.3") is None

@@ -24,6 +24,9 @@ Function = Callable[[Any, torch.Tensor], torch.Tensor]
 class Step(nn.Module):
     """A linear layer on what a function returns for the module and its input."""
 
+    calls: torch.Tensor
+    mean: torch.Tensor
+
     def __init__(self, function: Function) -> None:
         super().__init__()
         self.linear = nn.Linear(4, 4)

@@ -37,6 +37,7 @@ from remat.frontend.compile import candidates
 from remat.frontend.compile.compile_options import read_options
 from remat.frontend.compile.inductor import peak_check, probe
 from remat.heuristics.peak_bounds import peak_lower_bound_bytes
+from remat.progress import Clock
 
 pytestmark = pytest.mark.usefixtures("empty_compile_caches")
 
@@ -330,8 +331,9 @@ def test_reading_a_large_graph_does_not_use_up_the_time_limit(
     graph, budget_bytes = replace(graph, values=sized), 2793
     assert budget_bytes == peak_lower_bound_bytes(graph)
     options, _ = read_options({"budget": "60%", "gap": 0.99})
-    started_s = time.perf_counter() - 60
-    solver = candidates.GraphSolver(options.strategy, options.planning_s, started_s, None, "")
+    assert options.planning_s is not None
+    clock = Clock(options.planning_s, started_at=time.monotonic() - 60)
+    solver = candidates.GraphSolver(options.strategy, clock, None, "")
     with pytest.raises(SolverTimeout):
         solver.plan_within(graph, budget_bytes, 1e-9)
     assert solver.solve(graph, budget_bytes).peak_bytes <= budget_bytes

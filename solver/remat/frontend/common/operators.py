@@ -181,7 +181,7 @@ def tensor_meta(tensor: torch.Tensor) -> TensorMeta:
         dtype=str(tensor.dtype).removeprefix("torch."),
         shape=tuple(tensor.shape),
         stride=tensor.stride(),
-        offset=tensor.storage_offset(),
+        offset=int(tensor.storage_offset()),
         device=str(tensor.device),
     )
 

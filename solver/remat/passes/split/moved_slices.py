@@ -195,8 +195,9 @@ class _Finder:
             return None
         if node.target == "aten.slice_backward.default":
             gradient, shape = node.args[:2]
-            is_alike = isinstance(gradient, Ref) and shape == part.shape
-            return replace(part, gradient=gradient.name) if is_alike else None
+            if not isinstance(gradient, Ref) or shape != part.shape:
+                return None
+            return replace(part, gradient=gradient.name)
         zeros, gradient = node.args[:2]
         if not isinstance(zeros, Ref) or not isinstance(gradient, Ref):
             return None
@@ -321,7 +322,7 @@ class _Rewriting:
         args: Args = (Ref(name), part.dimension, part.start, part.end)
         name = self._write(like, "aten.slice.Tensor", args, tensor, storage)
         copied = self.writer.new_storage(self._scaled(self._size_bytes(self.rows)))
-        contiguous = {"memory_format": Literal("memory_format", "contiguous_format")}
+        contiguous: Kwargs = {"memory_format": Literal("memory_format", "contiguous_format")}
         tensor = _row_major(meta, sliced)
         name = self._write(like, "aten.clone.default", (Ref(name),), tensor, copied, contiguous)
         flat = (part.slice_rows, meta.shape[1])
