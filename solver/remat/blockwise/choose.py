@@ -395,16 +395,16 @@ def save_selections(candidates: Sequence[SaveCandidate]) -> list[frozenset[int]]
     total_bytes = sum(c.size_bytes for c in candidates)
     selections: dict[frozenset[int], None] = {}
     for fraction in _LIMIT_FRACTIONS:
-        selections[_best_selection(candidates, fraction * total_bytes)] = None
+        selections[_best_selection(candidates, round(fraction * total_bytes))] = None
     selections.pop(frozenset(), None)
     return list(selections)
 
 
-def _best_selection(candidates: Sequence[SaveCandidate], limit_bytes: float) -> frozenset[int]:
+def _best_selection(candidates: Sequence[SaveCandidate], limit_bytes: int) -> frozenset[int]:
     """Return the candidates to save within `limit_bytes`, by index: the optimum of the knapsack."""
     program = Program()
     is_saved = [program.add_binary(f"x{index}") for index in range(len(candidates))]
-    unit_bytes, unit_s = max(limit_bytes, 1.0), math.fsum(c.time_s for c in candidates) or 1.0
+    unit_bytes, unit_s = max(limit_bytes, 1), math.fsum(c.time_s for c in candidates) or 1.0
     sizes = {x: c.size_bytes / unit_bytes for x, c in zip(is_saved, candidates, strict=True)}
     program.add_row(sizes, AT_MOST, limit_bytes / unit_bytes)
     for x, candidate in zip(is_saved, candidates, strict=True):
