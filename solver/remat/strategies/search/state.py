@@ -75,7 +75,7 @@ class SearchState:
         self.options = options
         self.small_values_share = small_values_share
         """Share of the memory for activations that may be reserved for small values, which are then
-        always retained: see `remat.milp.model`."""
+        always retained: see `remat.strategies.search.eviction`."""
         self.target_bytes = target_bytes
         clock = Clock.of(USABLE_SHARE * options.time_limit, task.cancel)
         self.runner = runner or MilpRunner(task.graph, options, clock, task.progress)
