@@ -2,7 +2,7 @@
 
 Each call of a block contributes the operations of its plan, without their constant memory. A block
 in eager mode contributes two operations: its forward writes what it saves, its backward reads it,
-and a checkpointed block runs its forward twice. So the simulated peak and time are those of
+and a checkpointed block runs its forward twice. So the simulated peak and time equal
 `BlockStep.outcome`.
 
 Some operations without cost are added. A phase outside of blocks is one, with its memory as
@@ -244,27 +244,6 @@ class _Writer:
         self.values.append(Value(name, size_bytes))
         return len(self.values) - 1
 
-    def _operation(
-        self,
-        name: str,
-        module: str,
-        inputs: Iterable[int] = (),
-        outputs: Iterable[int] = (),
-        cost_s: float = 0.0,
-        workspace_bytes: int = 0,
-    ) -> Operation:
-        """Return an operation that runs once, here."""
-        return Operation(
-            name,
-            tuple(inputs),
-            tuple(outputs),
-            cost_s,
-            workspace_bytes,
-            backward=self.boundary is not None,
-            recomputable=False,
-            module=module,
-        )
-
     def _add(
         self,
         name: str,
@@ -273,9 +252,26 @@ class _Writer:
         outputs: Iterable[int] = (),
         cost_s: float = 0.0,
         workspace_bytes: int = 0,
-    ) -> None:
-        """Add an operation that runs once, here."""
-        self._run(self._operation(name, module, inputs, outputs, cost_s, workspace_bytes))
+        overwrites: Iterable[int] = (),
+        renews: Iterable[int] = (),
+        same_copy_as: int = -1,
+    ) -> int:
+        """Add an operation that runs once, here, and return its number."""
+        return self._run(
+            Operation(
+                name,
+                tuple(inputs),
+                tuple(outputs),
+                cost_s,
+                workspace_bytes,
+                overwrites=tuple(overwrites),
+                backward=self.boundary is not None,
+                recomputable=False,
+                module=module,
+                renews=tuple(renews),
+                same_copy_as=same_copy_as,
+            )
+        )
 
     def _run(self, operation: Operation) -> int:
         self.operations.append(operation)
@@ -319,7 +315,7 @@ class _Writer:
         self._add(f"{name}.hold", call.path, outputs=self.results[-1:])
 
     def _add_runs(self, number: int, runs: Iterable[int]) -> None:
-        """Add runs of a call's plan: those of its forward, or of its backward."""
+        """Add the runs of a call's plan that are in its forward, or in its backward."""
         call, written = self._calls[number], self._written[number]
         graph = written.graph
         repeated = {op for op, count in Counter(written.runs).items() if count > 1}
@@ -391,13 +387,11 @@ class _Writer:
         size_bytes = self.values[v].size_bytes if kind == "reload" else 0
         name = f"{kind}_{self.values[v].name}"
         if kind == "arrive":
-            operation = self._operation(name, path, [copies[v].memory], [v], wait_s)
-            self._run(replace(operation, overwrites=operation.inputs, renews=(v,)))
+            host = [copies[v].memory]
+            self._add(name, path, host, [v], wait_s, overwrites=host, renews=[v])
             return
         inputs = {"offload": [v], "release": [v, copies[v].memory], "reload": [copies[v].memory]}
         memory = self._value(f"{self.values[v].name}_{kind}", size_bytes)
-        operation = self._operation(name, path, inputs[kind], [memory], wait_s)
-        if kind == "release":
-            operation = replace(operation, same_copy_as=copies[v].offload)
-        index = self._run(operation)
+        offload = copies[v].offload if kind == "release" else -1
+        index = self._add(name, path, inputs[kind], [memory], wait_s, same_copy_as=offload)
         copies[v] = _StartedCopy(index if kind == "offload" else copies[v].offload, memory)

@@ -148,8 +148,8 @@ class OffloadPrograms(Generic[S]):
     def limits_at(
         self, cut: int, values: Iterable[int], limits: OffloadLimits | None = None
     ) -> HostLimits:
-        """Return the limits of copies at a cut: values of the forward that it no longer reads, and
-        those of the backward that are idle there, can be on the host."""
+        """Return the limits of copies at a cut: values that the forward no longer reads, and
+        values of the backward that are idle there, can be on the host."""
         limits = limits or self.limits
         allowed = {
             v

@@ -75,7 +75,7 @@ _CHOICE_SHARE = 0.5
 _SOLVE_SHARES = (1.0, 0.6, 0.4)
 """The share of the remaining time for one full solve, indexed by the number of choices."""
 
-PlanForm = Callable[[Trace, Budget, Strategy], Plan]
+FormPlanner = Callable[[Trace, Budget, Strategy], Plan]
 """Solves a step in one form within a budget, by a strategy."""
 
 
@@ -93,7 +93,7 @@ class TraceSolver:
         budget: Budget,
         budget_bytes: int | None,
         clock: Clock,
-        plan_form: PlanForm,
+        plan_form: FormPlanner,
         measure: Callable[[Trace], Trace],
     ) -> None:
         self.clock = clock

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from remat.allocator.prediction import with_prediction
@@ -48,6 +49,22 @@ larger region spans most of a deep network, and splitting it amounts to smaller 
 
 _LEAST_PEAK_GAIN = 0.01
 """For the budget "min": the share of the peak that splitting must save."""
+
+
+def split_rounds(
+    trace: Trace,
+    pieces: int,
+    measure: Callable[[Trace], Trace],
+    max_piece_nodes: float = MAX_PIECE_NODES,
+) -> Iterator[Trace]:
+    """Yield the measured trace with its largest operations split, then with the operations split
+    that are the largest now, and so on: up to `_MAX_ROUNDS` times, or until none can be split."""
+    for _ in range(_MAX_ROUNDS):
+        smaller = split_largest_operations(trace, pieces, max_piece_nodes)
+        if smaller is trace:
+            return
+        trace = measure(smaller)
+        yield trace
 
 
 @dataclass(frozen=True)
@@ -180,12 +197,8 @@ class _Search:
         schedule fits; for "min", while the smallest peak falls. None if the first cannot be split.
         """
         best = None
-        for _ in range(_MAX_ROUNDS):
-            smaller = split_largest_operations(trace, pieces, max_piece_nodes)
-            if smaller is trace:
-                break
-            trace = self.solver.measure(smaller)
-            estimate = self.estimate(trace)
+        for split in split_rounds(trace, pieces, self.solver.measure, max_piece_nodes):
+            estimate = self.estimate(split)
             if best is not None and self.is_min and not estimate.is_better_than(best, True, 1.0):
                 break
             best = estimate

@@ -12,12 +12,12 @@ from remat.choice.offloadable_step import StepPlan, TraceStep
 from remat.choice.offloaded_forms import OffloadLimits
 from remat.choice.offloaded_plans import with_reason
 from remat.choice.plan_request import (
-    PlanForm,
+    FormPlanner,
     PlanRequest,
     TracePlan,
     TraceSolver,
 )
-from remat.choice.split import MAX_PIECE_NODES, choose_pieces
+from remat.choice.split import MAX_PIECE_NODES, choose_pieces, split_rounds
 from remat.documents.trace import Trace
 from remat.errors import InfeasibleBudget, RematError, SolverTimeout
 from remat.heuristics.peak_bounds import end_bytes, peak_lower_bound_bytes
@@ -50,16 +50,13 @@ _HINT_WHOLE = (
     "operations in pieces"
 )
 
-_MAX_ROUNDS = 4
-"""The maximum number of times that the largest operations are split to reach a budget."""
-
 
 def plan_step(
     trace: Trace,
     request: PlanRequest,
     *,
     measure: Callable[[Trace], Trace],
-    plan_form: PlanForm | None = None,
+    plan_form: FormPlanner | None = None,
     plan_without: Callable[[], TracePlan] | None = None,
     clock: Clock | None = None,
     progress: ProgressCallback | None = None,
@@ -245,14 +242,9 @@ def _split_until_operations_fit(
     """Return the step with its largest operations split until each fits the budget; none if that
     cannot be reached, or is so already."""
     budget_bytes = solver.budget_bytes
-    if budget_bytes is None:
+    if budget_bytes is None or peak_lower_bound_bytes(step.graph()) <= budget_bytes:
         return []
-    split = step.trace
-    for _ in range(_MAX_ROUNDS):
+    for split in split_rounds(step.trace, pieces, solver.measure):
         if peak_lower_bound_bytes(split.graph()) <= budget_bytes:
-            break
-        smaller = split_largest_operations(split, pieces, MAX_PIECE_NODES)
-        if smaller is split:
-            return []
-        split = solver.measure(smaller)
-    return [] if split is step.trace else [TraceStep(split)]
+            return [TraceStep(split)]
+    return []

@@ -73,7 +73,9 @@ def _adam(parameters: Sequence[TensorMeta], is_cuda: bool) -> tuple[_Sizes, _Siz
     return state, sizes if is_cuda else (max(sizes, default=0),) * 2
 
 
-def _adafactor(parameters: Sequence[TensorMeta], is_cuda: bool) -> tuple[_Sizes, _Sizes]:
+def _adafactor_state_sizes(
+    parameters: Sequence[TensorMeta], is_cuda: bool
+) -> tuple[_Sizes, _Sizes]:
     """Return the sizes of variances of rows and columns. The update of one parameter is live until
     the update of the next one is computed."""
     state: list[int] = []
@@ -111,7 +113,7 @@ _OPTIMIZERS: dict[str, tuple[str, _Formula]] = {
         _moments(2),
     ),
     "adam-8bit": ("bitsandbytes.optim.Adam8bit(model.parameters())", _adam_8bit),
-    "adafactor": ("torch.optim.Adafactor(model.parameters())", _adafactor),
+    "adafactor": ("torch.optim.Adafactor(model.parameters())", _adafactor_state_sizes),
     "sgd": ("torch.optim.SGD(model.parameters())", _moments(0)),
     "sgd-momentum": (
         "torch.optim.SGD(model.parameters(), momentum=0.9)",

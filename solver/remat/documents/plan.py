@@ -195,6 +195,5 @@ class SweepDocument(Document):
         return cls(plans=tuple(PlanDocument.of(plan) for plan in plans))
 
     def to_plans(self, kind: type[P]) -> list[P]:
-        """Return the plans. Raises `DocumentError` if the numbers of a plan are not those of its
-        schedule."""
+        """Return the plans. Raises `DocumentError` if a plan's figures contradict its schedule."""
         return [document.to_plan(kind) for document in self.plans]

@@ -181,7 +181,7 @@ def usable_bytes(device: DeviceSpec) -> int:
 
 
 def gpu_name(trace: Trace, gpu: str | None) -> str:
-    """Return the name of the GPU that a question is about, by default that of the trace. Raises
+    """Return the name of the GPU that a question is about, by default the trace's GPU. Raises
     `RematError`."""
     if not is_on_cuda(trace):
         raise RematError(
@@ -207,11 +207,11 @@ def fit_trace(
     time_limit_s: float = math.inf,
     progress: ProgressCallback | None = None,
 ) -> Fit:
-    """Return the answer for a trace on a GPU with a data sheet, by default that of the trace.
+    """Return the answer for a trace on a GPU with a data sheet, by default the trace's GPU.
 
-    Costs are those of the data sheet. `memory_bytes` is what torch's allocator may reserve. The
+    Costs are from the data sheet. `memory_bytes` is what torch's allocator may reserve. The
     search for options ends after `time_limit_s`, whatever the limit of the `strategy`, which is
-    that of one solve; `progress` reports the stages of the answer, and those solves. Raises
+    for one solve; `progress` reports the stages of the answer, and its solves. Raises
     `RematError` for a trace that is not of a GPU, or if the GPU is unknown.
     """
     clock = Clock.of(time_limit_s)

@@ -182,10 +182,10 @@ def relax_offload_cut(
 ) -> OffloadCut | None:
     """Solve the linear relaxation at an operation or, with a `gap`, the integer program, where
     values may be on the host. None if nothing fits, or the solver fails or finds nothing in time.
-    The graph is that of a step without copies: no operation renews a value.
+    The graph is of a step without copies: no operation renews a value.
 
     `copy_cost` are seconds for each second of copies that are added to the time that is minimised,
-    so that of two solutions the one with fewer copies is taken; `bound_s` is proved only for 0, and
+    which selects the one of two solutions with fewer copies; `bound_s` is proved only for 0, and
     not without `recomputes`, which leaves recomputation out.
     """
     relaxation = _CutRelaxation(graph, budget_bytes, [operation], limits, recomputes=recomputes)

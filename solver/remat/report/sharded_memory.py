@@ -207,7 +207,7 @@ def _bytes_by_unit(parameters: Iterable[Placeholder], gpus: int) -> dict[str, in
 
 
 def _units_of_gradients(trace: Trace, graph: Graph) -> dict[int, str]:
-    """Return the units of the values that are gradients of parameters."""
+    """Return the block of each parameter, by the value that is the parameter's gradient."""
     value_of = value_of_storage(trace, graph)
     targets = {p.name: p.target for p in trained_parameters(trace)}
     return {

@@ -14,8 +14,8 @@ from remat.errors import InfeasibleBudget, SolverTimeout
 from remat.graph import Graph
 from remat.heuristics.annealing.orders import (
     first_run_order,
-    reindex_schedule,
     reorder_graph,
+    schedule_in_order,
     small_peak_order,
 )
 from remat.heuristics.annealing.schedule_search import anneal_recomputations, anneal_schedule
@@ -73,7 +73,7 @@ def minimize_cost_in_any_order(
         return Solution(annealed, time_s, "all orders", True, {"order_s": annealing_s})
     order = first_run_order(annealed)
     permuted, to_original = reorder_graph(graph, order)
-    start = reindex_schedule(annealed, order) if is_within_budget else None
+    start = schedule_in_order(annealed, order) if is_within_budget else None
     try:
         permuted_task = replace(task, graph=permuted, start=start)
         remaining_s = max(1.0, _REMAINING_SHARE * time_limit - annealing_s)
@@ -81,7 +81,7 @@ def minimize_cost_in_any_order(
     except (InfeasibleBudget, SolverTimeout):
         if not is_within_budget:
             raise
-        solution = Solution(reindex_schedule(annealed, order))
+        solution = Solution(schedule_in_order(annealed, order))
     stats = {**solution.stats, "order_s": annealing_s}
     return replace(solution, schedule=to_original(solution.schedule), stats=stats)
 

@@ -89,7 +89,7 @@ def _copy_events(plan: PlanData) -> list[Event]:
     events: list[Event] = []
     for direction, track in _COPY_TRACKS.items():
         name = f"copies {direction.replace('_', ' ')}"
-        events.append(_metadata("thread_name", track, name))
+        events.append(_track_name_event("thread_name", track, name))
     for copy in times.copies:
         start_us, end_us = round(copy.start_s * 1e6, 3), round(copy.end_s * 1e6, 3)
         events.append(
@@ -123,9 +123,9 @@ def _track_names() -> list[Event]:
         ("thread_name", _FORWARD, "forward"),
         ("thread_name", _BACKWARD, "backward"),
     )
-    return [_metadata(kind, track, name) for kind, track, name in names]
+    return [_track_name_event(kind, track, name) for kind, track, name in names]
 
 
-def _metadata(kind: str, track: int, name: str) -> Event:
+def _track_name_event(kind: str, track: int, name: str) -> Event:
     """Return the event that gives a track, or the process, its name."""
     return {"name": kind, "ph": "M", "ts": 0, "pid": _PID, "tid": track, "args": {"name": name}}

@@ -30,8 +30,8 @@ from remat.heuristics.annealing.moves import (
 )
 from remat.heuristics.annealing.orders import (
     first_run_order,
-    reindex_schedule,
     reorder_graph,
+    schedule_in_order,
     small_peak_order,
     with_fixed_order,
     with_order_constraints,
@@ -255,7 +255,7 @@ def test_reordering_a_graph_and_back_is_the_identity(graph: Graph, seed: int) ->
     permuted, back = reorder_graph(graph, order)
     schedule = Schedule.keep_all(permuted)
     assert back(schedule).runs == tuple(order)
-    assert reindex_schedule(back(schedule), order) == schedule
+    assert schedule_in_order(back(schedule), order) == schedule
     assert peak_and_time(permuted, schedule) == peak_and_time(graph, back(schedule))
     inverse = sorted(range(len(order)), key=order.__getitem__)
     assert reorder_graph(permuted, inverse)[0] == graph

@@ -1,4 +1,4 @@
-"""Arguments and options of several commands, and their checks; `plan_flags` has those of a plan."""
+"""Arguments and options of several commands, and their checks. Options of a plan: `plan_flags`."""
 
 from __future__ import annotations
 

@@ -124,7 +124,7 @@ class StepOptions:
 
     @property
     def batch_size(self) -> int:
-        """The batch size of a configuration."""
+        """The rows of a configuration's batch: `--batch`, by default 2."""
         return _BATCH if self.batch is None else self.batch
 
     @property

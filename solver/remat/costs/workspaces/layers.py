@@ -126,7 +126,7 @@ def _im2col(call: OperatorCall) -> list[int]:
     return [tensor_bytes(x), contiguous_copy_bytes(x)]
 
 
-def _grouped_matmul(call: OperatorCall) -> list[int]:
+def _grouped_matmul_workspaces(call: OperatorCall) -> list[int]:
     """Matrix products of several groups: pointers and shapes of each group, and descriptors for
     each multiprocessor. Recorded for Hopper."""
     offsets = call.optional_tensor(2)
@@ -324,7 +324,7 @@ _BUFFERS: Mapping[str, Callable[[OperatorCall], Iterable[int]]] = {
     "aten.adaptive_max_pool2d.default": _adaptive_max_pool,
     "aten.roll.default": _roll,
     "aten.im2col.default": _im2col,
-    "aten._grouped_mm.default": _grouped_matmul,
+    "aten._grouped_mm.default": _grouped_matmul_workspaces,
     "aten.native_group_norm.default": _group_norm,
     "aten.native_group_norm_backward.default": _group_norm_backward,
     "aten.native_batch_norm.default": _batch_norm,

@@ -277,7 +277,7 @@ def accumulator_bytes(dtype: str) -> int:
     return 4 if dtype in HALF_DTYPES else item_bytes(dtype)
 
 
-def _pair_bytes(_: str) -> int:
+def _value_and_index_bytes(_: str) -> int:
     """Return the bytes of an element with its index, as extrema with positions compare them."""
     return 2 * _INDEX_BYTES
 
@@ -403,7 +403,7 @@ _sum = partial(_reduction, accumulator=accumulator_bytes, is_cast=True)
 _sum_of_all = partial(_reduction, accumulator=accumulator_bytes, dims_position=9, is_cast=True)
 _extremum = partial(_reduction, accumulator=item_bytes)
 _extremum_of_all = partial(_reduction, accumulator=item_bytes, dims_position=9, is_flattened=True)
-_position = partial(_reduction, accumulator=_pair_bytes, is_flattened=True)
+_position = partial(_reduction, accumulator=_value_and_index_bytes, is_flattened=True)
 _variance = partial(_reduction, accumulator=_welford_bytes, keepdim_position=9)
 _truth = partial(_reduction, accumulator=_mask_bytes)
 _truth_of_all = partial(_reduction, accumulator=_mask_bytes, dims_position=9)

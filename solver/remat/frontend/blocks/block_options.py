@@ -21,7 +21,7 @@ from remat.frontend.blocks.profile import non_leaf_alias
 from remat.frontend.blocks.step_recorder import DryRunCall
 from remat.frontend.capture.model.attribute_guards import AttributeGuards
 from remat.frontend.capture.trace import CapturedStep, capture
-from remat.frontend.common.operators import check_operations_allowed
+from remat.frontend.common.operators import check_namespaces_allowed
 from remat.frontend.common.pytree import unflatten
 from remat.frontend.common.torch_modes import autocast_set_to
 from remat.frontend.costs.measure import block_limit_bytes, measure
@@ -164,7 +164,7 @@ class BlockSolver:
                 trace, guards = capture(
                     module, args, kwargs, differentiate=differentiate, outputs=OUTPUTS_DROPPED
                 )
-            check_operations_allowed(
+            check_namespaces_allowed(
                 (n.target for n in trace.nodes), self.optimize_options.namespaces
             )
         except (TraceError, DocumentError) as error:

@@ -68,7 +68,7 @@ class _FunctionalizedWrites:
             return False
         if target.untyped_storage()._cdata in self._scattered:
             return False
-        fake = _unwrapped(target)
+        fake = _fake_of_functional(target)
         if not self._recorder.may_write(fake):
             return False
         is_elementwise = torch.is_grad_enabled() and _is_elementwise(writer.operator)
@@ -77,7 +77,7 @@ class _FunctionalizedWrites:
     def _record(
         self, operator: OpOverload, target: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        fake = _unwrapped(target)
+        fake = _fake_of_functional(target)
         layout = fake.shape, fake.stride()
         inner_args = [_unwrapped_argument(item) for item in args]
         inner_kwargs = {key: _unwrapped_argument(item) for key, item in kwargs.items()}
@@ -119,7 +119,7 @@ def _is_elementwise(operator: OpOverload) -> bool:
     return isinstance(functional, OpOverload) and torch.Tag.pointwise in functional.tags
 
 
-def _unwrapped(wrapper: Tensor) -> Tensor:
+def _fake_of_functional(wrapper: Tensor) -> Tensor:
     """Return the fake tensor that a functional tensor wraps, after pending updates."""
     torch._sync(wrapper)
     return torch._from_functional_tensor(wrapper)
@@ -127,7 +127,7 @@ def _unwrapped(wrapper: Tensor) -> Tensor:
 
 def _unwrapped_argument(item: Any) -> Any:
     if isinstance(item, Tensor) and torch._is_functional_tensor(item):
-        return _unwrapped(item)
+        return _fake_of_functional(item)
     if isinstance(item, (list, tuple)):
         return [_unwrapped_argument(inner) for inner in item]
     return item

@@ -44,7 +44,7 @@ _ATTRIBUTE = "__remat_part__"
 
 @contextlib.contextmanager
 def errors_of(part: str) -> Iterator[None]:
-    """Within the context, errors are recorded as those of a part of a step."""
+    """Within the context, errors name this part of a step."""
     try:
         yield
     except Exception as error:

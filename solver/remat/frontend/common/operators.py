@@ -91,7 +91,7 @@ def resolve_out_variant(target: str) -> Operator:
     return operator
 
 
-def check_operations_allowed(targets: Iterable[str], namespaces: Collection[str]) -> None:
+def check_namespaces_allowed(targets: Iterable[str], namespaces: Collection[str]) -> None:
     """Raise `DocumentError` for the first operation that `resolve` refuses."""
     for target in dict.fromkeys(targets):
         resolve(target, namespaces)

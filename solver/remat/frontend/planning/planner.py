@@ -23,7 +23,7 @@ from remat.frontend.common.garbage_collection import (
     cycles_not_collected,
     older_objects_not_collected,
 )
-from remat.frontend.common.operators import check_operations_allowed
+from remat.frontend.common.operators import check_namespaces_allowed
 from remat.frontend.common.planning_line import planning_line
 from remat.frontend.common.torch_modes import checkpoints_suspended
 from remat.frontend.memory.device_memory import auto_limits, reserve_size
@@ -231,7 +231,7 @@ class Planner:
         accumulates_gradients = key.accumulates_gradients
         with self._timed("trace"):
             traced, guards = self.trace_cache.step(model, call, key)
-            check_operations_allowed((n.target for n in traced.nodes), self.options.namespaces)
+            check_namespaces_allowed((n.target for n in traced.nodes), self.options.namespaces)
             if accumulates_gradients:
                 traced = with_gradient_accumulation(traced)
             if self.options.cuda_graphs:

@@ -89,7 +89,7 @@ class HostFile:
             ) from None
         os.unlink(path)
         try:
-            self._io = file_io(descriptor, is_direct=is_direct)
+            self._io = open_file_io(descriptor, is_direct=is_direct)
         except RematError as error:
             os.close(descriptor)
             raise RematError(
@@ -349,7 +349,7 @@ def _address(buffer: mmap.mmap) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(buffer))
 
 
-def file_io(descriptor: int, *, is_direct: bool) -> FileIo:
+def open_file_io(descriptor: int, *, is_direct: bool) -> FileIo:
     """Return the copies of a file. Raises `RematError` if direct I/O is not available."""
     if not is_direct:
         return CachedIo(descriptor)

@@ -49,7 +49,7 @@ def reorder_graph(
     return permuted, to_original
 
 
-def reindex_schedule(schedule: Schedule, order: Sequence[int]) -> Schedule:
+def schedule_in_order(schedule: Schedule, order: Sequence[int]) -> Schedule:
     """Return a schedule of a graph as one of the reordered graph, to start a search there."""
     index = {op: position for position, op in enumerate(order)}
     return Schedule.of(index[op] for op in schedule.runs)

@@ -107,7 +107,8 @@ def _are_similar(paths: list[tuple[str, ...]], blocks: list[list[int]]) -> bool:
 
 
 def _block_path_length(paths: list[tuple[str, ...]], ops: list[int]) -> int:
-    """Return the length of the path of the block that consists of `ops`."""
+    """Return how many leading parts of a module path name the block: up to the last number in the
+    part that all `ops` share."""
     shortest = min(len(paths[op]) for op in ops)
     common = next(
         (i for i in range(shortest) if len({paths[op][i] for op in ops}) > 1),

@@ -397,7 +397,7 @@ class OffloadableProblem:
         return OffloadableProblem(replace(problem, graph=offloaded.graph, groups=groups))
 
     def graph_with_stays(self, planned: PlannedStays, link: Link) -> Graph:
-        """Return the graph of `with_stays`."""
+        """Return the graph with these tensors offloaded, without the rest of the problem."""
         return self._offloaded_graph(planned, link).graph
 
     def _offloaded_graph(self, planned: PlannedStays, link: Link) -> OffloadedGraph:
