@@ -33,8 +33,8 @@ class Plan(PlanData, Described):
 
     def describe(self, solve: bool = False) -> str:
         """Return a table: budget, peak, time, bound, and what is recomputed, by module. With
-        `solve`, also the steps of the solve: the seconds that each took, and the objective and
-        bound after it."""
+        `solve`, also the candidates among which the plan was selected, and the steps of the solve:
+        the seconds that each took, and the objective and bound after it."""
         return str(self.report(solve))
 
     def explain(self, name: str) -> str:

@@ -88,6 +88,22 @@ class DeclinedOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class CandidateResult:
+    """A candidate for a plan, which is a form of the step, and its result.
+
+    `outcome` is "taken", or why the candidate was not. `peak_bytes` and `overhead`, the extra time
+    over no recomputation, are None without a plan. Where `is_estimate`, the plan is that of a quick
+    solve, which ends with the first schedule that fits.
+    """
+
+    name: str
+    outcome: str
+    peak_bytes: int | None = None
+    overhead: float | None = None
+    is_estimate: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class AllocatorPrediction:
     """Predicted peaks in bytes of a training step, with the memory allocated before it.
 
@@ -149,6 +165,7 @@ class PlanData:
     offload: OffloadFigures | None = None
     declined: DeclinedOptions = DeclinedOptions()
     allocator: AllocatorPrediction | None = None
+    candidates: tuple[CandidateResult, ...] = ()
 
     @classmethod
     def of(

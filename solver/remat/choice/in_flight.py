@@ -201,7 +201,7 @@ class _Search:
         if budget is None:
             budget = simulate(graph, schedule).peak_bytes
         plan = Plan.of(graph, budget, Solution(schedule), solved.plan.solve)
-        parts = {name: getattr(solved.plan, name) for name in PLAN_PARTS}
+        parts = {name: getattr(solved.plan, name) for name in (*PLAN_PARTS, "candidates")}
         return TracePlan(trace, replace(plan, **parts))
 
     @staticmethod

@@ -12,6 +12,7 @@ from typing import Generic, NamedTuple, Protocol, Self, TypeVar
 
 from remat.allocator.budget_fitting import uses_expandable_segments
 from remat.allocator.prediction import with_prediction
+from remat.choice.candidate_log import CandidateLog
 from remat.costs.devices import Link
 from remat.documents.targets import ARRIVE_TARGET, OFFLOAD_TARGET, RELEASE_TARGET
 from remat.documents.trace import Trace, reusable_arguments, storages_live_at_end
@@ -63,6 +64,9 @@ class OffloadableStep(Protocol):
         ...
 
 
+AS_IT_IS = "as it is"
+"""The name of the form of a step that nothing changes."""
+
 _RESERVED_FACTOR = 1.1
 """A schedule that waits less for copies may reserve more by this factor. Budgets limit allocated
 memory; with the same reserved memory, a model with 131,072 tokens waited for 22% of its step."""
@@ -75,9 +79,10 @@ class FormSolver(Protocol[S_contra]):
     """Solves the forms of a step, such as whole, in pieces, and with tensors offloaded.
 
     No solve starts after the time limit of all solves, `clock`; a choice ends after
-    `choice_limit_s`.
+    `choice_limit_s`. `log` has the results of all forms.
     """
 
+    log: CandidateLog
     clock: Clock
     choice_limit_s: float
 
@@ -96,14 +101,21 @@ class StepPlan(NamedTuple, Generic[S]):
 
 @dataclass(frozen=True)
 class TraceStep:
-    """A trace as an `OffloadableStep`."""
+    """A trace as an `OffloadableStep`. `name` says what makes this form of the step, where its
+    splits do not."""
 
     trace: Trace
+    name: str = ""
 
     def __str__(self) -> str:
-        pieces = max((split.pieces for split in self.trace.splits), default=1)
+        name = self.name or (AS_IT_IS if self.pieces == 1 else f"in {self.pieces} pieces")
         offloads = sum(node.target == OFFLOAD_TARGET for node in self.trace.nodes)
-        return f"in {pieces} pieces, {offloads} tensors offloaded"
+        return f"{name}, {offloads} tensors offloaded" if offloads else name
+
+    @property
+    def pieces(self) -> int:
+        """The largest number of pieces that an operation is split into; 1 without splits."""
+        return max((split.pieces for split in self.trace.splits), default=1)
 
     def graph(self) -> Graph:
         """Return the trace's graph."""
@@ -116,7 +128,8 @@ class TraceStep:
 
     def with_stays(self, planned: PlannedStays, link: Link) -> TraceStep:
         """Return the trace with tensors offloaded."""
-        return TraceStep(offload_tensors(self.trace, planned.stays, link, planned.recomputed_s))
+        offloaded = offload_tensors(self.trace, planned.stays, link, planned.recomputed_s)
+        return replace(self, trace=offloaded)
 
     def graph_with_stays(self, planned: PlannedStays, link: Link) -> Graph:
         """Return the graph of `with_stays`, without its trace."""
@@ -155,7 +168,7 @@ class TraceStep:
             else node
             for node in self.trace.nodes
         )
-        return TraceStep(self.trace.replace(nodes=nodes))
+        return replace(self, trace=self.trace.replace(nodes=nodes))
 
     @cached_property
     def _offloadable(self) -> list[int]:

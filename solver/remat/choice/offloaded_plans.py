@@ -98,7 +98,9 @@ def best_plan(
         try:
             plan = solver.solve(step, budget_bytes)
             limit_bytes = plan.peak_bytes if budget_bytes is None else plan.budget_bytes
-            return _with_waiting(step, choice.bound_s, plan, limit_bytes, link)
+            waiting = _with_waiting(step, choice.bound_s, plan, limit_bytes, link)
+            solver.log.replace_plan(plan, waiting.plan)
+            return waiting
         except InfeasibleBudget:
             infeasible.append(choice)
         except (SolverTimeout, GraphError):

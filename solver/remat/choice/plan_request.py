@@ -8,16 +8,16 @@ that some is left for the next one; most solves reach their gap earlier.
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from remat.choice.candidate_log import CandidateLog
 from remat.choice.offloadable_step import TraceStep
 from remat.choice.offloaded_forms import OffloadLimits
 from remat.documents.trace import Trace
-from remat.errors import InfeasibleBudget, SolverTimeout, one_line
+from remat.errors import InfeasibleBudget, SolverTimeout
 from remat.limits.budget import Budget
 from remat.limits.infeasible import INFEASIBLE_ERROR
 from remat.limits.limits import Limits
@@ -25,8 +25,6 @@ from remat.plan import Plan
 from remat.progress import Cancel, Clock
 from remat.strategies.auto import Auto
 from remat.strategies.base import Strategy, clock_of, within_clock
-
-logger = logging.getLogger("remat")
 
 
 @dataclass(frozen=True)
@@ -96,6 +94,7 @@ class TraceSolver:
         plan_form: FormPlanner,
         measure: Callable[[Trace], Trace],
     ) -> None:
+        self.log = CandidateLog()
         self.clock = clock
         self.measure = measure
         self.budget_bytes = budget_bytes
@@ -118,7 +117,7 @@ class TraceSolver:
         try:
             plan = self._plan_form(step.trace, budget, self.next_strategy())
         except (InfeasibleBudget, SolverTimeout) as error:
-            logger.debug("candidate %s: %s", step, one_line(error))
+            self.log.add(str(step), error)
             raise
-        logger.debug("candidate %s: %r", step, plan)
+        self.log.add(str(step), plan)
         return plan

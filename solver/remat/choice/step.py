@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
+from remat.choice.candidates import MAX_PIECE_NODES, plan_best_candidate, split_rounds
 from remat.choice.in_flight import plan_calls_in_flight
 from remat.choice.offload import choose_offloading
 from remat.choice.offloadable_step import StepPlan, TraceStep
@@ -17,7 +18,6 @@ from remat.choice.plan_request import (
     TracePlan,
     TraceSolver,
 )
-from remat.choice.split import MAX_PIECE_NODES, choose_pieces, split_rounds
 from remat.documents.trace import Trace
 from remat.errors import InfeasibleBudget, RematError, SolverTimeout
 from remat.heuristics.peak_bounds import end_bytes, peak_lower_bound_bytes
@@ -26,7 +26,6 @@ from remat.limits.infeasible import plan_or_smallest
 from remat.limits.limits import Limits
 from remat.limits.options import PIECES
 from remat.limits.units import format_bytes
-from remat.passes.split.obstacle import split_obstacle
 from remat.passes.split.splits import split_largest_operations
 from remat.plan import Plan
 from remat.plan_data import with_reserve
@@ -92,7 +91,9 @@ def plan_step(
             measure,
         )
         chosen = _fastest_plan(TraceStep(step), request, solver, plan_without)
-        return TracePlan(chosen.step.trace, chosen.plan)
+        is_min = solver.budget_bytes is None
+        candidates = solver.log.results(chosen.plan, is_min=is_min)
+        return TracePlan(chosen.step.trace, replace(chosen.plan, candidates=candidates))
 
     def plan_within(budget: Budget) -> TracePlan:
         if request.in_flight > 1:
@@ -174,7 +175,7 @@ def _fastest_plan(
 
     def plan_without_offload() -> StepPlan[TraceStep]:
         if plan_without is None:
-            return _plan_without_offload(step, request.pieces, solver)
+            return plan_best_candidate(step, request, solver)
         chosen = plan_without()
         return StepPlan(TraceStep(chosen.trace), chosen.plan)
 
@@ -204,25 +205,6 @@ def _fastest_plan(
         return choose_offloading(steps, budget_bytes, offload, solver, chosen_without)
     except InfeasibleBudget as error:
         raise error.with_hint(_HINT_OFFLOADED) from None
-
-
-def _plan_without_offload(
-    step: TraceStep, pieces: tuple[int, ...], solver: TraceSolver
-) -> StepPlan[TraceStep]:
-    """Return the plan of a step whose operations may be split, which says why the logits are not
-    split, if it has extra time and they cannot be."""
-    if not pieces:
-        return StepPlan(step, solver.solve(step, solver.budget_bytes))
-    try:
-        chosen = choose_pieces(step, pieces, solver)
-    except InfeasibleBudget as error:
-        if obstacle := split_obstacle(step.trace):
-            raise error.with_hint(obstacle) from None
-        raise
-    plan = chosen.plan
-    if plan.overhead > 0 and (obstacle := split_obstacle(step.trace)):
-        plan = replace(plan, declined=replace(plan.declined, not_split=obstacle))
-    return chosen._replace(plan=plan)
 
 
 def _returning(chosen: StepPlan[TraceStep]) -> Callable[[], StepPlan[TraceStep]]:

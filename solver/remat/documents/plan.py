@@ -14,7 +14,7 @@ from remat.documents.base import Amount, Cost, Document, Natural, Record, Size, 
 from remat.documents.records import BaselineRecord, SplitRecord
 from remat.errors import DocumentError, RematError
 from remat.graph import Graph, Operation, Value
-from remat.plan_data import PLAN_PARTS, P, PlanData, Status
+from remat.plan_data import PLAN_PARTS, CandidateResult, P, PlanData, Status
 from remat.schedule import Schedule
 from remat.simulate import baseline_of
 from remat.solution import BoundScope, Stat
@@ -82,6 +82,16 @@ class GraphRecord(Record):
         )
 
 
+class CandidateRecord(Record):
+    """The JSON form of a `remat.plan_data.CandidateResult`."""
+
+    name: str
+    outcome: str
+    peak_bytes: Natural | None = None
+    overhead: Annotated[float, Field(ge=-1)] | None = None
+    is_estimate: bool = False
+
+
 class PlanDocument(Document):
     """The JSON form of a `remat.Plan`. `runs` are the operations of its schedule."""
 
@@ -98,6 +108,7 @@ class PlanDocument(Document):
     bound_scope: BoundScope
     runs: tuple[Natural, ...]
     stats: dict[str, bool | Stat]
+    candidates: tuple[CandidateRecord, ...] = ()
     graph: GraphRecord
 
     @classmethod
@@ -108,6 +119,10 @@ class PlanDocument(Document):
             status=plan.status.name,
             runs=plan.schedule.runs,
             stats=dict(plan.stats),
+            candidates=tuple(
+                CandidateRecord.model_validate(candidate, from_attributes=True)
+                for candidate in plan.candidates
+            ),
             graph=GraphRecord.of(plan.graph),
         )
 
@@ -121,6 +136,7 @@ class PlanDocument(Document):
                 status=Status.FEASIBLE if is_over_slots else Status[self.status],
                 schedule=Schedule(self.runs),
                 graph=self.graph.to_graph(),
+                candidates=tuple(CandidateResult(**dict(record)) for record in self.candidates),
                 **_parts_of(self.stats),
             )
             _check_numbers(plan)
@@ -134,7 +150,7 @@ class PlanDocument(Document):
 
 
 _SHARED_FIELDS = (PlanDocument.model_fields.keys() & {field.name for field in fields(PlanData)}) - {
-    *("status", "graph")
+    *("status", "graph", "candidates")
 }
 """The fields that a plan and its document have in common, with the same type."""
 

@@ -35,7 +35,8 @@ _MAX_SPLITS = 6
 
 
 def plan_report(plan: PlanData, solve: bool = False) -> Report:
-    """Return the report of a plan; with `solve`, also of the steps of its solve."""
+    """Return the report of a plan; with `solve`, also of the candidates among which it was
+    selected, and of the steps of its solve."""
     graph = plan.graph
     recomputed = plan.schedule.recomputed(graph)
     source = plan.terms.cost_source or "as given"
@@ -69,7 +70,26 @@ def plan_report(plan: PlanData, solve: bool = False) -> Report:
     if solver := _text_of_solver(plan):
         facts.append(Fact("solver", solver))
     table = _module_table(plan, recomputed) if recomputed else ""
-    return Report(facts, table, *(steps_report(plan).parts if solve else ()))
+    if not solve:
+        return Report(facts, table)
+    return Report(facts, table, candidates_table(plan), *steps_report(plan).parts)
+
+
+def candidates_table(plan: PlanData) -> Table | str:
+    """Return a table of the candidates among which a plan was selected, with the reason why each of
+    the others was not; "" if there was one."""
+    if not plan.candidates:
+        return ""
+    rows = [
+        (
+            candidate.name,
+            "-" if candidate.peak_bytes is None else format_bytes(candidate.peak_bytes),
+            "-" if candidate.overhead is None else f"{candidate.overhead:+.3%}",
+            f"{candidate.outcome} (estimate)" if candidate.is_estimate else candidate.outcome,
+        )
+        for candidate in plan.candidates
+    ]
+    return Table([("candidate", "peak", "extra time", "outcome"), *rows], "lrrl")
 
 
 def describe_peak(graph: Graph, schedule: Schedule) -> str:

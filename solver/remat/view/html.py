@@ -13,7 +13,8 @@ from remat.limits.units import format_bytes, format_seconds
 from remat.passes.offload.copies import count_without_copies
 from remat.plan_data import PlanData
 from remat.report.comparison import ComparisonData, ComparisonRow
-from remat.report.plan_report import plan_report
+from remat.report.plan_report import candidates_table, plan_report
+from remat.report.report import Report
 from remat.view.code import annotated_code
 from remat.view.frontier import TITLE as FRONTIER_TITLE
 from remat.view.pictures import (
@@ -72,6 +73,8 @@ def plan_html(plan: PlanData, program: Program | None = None) -> str:
         timeline_svg(plan),
         schedule_svg(plan),
     ]
+    if table := candidates_table(plan):
+        parts += ["<h2>Candidates</h2>", _preformatted(Report(table))]
     if plan.schedule.recomputed(plan.graph):
         parts += [modules_svg(plan), "<h2>Recomputed most</h2>", _recomputed_table(plan)]
     if program is not None:

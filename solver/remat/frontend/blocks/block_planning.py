@@ -31,6 +31,7 @@ from remat.blockwise.choose import (
 )
 from remat.blockwise.pareto_options import SavedTensor
 from remat.blockwise.step_graph import BlockCall, schedule_of_step
+from remat.choice.candidate_log import SLOWER, TAKEN
 from remat.choice.offloaded_forms import MIN_BYTES, OffloadLimits
 from remat.errors import InfeasibleBudget, TraceError
 from remat.frontend.blocks.block_options import BlockSolver, PlannedOption
@@ -54,7 +55,7 @@ from remat.graph import Baseline
 from remat.limits.budget import Budget
 from remat.limits.infeasible import plan_or_smallest
 from remat.passes.offload.copies_in_graph import HANDLE_BYTES
-from remat.plan_data import OffloadFigures, PlanTerms, Status
+from remat.plan_data import CandidateResult, OffloadFigures, PlanTerms, Status
 from remat.plan_options import CheckedOptions
 from remat.simulate import simulate
 
@@ -175,13 +176,26 @@ def _fastest_plan(
         choices = [(a, c) for a, c in choices if c.outcome.peak_bytes <= limit_bytes]
     extra_s = [c.outcome.time_s - a.baseline_time_s for a, c in choices]
     selected = choices[-1 if extra_s[-1] < _SIGNIFICANT_RATIO * extra_s[0] else 0]
-    return _planned_blocks(*selected, budget_bytes, baseline_bytes, solver, not_whole_reason)
+    planned = _planned_blocks(*selected, budget_bytes, baseline_bytes, solver, not_whole_reason)
+    if len(choices) == 1:
+        return planned
+    results = tuple(
+        CandidateResult(
+            a.name,
+            TAKEN if a is selected[0] else SLOWER,
+            c.outcome.peak_bytes,
+            c.outcome.time_s / a.baseline_time_s - 1 if a.baseline_time_s else 0.0,
+        )
+        for a, c in choices
+    )
+    return replace(planned, plan=replace(planned.plan, candidates=results))
 
 
 @dataclass(frozen=True)
 class _Alternative:
     """A selection of blocks for the step, with the candidates of each block call."""
 
+    name: str
     selection: Selection
     candidates: list[CallCandidates]
     step: BlockStep
@@ -251,7 +265,8 @@ def _alternative(
         if any(variants):
             host = HostCopies(variants, limits.link, limits.host_bytes, handle_bytes)
             step = replace(step, host=host)
-    return _Alternative(selection, candidates, step)
+    name = "blocks" if keep_uncapturable else "child modules of blocks that cannot be captured"
+    return _Alternative(name, selection, candidates, step)
 
 
 def _host_limits(

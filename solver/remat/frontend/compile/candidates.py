@@ -19,6 +19,7 @@ from typing import NamedTuple, cast
 import torch
 from torch._inductor import config
 
+from remat.choice.candidate_log import CandidateLog
 from remat.choice.offload import choose_offloading
 from remat.choice.offloadable_step import StepPlan
 from remat.choice.offloaded_forms import OffloadLimits
@@ -54,7 +55,7 @@ _SMALLEST_PEAK_TIME_S = 2.0
 """Time for finding a small schedule whose peak an error describes."""
 
 
-class Candidate(NamedTuple):
+class VariantPlan(NamedTuple):
     """A plan of one variant. Where `is_plain`, the graph keeps Inductor's own kernels, which the
     plan describes."""
 
@@ -103,13 +104,20 @@ class _FormSolver:
     """Solves the forms of a step with offloaded tensors. The choice of the tensors may take the
     whole time limit, however long the solves before it took."""
 
-    def __init__(self, solver: GraphSolver) -> None:
+    def __init__(self, solver: GraphSolver, log: CandidateLog) -> None:
         self._solver = solver
+        self.log = log
         self.clock = Clock.of(math.inf)
         self.choice_limit_s = CHOICE_LIMIT_S if solver.clock is None else solver.clock.limit_s
 
     def solve(self, step: OffloadableProblem, budget_bytes: int | None) -> Plan:
-        return self._solver.solve(step.graph(), "min" if budget_bytes is None else budget_bytes)
+        try:
+            plan = self._solver.solve(step.graph(), "min" if budget_bytes is None else budget_bytes)
+        except (InfeasibleBudget, SolverTimeout) as error:
+            self.log.add(str(step), error)
+            raise
+        self.log.add(str(step), plan)
+        return plan
 
 
 @dataclass(frozen=True)
@@ -172,7 +180,7 @@ class CandidateSelection:
     The first of the `problems` is the step that plain torch.compile runs; `plain_bytes` is its
     peak, None where it is no candidate. `baseline` is the step that percentages are relative to,
     with what the step's other graphs save. `offload` are the limits of tensors on the host, None if
-    there are to be none.
+    there are to be none. `log` has the result of each candidate.
     """
 
     problems: Sequence[CompileProblem]
@@ -182,18 +190,25 @@ class CandidateSelection:
     feedback: ReplanFeedback
     plain_bytes: int | None
     offload: OffloadLimits | None = None
+    log: CandidateLog = field(default_factory=CandidateLog)
 
     @cached_property
     def available_bytes(self) -> int | None:
         """The largest peak that a plan may have; None for "min"."""
         return self.limits.available_bytes(self.baseline.peak_bytes)
 
-    def select(self) -> Candidate:
+    def select(self) -> VariantPlan:
         """Return the best candidate. Raises `InfeasibleBudget` if there is none, and
         `SolverTimeout` if there was no time to find one.
 
         Tensors are offloaded where that is faster than the plan without, or there is none without.
         """
+        selected = self._select()
+        plan = selected.plan
+        candidates = self.log.results(plan, is_min=self.limits.budget.is_min)
+        return selected._replace(plan=replace(plan, candidates=candidates))
+
+    def _select(self) -> VariantPlan:
         try:
             without = self._select_without_offload()
         except (InfeasibleBudget, SolverTimeout):
@@ -252,7 +267,7 @@ class CandidateSelection:
 
     # -- with and without tensors on the host -----------------------------------------------------
 
-    def _select_with_offload(self, without: Candidate | None) -> Candidate | None:
+    def _select_with_offload(self, without: VariantPlan | None) -> VariantPlan | None:
         """Return the best candidate with offloaded tensors; None where there is none, or `without`
         is as fast."""
         is_min = self.limits.budget.is_min
@@ -264,12 +279,12 @@ class CandidateSelection:
             if without is None:
                 raise InfeasibleBudget("no plan without offloading fits")
             problem = replace(without.problem, graph=without.plan.graph)
-            return StepPlan(OffloadableProblem(problem), without.plan)
+            return StepPlan(self._offloadable(problem), without.plan)
 
         forms = [self._graphs(problem) for problem in self.problems]
         for index in range(max(map(len, forms))):
             steps = [
-                OffloadableProblem(replace(problem, graph=graphs[min(index, len(graphs) - 1)]))
+                self._offloadable(replace(problem, graph=graphs[min(index, len(graphs) - 1)]))
                 for problem, graphs in zip(self.problems, forms, strict=True)
             ]
             if is_min:  # only one of the variants is solved
@@ -279,17 +294,27 @@ class CandidateSelection:
                     steps,
                     self.available_bytes,
                     self.offload,
-                    _FormSolver(self.solver),
+                    _FormSolver(self.solver, self.log),
                     plan_without,
                 )
                 if without is not None and not plan.graph.renewal:
                     return without._replace(plan=plan)
                 if is_min and self.plain_bytes is not None and plan.peak_bytes > self.plain_bytes:
                     return None
-                return Candidate(step.problem, plan)
+                return VariantPlan(step.problem, plan)
         return None
 
-    def _select_without_offload(self) -> Candidate:
+    def _offloadable(self, problem: CompileProblem) -> OffloadableProblem:
+        return OffloadableProblem(problem, self._name(problem))
+
+    def _name(self, problem: CompileProblem) -> str:
+        """Return the name of a variant in the log of candidates."""
+        is_first = problem.groups is self.problems[0].groups
+        name = "Inductor's fusion" if is_first else "changed fusion"
+        pieces = max((split.pieces for split in problem.graph.splits), default=1)
+        return name if pieces == 1 else f"in {pieces} pieces, {name}"
+
+    def _select_without_offload(self) -> VariantPlan:
         if self.available_bytes is None:
             return self._select_smallest()
         if not self._plain_fits(self.available_bytes):
@@ -308,7 +333,7 @@ class CandidateSelection:
                 return self._solve(problems)
         return self._plain()
 
-    def _select_smallest(self) -> Candidate:
+    def _select_smallest(self) -> VariantPlan:
         """Return the candidate with the smallest peak."""
         if self.plain_bytes is None:
             return self._solve(self.problems)
@@ -326,30 +351,33 @@ class CandidateSelection:
             return False
         return self.plain_bytes <= available_bytes + self.limits.excess_bytes
 
-    def _plain(self) -> Candidate:
+    def _plain(self) -> VariantPlan:
         """Return Inductor's own kernels as a candidate: the step without recomputation."""
         problem = self.problems[0]
         plan = self.solver.solve(problem.graph, baseline_of(problem.graph).peak_bytes)
-        return Candidate(problem, plan, is_plain=True)
+        self.log.add("the kernels of plain torch.compile", plan)
+        return VariantPlan(problem, plan, is_plain=True)
 
-    def _solve(self, problems: Sequence[CompileProblem]) -> Candidate:
+    def _solve(self, problems: Sequence[CompileProblem]) -> VariantPlan:
         """Return the best plan of those variants that have one: for "min" the one with the smallest
         peak, else preferably one without recomputation; then the fastest. Raises the least
         demanding error if no variant has one."""
         is_min = self.limits.budget.is_min
 
-        def objective(candidate: Candidate) -> tuple[float, float]:
+        def objective(candidate: VariantPlan) -> tuple[float, float]:
             plan = candidate.plan
             return (plan.peak_bytes if is_min else _recomputes(plan), plan.time_s)
 
-        candidates: list[Candidate] = []
+        candidates: list[VariantPlan] = []
         errors: list[InfeasibleBudget | SolverTimeout] = []
         try:
             for index, problem in enumerate(problems):
                 try:
                     plan = self._solve_variant(problem, num_remaining=len(problems) - index)
-                    candidates.append(Candidate(problem, plan))
+                    self.log.add(self._name(problem), plan)
+                    candidates.append(VariantPlan(problem, plan))
                 except (InfeasibleBudget, SolverTimeout) as error:
+                    self.log.add(self._name(problem), error)
                     errors.append(error)
             if not candidates:
                 raise least_demanding_error(errors)

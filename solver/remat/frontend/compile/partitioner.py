@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from torch import fx
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
+from remat.choice.candidate_log import CandidateLog
 from remat.errors import InfeasibleBudget, RematError, SolverTimeout, TraceError, one_line
 from remat.frontend.compile.candidates import (
     MIN_SOLVE_S,
@@ -133,7 +134,8 @@ class PlanRound(NamedTuple):
     The graphs of one `group` share the budget; without the backend there is none. `feedback` is
     that of the earlier plans of the graph; `number` counts the plans, this one included. With
     `split`, the largest operations run in pieces. `unbounded`, which all plans of the graph share,
-    are the size symbols that had no upper bound before the first one.
+    are the size symbols that had no upper bound before the first one. `log` has the candidates of
+    all plans of the graph.
     """
 
     group: object = None
@@ -141,6 +143,7 @@ class PlanRound(NamedTuple):
     number: int = 1
     split: PlannedSplit | None = None
     unbounded: list[ScopedSymbol] | None = None
+    log: CandidateLog | None = None
 
 
 class Partitioner(CustomPartitionerFn):
@@ -506,6 +509,7 @@ class Partitioner(CustomPartitionerFn):
             feedback,
             plain_bytes,
             offload_limits(self.options.offload, joint, others.host_bytes),
+            self.round.log or CandidateLog(),
         )
 
     def _compiled_plan(

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import logging
 
+from remat.choice.candidate_log import CandidateLog
 from remat.errors import InfeasibleBudget, one_line
 from remat.frontend.compile.candidates import least_demanding_error
 from remat.frontend.compile.compat import cause_of_type, without_frames
@@ -63,7 +64,8 @@ class PlanSession:
         self._errors: list[InfeasibleBudget] = []
         """The errors of the plans with fewer pieces."""
         self._partitioner: Partitioner | None = None
-        self._round = PlanRound(step, unbounded=[])
+        self._log = CandidateLog()
+        self._round = PlanRound(step, unbounded=[], log=self._log)
         self._start_rounds(feedback, split)
 
     def _start_rounds(self, feedback: ReplanFeedback, split: PlannedSplit | None) -> None:
@@ -87,6 +89,8 @@ class PlanSession:
         partitioner.discard_plan()
         infeasible = cause_of_type(error, InfeasibleBudget)
         exceeded = cause_of_type(error, PeakOverBudget)
+        if exceeded is not None:
+            self._log.refuse(exceeded.compiled.plan, exceeded.summary)
         if infeasible is not None and self._exceeded is not None:  # the reduced budget
             infeasible = self._infeasible_after_rounds(self._exceeded)
         elif exceeded is not None:

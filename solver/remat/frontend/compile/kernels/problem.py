@@ -337,9 +337,14 @@ def _last(graph: Graph, value: int) -> int:
 @dataclass(frozen=True)
 class OffloadableProblem:
     """The problem of a compiled step as an `OffloadableStep`: its values are the tensors that
-    kernels write."""
+    kernels write. `name` is the name of its variant."""
 
     problem: CompileProblem
+    name: str = ""
+
+    def __str__(self) -> str:
+        offloads = len(self.problem.graph.renewal)
+        return f"{self.name}, {offloads} tensors offloaded" if offloads else self.name
 
     def graph(self) -> Graph:
         """Return the problem's graph."""
@@ -394,7 +399,7 @@ class OffloadableProblem:
             else problem.groups[source]
             for source in offloaded.sources
         )
-        return OffloadableProblem(replace(problem, graph=offloaded.graph, groups=groups))
+        return replace(self, problem=replace(problem, graph=offloaded.graph, groups=groups))
 
     def graph_with_stays(self, planned: PlannedStays, link: Link) -> Graph:
         """Return the graph with these tensors offloaded, without the rest of the problem."""
@@ -425,4 +430,4 @@ class OffloadableProblem:
             for operation, group in pairs
         )
         graph = replace(self.problem.graph, operations=operations)
-        return OffloadableProblem(replace(self.problem, graph=graph))
+        return replace(self, problem=replace(self.problem, graph=graph))
