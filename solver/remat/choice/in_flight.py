@@ -6,7 +6,8 @@ stay in memory. With one schedule for all calls, a step needs (n - 1) * saved + 
 
 A limit on the saved bytes of a call divides the budget between the two terms. One call is solved
 with the budget that (n - 1) times the limit leaves; a workspace at the boundary enforces the limit.
-Quick solves search for the limit with the least time, and the schedule for it is solved in full.
+Quick solves search for the limit with the least time, for half of the time limit at most, and the
+schedule for it is solved in full.
 """
 
 from __future__ import annotations
@@ -23,11 +24,13 @@ from remat.limits.budget import Budget
 from remat.limits.units import format_bytes
 from remat.plan import Plan
 from remat.plan_data import PLAN_PARTS
+from remat.progress import Clock
 from remat.schedule import Schedule
 from remat.simulate import Timeline, simulate
 from remat.solution import Solution
 from remat.solve import solve
 from remat.strategies.auto import Auto
+from remat.strategies.base import within_clock
 
 _ESTIMATE = Auto(gap=0.1, peak_gap=0.1, time_limit=2.0)
 """The strategy of quick solves."""
@@ -41,19 +44,24 @@ _ROUNDS = 2
 _WORKSPACES = (0.25, 0.5, 0.75, 1.0)
 """Workspaces that are tried for the smallest peak, as shares of one call's smallest peak."""
 
-Solve = Callable[[Trace, Budget], TracePlan]
-"""Solves a step within a budget; raises `InfeasibleBudget`."""
+_SEARCH_SHARE = 0.5
+"""The share of the time that is left for quick solves, and for the first of two full ones."""
+
+Solve = Callable[[Trace, Budget, Clock], TracePlan]
+"""Solves a step within a budget and a time limit; raises `InfeasibleBudget`."""
 
 
-def plan_calls_in_flight(trace: Trace, budget: Budget, in_flight: int, solve: Solve) -> TracePlan:
+def plan_calls_in_flight(
+    trace: Trace, budget: Budget, in_flight: int, solve: Solve, clock: Clock
+) -> TracePlan:
     """Return the fastest plan for a model that is called `in_flight` times before a backward.
 
     The budget is for all calls together; a percentage is relative to their peak without
     recomputation. The plan's graph counts the saved tensors and inputs of the other calls as
-    constant memory. Raises `InfeasibleBudget` with the smallest peak among the plans that the
-    search found.
+    constant memory. All solves end with `clock`. Raises `InfeasibleBudget` with the smallest peak
+    among the plans that the search found.
     """
-    search = _Search(trace, in_flight, solve)
+    search = _Search(trace, in_flight, solve, clock)
     budget_bytes = budget.in_bytes(search.baseline_bytes, trace.library_bytes)
     if budget_bytes is None:
         return search.smallest()
@@ -78,7 +86,8 @@ def plan_calls_in_flight(trace: Trace, budget: Budget, in_flight: int, solve: So
 class _Search:
     """A search over limits on the bytes that each call saves. Sizes are in bytes."""
 
-    def __init__(self, trace: Trace, in_flight: int, solve: Solve) -> None:
+    def __init__(self, trace: Trace, in_flight: int, solve: Solve, clock: Clock) -> None:
+        self._clock = clock
         self._trace = trace
         self._others = in_flight - 1
         self._in_flight = in_flight
@@ -105,7 +114,7 @@ class _Search:
         """
         is_enough = budget >= self.baseline_bytes
         ranked = [self._largest_saved] if is_enough else self._ranked_limits(self._trace, budget)
-        plans = (self._plan(self._trace, budget, limit, self._solve) for limit in ranked)
+        plans = (self._plan(self._trace, budget, limit, self._solve_in_full) for limit in ranked)
         return next((plan for plan in plans if plan is not None), None)
 
     def smallest(self) -> TracePlan:
@@ -114,13 +123,24 @@ class _Search:
         Candidates are the step as it is, and the step with the operations split that the smallest
         peak of one call needs split.
         """
-        split = self._solve(self._trace, Budget.parse("min")).trace
+        half = self._clock.limited_to_share(_SEARCH_SHARE)
+        split = self._solve(self._trace, Budget.parse("min"), half).trace
         traces = [self._trace] if split is self._trace else [self._trace, split]
         estimates = [self._smallest_estimate(trace) for trace in traces]
         place = min(range(len(traces)), key=lambda i: estimates[i].plan.peak_bytes)
         estimate, trace = estimates[place], traces[place]
-        solved = self._plan(trace, estimate.plan.peak_bytes, self._saved(estimate), self._solve)
+        limits_bytes = estimate.plan.peak_bytes, self._saved(estimate)
+        solved = self._plan(trace, *limits_bytes, self._solve_in_full)
         return estimate if solved is None else solved
+
+    def _solve_in_full(self, trace: Trace, budget: Budget) -> TracePlan:
+        return self._solve(trace, budget, self._clock)
+
+    def _estimate(self, trace: Trace, budget: Budget) -> TracePlan:
+        """Return the plan of a quick solve."""
+        strategy = within_clock(_ESTIMATE, self._clock, _SEARCH_SHARE)
+        cancel = self._clock.without_limit()
+        return TracePlan(trace, solve(trace, budget, strategy, cancel=cancel))
 
     def _smallest_estimate(self, trace: Trace) -> TracePlan:
         """Return the plan with the smallest peak of all calls that quick solves find.
@@ -128,12 +148,15 @@ class _Search:
         Solves for the smallest peak of one call, with several workspaces at the boundary. Without
         a workspace, only the peak counts; the larger the workspace, the fewer bytes a call saves.
         """
-        single = _estimate(trace, Budget.parse("min"))
+        single = self._estimate(trace, Budget.parse("min"))
         plans = [self._with_others(single, None)]
+        search_clock = self._clock.limited_to_share(_SEARCH_SHARE)
         for share in _WORKSPACES:
+            if search_clock.is_set():
+                break
             workspace = int(share * (single.plan.peak_bytes - self._constant))
             limited = trace.replace(boundary_bytes=workspace)
-            plans.append(self._with_others(_estimate(limited, Budget.parse("min")), None))
+            plans.append(self._with_others(self._estimate(limited, Budget.parse("min")), None))
         return min(plans, key=lambda plan: plan.plan.peak_bytes)
 
     def _largest_limit(self, budget: int) -> int:
@@ -148,9 +171,14 @@ class _Search:
         if largest <= 0:
             return []
         times: dict[int, float] = {}
+        search_clock = self._clock.limited_to_share(_SEARCH_SHARE)
         for share in _SHARES:
+            if times and search_clock.is_set():
+                break
             self._estimate_times(trace, budget, int(share * largest), times)
         for _ in range(_ROUNDS):
+            if search_clock.is_set():
+                break
             limits = sorted(times)
             place = limits.index(min(times, key=times.__getitem__))
             if times[limits[place]] == math.inf:
@@ -168,14 +196,20 @@ class _Search:
         other calls then need less memory, so each call may use more.
         """
         while limit not in times:
-            plan = self._plan(trace, budget, limit, _estimate)
+            plan = self._plan(trace, budget, limit, self._estimate)
             if plan is None:
                 times[limit] = math.inf
                 return
             times[limit] = plan.plan.time_s
             limit = min(limit, self._saved(plan))
 
-    def _plan(self, trace: Trace, budget: int, limit: int, solve: Solve) -> TracePlan | None:
+    def _plan(
+        self,
+        trace: Trace,
+        budget: int,
+        limit: int,
+        solve: Callable[[Trace, Budget], TracePlan],
+    ) -> TracePlan | None:
         """Return a plan by `solve` whose calls save at most `limit` bytes; None without a plan."""
         available = budget - self._others * (limit + self._inputs)
         workspace = available - self._constant - limit - self._tangents
@@ -211,10 +245,6 @@ class _Search:
         return _saved_bytes(
             graph.boundary, schedule, simulate(graph, schedule), graph.constant_bytes
         )
-
-
-def _estimate(trace: Trace, budget: Budget) -> TracePlan:
-    return TracePlan(trace, solve(trace, budget, _ESTIMATE))
 
 
 def _saved_bytes(

@@ -81,12 +81,12 @@ def plan_step(
             reserved_bytes=limits.segments_bytes,
         )
 
-    def fastest_plan(step: Trace, budget: Budget) -> TracePlan:
+    def fastest_plan(step: Trace, budget: Budget, clock: Clock) -> TracePlan:
         solver = TraceSolver(
             request,
             budget,
             budget_in_bytes(step.graph(), budget),
-            clock or request.clock(cancel),
+            clock,
             plan_form or plan_here,
             measure,
         )
@@ -96,9 +96,10 @@ def plan_step(
         return TracePlan(chosen.step.trace, replace(chosen.plan, candidates=candidates))
 
     def plan_within(budget: Budget) -> TracePlan:
+        limit = clock or request.clock(cancel)
         if request.in_flight > 1:
-            return plan_calls_in_flight(trace, budget, request.in_flight, fastest_plan)
-        return fastest_plan(trace, budget)
+            return plan_calls_in_flight(trace, budget, request.in_flight, fastest_plan, limit)
+        return fastest_plan(trace, budget, limit)
 
     try:
         with limits.infeasible_with_reserve():

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,7 @@ from remat.choice.in_flight import plan_calls_in_flight
 from remat.choice.plan_request import TracePlan
 from remat.frontend.memory.meter import LiveStorageMeter, unique_bytes
 from remat.limits.budget import Budget
+from remat.progress import Clock
 
 OPTIONS: dict[str, Any] = {
     "differentiate": "all",
@@ -266,11 +268,15 @@ def test_plans_for_several_calls_are_as_fast_as_brute_force_finds(calls: int) ->
     inputs, tangents = 64 * 4 * 4, 64 * 8 * 4
     others = calls - 1
 
-    def solve(limited: Any, budget: Budget) -> TracePlan:
+    def solve(limited: Any, budget: Budget, _: Clock) -> TracePlan:
         return TracePlan(limited, remat.solve(limited, budget, remat.Exact()))
 
     def peak_bytes(budget: str) -> int:
-        return plan_calls_in_flight(trace, Budget.parse(budget), calls, solve).plan.peak_bytes
+        return plan(budget).peak_bytes
+
+    def plan(budget: int | str) -> remat.Plan:
+        clock = Clock.of(math.inf)
+        return plan_calls_in_flight(trace, Budget.parse(budget), calls, solve, clock).plan
 
     constant = trace.graph().constant_bytes
     smallest, baseline = peak_bytes("min"), peak_bytes("100%")
@@ -283,6 +289,6 @@ def test_plans_for_several_calls_are_as_fast_as_brute_force_finds(calls: int) ->
                 limited = trace.replace(boundary_bytes=workspace).graph()
                 times.append(cheapest(limited, available))
         best = min(t for t in times if t is not None)
-        plan = plan_calls_in_flight(trace, Budget.parse(budget), calls, solve).plan
-        assert plan.peak_bytes <= budget
-        assert best - 1e-12 <= plan.time_s <= best * 1.02
+        planned_calls = plan(budget)
+        assert planned_calls.peak_bytes <= budget
+        assert best - 1e-12 <= planned_calls.time_s <= best * 1.02

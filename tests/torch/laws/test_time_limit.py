@@ -87,6 +87,21 @@ def test_a_step_is_solved_within_the_time_limit(family: str, form: str, budget: 
     assert time.process_time() - begin_s <= LIMIT_S + OVERRUN_S
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("budget", "pieces"), list(product(["min", "60%", "35%"], [(), PIECES])))
+def test_calls_in_flight_are_solved_within_the_time_limit(
+    budget: str, pieces: tuple[int, ...]
+) -> None:
+    """All solves have one time limit: the quick ones, and one or two in full."""
+    strategy = remat.Auto(gap=0.0, time_limit=LIMIT_S, threads=1)
+    request = PlanRequest(Limits(Budget.parse(budget)), strategy, pieces, in_flight=3)
+    trace = trace_of("gpt2")
+    begin_s = time.process_time()
+    with suppress(remat.InfeasibleBudget):
+        plan_step(trace, request, measure=lambda split: remat.measure(split, remat.Roofline("cpu")))
+    assert time.process_time() - begin_s <= LIMIT_S + OVERRUN_S
+
+
 def trace_of(family: str) -> remat.Trace:
     torch.manual_seed(0)
     if family != "convnext":
