@@ -99,7 +99,7 @@ class MaxBatch(Described):
                 f"{format_seconds(self.plan.time_s)}, {self.plan.overhead:+.2%} over no "
                 f"recomputation; {format_seconds(self.time_per_sample_s)} a sample",
             ),
-            Fact("eager", self._eager()),
+            Fact("eager", self._eager_batch_text()),
         ]
         rows = [("batch", "peak", "overhead", "took", "outcome")]
         for attempt in self.attempts:
@@ -116,7 +116,7 @@ class MaxBatch(Described):
         title = "batches tried (the peak of the plan, or the smallest peak of any schedule):"
         return Report(facts, title, Table(rows, "rrrrl"))
 
-    def _eager(self) -> str:
+    def _eager_batch_text(self) -> str:
         """Return the text about the largest batch without recomputation."""
         sample_s = self.eager_time_per_sample_s
         if sample_s is None:

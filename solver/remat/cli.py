@@ -149,14 +149,14 @@ def main() -> None:
             traceback.print_exc()
         if type(error).__name__ == _NO_ARGUMENTS:
             print(error)
-        elif line := _line_with_hint(error_line(error), load_error):
+        elif line := _error_line_with_hint(error_line(error), load_error):
             print_message(line)
         code = exit_code(error)
     _close_stdout()
     sys.exit(code if isinstance(code, int) else 0)
 
 
-def _line_with_hint(line: str, load_error: str) -> str:
+def _error_line_with_hint(line: str, load_error: str) -> str:
     """Return the line of an error. For an option of a plan that the command does not take, say why
     it does not. For an unknown command, add a similar command, or the reason why the commands of
     another package are missing."""

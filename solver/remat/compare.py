@@ -93,7 +93,7 @@ def compare(
             if is_cancelled(cancel):
                 break
             if failed_row is None:
-                row = _row(traced, budget, strategy, measure, progress, cancel)
+                row = _comparison_row(traced, budget, strategy, measure, progress, cancel)
                 if row.plan is None and is_cancelled(cancel):
                     break
                 failed_row = None if row.is_applicable else row
@@ -107,7 +107,7 @@ def compare(
     return Comparison(tuple(rows), baseline.peak_bytes, baseline.time_s)
 
 
-def _row(
+def _comparison_row(
     graph: Graph | HasGraph,
     budget: Budget,
     strategy: Strategy,

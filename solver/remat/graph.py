@@ -149,7 +149,7 @@ class Graph:
     """The groups of operations that were split into pieces."""
 
     def __post_init__(self) -> None:
-        _validate(self)
+        _validate_graph(self)
 
     def __len__(self) -> int:
         return len(self.operations)
@@ -338,7 +338,8 @@ class Graph:
             _operation_from_node(node, g.nodes[node], index, g.pred[node]) for node in nodes
         )
         values = tuple(
-            Value(str(node), _integer(g.nodes[node], "size", node, required=True)) for node in nodes
+            Value(str(node), _integer_attribute(g.nodes[node], "size", node, required=True))
+            for node in nodes
         )
         return cls(
             operations,
@@ -363,14 +364,14 @@ def _operation_from_node(
         outputs=(index[node],),
         overwrites=tuple(sorted(index[n] for n, edge in edges.items() if edge.get("overwritten"))),
         cost_s=float(cost),
-        workspace_bytes=_integer(attributes, "workspace", node),
+        workspace_bytes=_integer_attribute(attributes, "workspace", node),
         backward=bool(attributes.get("backward", False)),
         recomputable=bool(attributes.get("recomputable", True)),
         module=str(attributes.get("module", "")),
     )
 
 
-def _integer(
+def _integer_attribute(
     attributes: Mapping[str, object], key: str, node: Hashable, required: bool = False
 ) -> int:
     number = attributes.get(key, None if required else 0)
@@ -389,7 +390,7 @@ _LIMIT_S = 1e100
 time overflows, and no power of a ratio of costs."""
 
 
-def _check_totals(graph: Graph) -> None:
+def _check_graph_totals(graph: Graph) -> None:
     size_bytes = graph.constant_bytes + sum(value.size_bytes for value in graph.values)
     size_bytes += max((operation.workspace_bytes for operation in graph.operations), default=0)
     if size_bytes >= _LIMIT_BYTES:
@@ -434,7 +435,7 @@ def _check_renews(operation: Operation, where: str, renewable: set[int]) -> None
         raise GraphError(f"{where} renews values, so it runs only once and does not read them")
 
 
-def _validate(graph: Graph) -> None:
+def _validate_graph(graph: Graph) -> None:
     count = len(graph.values)
     names: set[str] = set()
     produced: set[int] = set()
@@ -497,4 +498,4 @@ def _validate(graph: Graph) -> None:
             raise GraphError(f"boundary {graph.boundary} is no operation")
         if graph.operations[graph.boundary].recomputable:
             raise GraphError("the boundary operation must have recomputable=False")
-    _check_totals(graph)
+    _check_graph_totals(graph)

@@ -74,33 +74,33 @@ class Option:
     schema: Mapping[str, Any] | None = None
 
 
-def _check_strategy(strategy: object) -> None:
+def _check_strategy_option(strategy: object) -> None:
     if strategy is not None:
         checked_strategy(strategy)
 
 
-def _check_progress(progress: object) -> None:
+def _check_progress_option(progress: object) -> None:
     if not (callable(progress) or isinstance(progress, bool | None)):
         remedy = "pass progress=print, or leave it out"
         raise wrong_type("progress", "a bool or a callable", progress, remedy)
 
 
-def _check_reserve(reserve: object) -> None:
+def _check_reserve_option(reserve: object) -> None:
     if isinstance(reserve, int | str):  # the state of an optimizer is measured later
         parse_reserve(reserve)
 
 
-def _check_link(link: object) -> None:
+def _check_link_option(link: object) -> None:
     if not isinstance(link, Link | None):
         raise wrong_type("link", "a remat.Link", link, "pass link=remat.Link(55e9, 55e9)")
 
 
-def _check_in_flight(in_flight: object) -> None:
+def _check_in_flight_option(in_flight: object) -> None:
     if isinstance(in_flight, bool) or not isinstance(in_flight, int) or in_flight < 1:
         raise ValueError(f"in_flight is {in_flight!r}; pass the number of calls, 1 or more")
 
 
-def _check_scope(scope: object) -> None:
+def _check_scope_option(scope: object) -> None:
     if scope not in SCOPES:
         near = similar_names_hint(scope, SCOPES) if isinstance(scope, str) else ""
         raise ValueError(
@@ -125,13 +125,13 @@ class KeywordOptions(TypedDict, total=False):
     cache: Annotated["str | CostCache | None", Option()]
     differentiate: Annotated[str | Sequence[str], Option("auto")]
     max_plans: Annotated[int, Option(8)]
-    progress: Annotated[ProgressCallback | bool | None, Option(None, _check_progress)]
+    progress: Annotated[ProgressCallback | bool | None, Option(None, _check_progress_option)]
     namespaces: Annotated[Collection[str], Option(NAMESPACES)]
     reserve: Annotated[
         "int | str | Optimizer | None",
         Option(
             None,
-            _check_reserve,
+            _check_reserve_option,
             "Part of the budget to reserve for other users, such as an optimizer's state: 2GiB.",
             "BYTES",
             _BYTES_SCHEMA,
@@ -183,12 +183,12 @@ class KeywordOptions(TypedDict, total=False):
         Link | None,
         Option(
             None,
-            _check_link,
+            _check_link_option,
             "The bandwidth between device and host; by default that of the data sheet or the "
             "device that the costs come from.",
         ),
     ]
-    in_flight: Annotated[int, Option(1, _check_in_flight)]
+    in_flight: Annotated[int, Option(1, _check_in_flight_option)]
     infeasible: Annotated[
         str,
         Option(
@@ -204,13 +204,13 @@ class KeywordOptions(TypedDict, total=False):
 class PlanOptions(KeywordOptions, total=False):
     """The options of a plan, as users write them; `remat.optimize` describes them in full."""
 
-    strategy: Annotated[Strategy | None, Option(None, _check_strategy)]
+    strategy: Annotated[Strategy | None, Option(None, _check_strategy_option)]
 
 
 class EnableOptions(PlanOptions, total=False):
     """The options of `remat.enable`: the options of a plan, and `scope`."""
 
-    scope: Annotated[str, Option(MODEL, _check_scope)]
+    scope: Annotated[str, Option(MODEL, _check_scope_option)]
 
 
 _ANNOTATIONS: dict[str, Any] = {

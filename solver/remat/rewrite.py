@@ -127,7 +127,7 @@ class _ProgramWriter:
         self.gradients = tuple(
             g.model_copy(update={"name": self._gradient_name(g)}) for g in self.trace.gradients
         )
-        self._drop_unread()
+        self._drop_unread_variables()
 
     def outputs(self) -> tuple[Output, ...]:
         """Return the trace's outputs under their forward variables."""
@@ -148,14 +148,15 @@ class _ProgramWriter:
         args = tuple(self._rename_argument(item) for item in args)
         kwargs = {key: self._rename_argument(item) for key, item in node.kwargs.items()}
         reusable = self.trace.reusable_arguments.get(node.name)
-        overwritten = self._read(reusable) if overwrites and reusable is not None else ""
+        overwritten = self._read_tensor(reusable) if overwrites and reusable is not None else ""
         if is_recomputation:
             results = tuple(r for r in results if r.storage not in self._results)
         for storage in {r.storage for r in results}:
             for name in self._named_tensors.pop(storage, ()):
                 self._variable_of.pop(name, None)
         bindings = tuple(
-            Binding(name=self._define(r.name, r.storage), position=r.position) for r in results
+            Binding(name=self._define_variable(r.name, r.storage), position=r.position)
+            for r in results
         )
         if node.target == ACCUMULATE_TARGET:
             self._defined.add(node.name)
@@ -187,7 +188,7 @@ class _ProgramWriter:
         """Switch to the backward: read the outputs in the forward, and forget its views, which are
         written once more where the backward needs them."""
         for output in self.trace.outputs:
-            self._forward_output[output.name] = self._read(output.name)
+            self._forward_output[output.name] = self._read_tensor(output.name)
         for names in self._named_tensors.values():
             for name in [n for n in names if self._producer[n].view]:
                 self._variable_of.pop(name, None)
@@ -200,14 +201,14 @@ class _ProgramWriter:
 
     def _gradient_name(self, gradient: Gradient) -> str:
         accumulated = accumulation_operation_name(gradient.placeholder)
-        return accumulated if accumulated in self._defined else self._read(gradient.name)
+        return accumulated if accumulated in self._defined else self._read_tensor(gradient.name)
 
     # -- variables --------------------------------------------------------------------------
 
     def _rename_argument(self, argument: Argument) -> Argument:
-        return rename_refs(argument, self._read)
+        return rename_refs(argument, self._read_tensor)
 
-    def _read(self, name: str) -> str:
+    def _read_tensor(self, name: str) -> str:
         """Return the variable of a tensor at this point; write the views that it needs."""
         if name in self._placeholders:
             variable = name
@@ -226,7 +227,8 @@ class _ProgramWriter:
         args = tuple(self._rename_argument(item) for item in node.args)
         kwargs = {key: self._rename_argument(item) for key, item in node.kwargs.items()}
         bindings = tuple(
-            Binding(name=self._define(r.name, r.storage), position=r.position) for r in node.results
+            Binding(name=self._define_variable(r.name, r.storage), position=r.position)
+            for r in node.results
         )
         self._append(
             Statement(
@@ -234,7 +236,7 @@ class _ProgramWriter:
             )
         )
 
-    def _define(self, name: str, storage: int) -> str:
+    def _define_variable(self, name: str, storage: int) -> str:
         variable, copy = name, 1
         while variable in self._defined:
             copy += 1
@@ -247,7 +249,7 @@ class _ProgramWriter:
     def _append(self, statement: Statement) -> None:
         self._phase.append(statement)
 
-    def _drop_unread(self) -> None:
+    def _drop_unread_variables(self) -> None:
         """Remove unread variables from the results: an element of a tuple is then freed with its
         tuple."""
         outputs = {

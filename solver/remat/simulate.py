@@ -79,8 +79,8 @@ def simulate(graph: Graph, schedule: Schedule) -> Timeline:
     schedule.check(graph)
     runs = np.array(schedule.runs, dtype=np.int64)
     spans = _copy_spans(graph, runs)
-    live = _live_bytes(graph, spans, len(runs))
-    during = _during_bytes(graph, runs, live, spans).tolist()
+    live = _live_bytes_between_runs(graph, spans, len(runs))
+    during = _bytes_during_runs(graph, runs, live, spans).tolist()
     live_bytes = live.tolist()
     return Timeline(
         peak_bytes=max(during, default=graph.constant_bytes),
@@ -108,7 +108,9 @@ def peak_and_time(graph: Graph, schedule: Schedule) -> tuple[int, float]:
     check."""
     runs = np.array(schedule.runs, dtype=np.int64)
     spans = _copy_spans(graph, runs)
-    during = _during_bytes(graph, runs, _live_bytes(graph, spans, len(runs)), spans)
+    during = _bytes_during_runs(
+        graph, runs, _live_bytes_between_runs(graph, spans, len(runs)), spans
+    )
     peak_bytes = int(during.max()) if len(during) else graph.constant_bytes
     return peak_bytes, _total_time_s(graph, runs)
 
@@ -150,7 +152,7 @@ def _copy_spans(graph: Graph, runs: _Integers) -> _CopySpans:
     return values, starts, ends
 
 
-def _live_bytes(graph: Graph, spans: _CopySpans, run_count: int) -> _Integers:
+def _live_bytes_between_runs(graph: Graph, spans: _CopySpans, run_count: int) -> _Integers:
     """Return the live bytes between runs: before the first, after the first, ..., after the
     last."""
     values, starts, ends = spans
@@ -162,7 +164,7 @@ def _live_bytes(graph: Graph, spans: _CopySpans, run_count: int) -> _Integers:
     return np.cumsum(change_bytes[: run_count + 1])
 
 
-def _during_bytes(
+def _bytes_during_runs(
     graph: Graph, runs: _Integers, live_bytes: _Integers, spans: _CopySpans
 ) -> _Integers:
     during_bytes = live_bytes[:-1] + graph.produced_array_bytes[runs]

@@ -81,7 +81,7 @@ def solve(
     check_graph("solve", graph)
     try:
         with raise_progress_errors(progress, cancel) as (progress, cancel):
-            search = _Search(graph, strategy, progress, cancel, reserved_bytes)
+            search = _GraphPlanner(graph, strategy, progress, cancel, reserved_bytes)
             return plan_or_smallest(
                 search.plan, Budget.parse(budget), infeasible, peak_bytes=lambda p: p.peak_bytes
             )
@@ -137,7 +137,7 @@ def sweep(
     smallest_bytes = peak_lower_bound_bytes(graph)
     plans: list[Plan] = []
     with raise_progress_errors(progress, cancel) as (progress, cancel):
-        search = _Search(traced, strategy, progress, cancel)
+        search = _GraphPlanner(traced, strategy, progress, cancel)
         for size in sorted(by_size, key=lambda size: size or 0):  # "min" is None, and comes first
             if size is not None and size < smallest_bytes:
                 continue
@@ -172,7 +172,7 @@ def check_budgets(function: str, budgets: object) -> None:
 
 
 @dataclass(frozen=True)
-class _Search:
+class _GraphPlanner:
     """The solves of one graph by one strategy."""
 
     traced: Graph | HasGraph
@@ -206,7 +206,7 @@ class _Search:
         is_graph = isinstance(traced, Graph)
         graph = traced if is_graph else traced.graph()
         budget_bytes = budget_in_bytes(graph, budget)
-        plan = _plan_within(graph, budget_bytes, strategy, start, self.progress, self.cancel)
+        plan = _plan_within_bytes(graph, budget_bytes, strategy, start, self.progress, self.cancel)
         if is_graph:
             return plan
         return replace(plan, terms=replace(plan.terms, cost_source=traced.cost_source))
@@ -220,7 +220,7 @@ def warn_of_solver_failure(plan: Plan) -> None:
         warnings.warn(message, SolverWarning, stacklevel=4)
 
 
-def _plan_within(
+def _plan_within_bytes(
     graph: Graph,
     budget_bytes: int | None,
     strategy: Strategy,
@@ -243,7 +243,7 @@ def _plan_within(
         if smallest.bound is not None:
             stats["peak_bound_bytes"] = int(smallest.bound)
         strategy = within_clock(strategy, clock)
-    progress_for_budget = _for_budget(progress, budget_bytes)
+    progress_for_budget = _progress_with_budget(progress, budget_bytes)
     try:
         solution = strategy.run(Task(graph, budget_bytes, start, progress_for_budget, cancel))
     except Exception as error:
@@ -262,7 +262,9 @@ def _plan_within(
     return plan
 
 
-def _for_budget(progress: ProgressCallback | None, budget_bytes: int) -> ProgressCallback | None:
+def _progress_with_budget(
+    progress: ProgressCallback | None, budget_bytes: int
+) -> ProgressCallback | None:
     """Return the callback with the budget added to each report: strategies do not report it, and a
     sweep has several."""
     if progress is None:

@@ -23,11 +23,11 @@ def faults() -> list[Fault]:
     return [
         Fault(
             "copies counted to one run before their last use",
-            patched((simulator, "_live_bytes", _live_bytes_until(-1))),
+            patched((simulator, "_live_bytes_between_runs", _live_bytes_until(-1))),
         ),
         Fault(
             "copies counted to some runs after their last use",
-            patched((simulator, "_live_bytes", _live_bytes_until(12))),
+            patched((simulator, "_live_bytes_between_runs", _live_bytes_until(12))),
         ),
         Fault(
             "library workspaces not counted",
@@ -49,7 +49,7 @@ def faults() -> list[Fault]:
     ]
 
 
-_live_bytes = simulator._live_bytes
+_live_bytes_between_runs = simulator._live_bytes_between_runs
 
 
 def _live_bytes_until(shift: int) -> Any:
@@ -59,7 +59,7 @@ def _live_bytes_until(shift: int) -> Any:
         values, starts, ends = spans
         shifted = np.maximum(starts, np.minimum(run_count - 1, ends + shift))
         shifted = np.where(ends >= run_count, ends, shifted)
-        return _live_bytes(graph, (values, starts, shifted), run_count)
+        return _live_bytes_between_runs(graph, (values, starts, shifted), run_count)
 
     return live_bytes
 

@@ -131,11 +131,11 @@ class Allocator:
         if event.size_bytes is None:
             block = self._live.pop(event.key)
             if block is not None:
-                self._free(block)
+                self._free_block(block)
             return
         if event.key in self._live:
             raise KeyError(f"{event.key!r} is allocated already")
-        self._live[event.key] = self._allocate(event.size_bytes) if event.size_bytes else None
+        self._live[event.key] = self._allocate_block(event.size_bytes) if event.size_bytes else None
         requested, allocated, reserved = self._peak_bytes
         self._peak_bytes = (
             max(requested, self.requested_bytes),
@@ -162,19 +162,23 @@ class Allocator:
 
     # -- blocks -----------------------------------------------------------------------------
 
-    def _allocate(self, requested_bytes: int) -> _BlockNode:
+    def _allocate_block(self, requested_bytes: int) -> _BlockNode:
         size = round_size(requested_bytes)
         is_small = size <= SMALL_BYTES
         block = self._take_best_fit(size, is_small)
         if block is None:
-            block = self._expand(size, is_small) if self.is_expandable else self._new_segment(size)
+            block = (
+                self._expand_segment(size, is_small)
+                if self.is_expandable
+                else self._new_segment(size)
+            )
         remainder = block.size_bytes - size
         if (
             remainder >= ALIGNMENT_BYTES
             if is_small or self.is_expandable
             else remainder > SMALL_BYTES
         ):
-            self._split(block, size)
+            self._split_off_remainder(block, size)
         block.requested_bytes = requested_bytes
         self.requested_bytes += requested_bytes
         self.allocated_bytes += block.size_bytes
@@ -204,7 +208,7 @@ class Allocator:
         self._first_blocks.append(block)
         return block
 
-    def _expand(self, size: int, is_small: bool) -> _BlockNode:
+    def _expand_segment(self, size: int, is_small: bool) -> _BlockNode:
         """Grow the pool's segment, and return a large enough block at its end: the last block if
         that is free, or a new one."""
         page_bytes = SMALL_SEGMENT_BYTES if is_small else LARGE_SEGMENT_BYTES
@@ -227,7 +231,7 @@ class Allocator:
         self._last_blocks[is_small] = block
         return block
 
-    def _split(self, block: _BlockNode, size: int) -> None:
+    def _split_off_remainder(self, block: _BlockNode, size: int) -> None:
         """Split the remainder off a block, and add it to the pool."""
         rest = _BlockNode(
             block.address + size,
@@ -243,20 +247,20 @@ class Allocator:
             self._last_blocks[block.is_small] = rest
         self._add_to_pool(rest)
 
-    def _free(self, block: _BlockNode) -> None:
+    def _free_block(self, block: _BlockNode) -> None:
         assert block.requested_bytes is not None
         self.requested_bytes -= block.requested_bytes
         self.allocated_bytes -= block.size_bytes
         block.requested_bytes = None
         if block.after is not None and block.after.requested_bytes is None:
             self._remove_from_pool(block.after)
-            self._merge(block, block.after)
+            self._merge_blocks(block, block.after)
         if block.before is not None and block.before.requested_bytes is None:
             self._remove_from_pool(block.before)
-            block = self._merge(block.before, block)
+            block = self._merge_blocks(block.before, block)
         self._add_to_pool(block)
 
-    def _merge(self, block: _BlockNode, after: _BlockNode) -> _BlockNode:
+    def _merge_blocks(self, block: _BlockNode, after: _BlockNode) -> _BlockNode:
         """Merge a block with the next one, and return it."""
         block.size_bytes += after.size_bytes
         block.after = after.after

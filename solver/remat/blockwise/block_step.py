@@ -58,7 +58,7 @@ class StepEvent:
     call: int = -1
 
 
-class HostStay(NamedTuple):
+class CallHostStay(NamedTuple):
     """When a call's tensors are on the host only: from the end of the forward of call
     `released_after` to the start of the backward of call `reloaded_before`."""
 
@@ -141,7 +141,7 @@ class BlockStep:
 
     def outcome(self, variants: Sequence[CallVariant]) -> StepOutcome:
         """Return the peak and time of the step if call `c` runs in the variant `variants[c]`."""
-        return _Simulation(self, variants).run()
+        return _BlockStepSimulation(self, variants).run()
 
     def peak_bytes(self, option_indices: Sequence[int]) -> int:
         """Return the peak if call `c` runs in its option `option_indices[c]`, without copies."""
@@ -157,7 +157,7 @@ class BlockStep:
         return (self.in_flight - 1) * self.non_block_bytes_per_batch
 
 
-def host_stays(step: BlockStep) -> dict[int, HostStay]:
+def host_stays(step: BlockStep) -> dict[int, CallHostStay]:
     """Return the calls that may offload, with the time of their tensors on the host.
 
     The last call of the forward may not, as no forward follows that hides its copies, and neither
@@ -168,7 +168,7 @@ def host_stays(step: BlockStep) -> dict[int, HostStay]:
     following = {call: forwards[i + 1] for i, (_, call) in enumerate(forwards[:-1])}
     preceding = {call: backwards[i] for i, (_, call) in enumerate(backwards[1:])}
     return {
-        call: HostStay(next_call, following_backward)
+        call: CallHostStay(next_call, following_backward)
         for call, (forward_event, next_call) in following.items()
         if call in preceding
         for backward_event, following_backward in [preceding[call]]
@@ -196,7 +196,7 @@ def useful_variants(
     return tuple(useful)
 
 
-class _Simulation:
+class _BlockStepSimulation:
     """Runs the events of a step in order, with a clock, the bytes in use and an engine for each
     direction of the link."""
 

@@ -48,13 +48,13 @@ class BlocksPlan(Plan):
         is_whole = not self.not_whole_reason
         return Report(
             *super().report(solve).parts,
-            Table([heading, *self._rows()], "llr"),
+            Table([heading, *self._block_rows()], "llr"),
             _reasons_text("not planned:", reasons),
             _reasons_text("planned by their submodules:", sorted(replaced.items())),
             "" if is_whole else f"block by block, because {self.not_whole_reason}",
         )
 
-    def _rows(self) -> Iterable[tuple[str, ...]]:
+    def _block_rows(self) -> Iterable[tuple[str, ...]]:
         def row_key(call: BlockCall) -> tuple[str, str, str]:
             return fold_layer_numbers(call.path), call.class_name, call.how
 

@@ -12,7 +12,7 @@ call, a variable for each call and direction. Its rows are linear, and exact for
 Executors that take one setting for all blocks have few settings: each of them is evaluated. Under
 the rules of other checkpointing libraries a block is recomputed as a whole before its backward,
 except for the outputs that it saved: whatever is not saved is recomputed once, needed or not. So
-`save_selections` solves a knapsack for one block: each candidate saves its time and takes its
+`selections_to_save` solves a knapsack for one block: each candidate saves its time and takes its
 bytes.
 """
 
@@ -77,13 +77,13 @@ def choose_options(
     """
     tied = tied or range(len(step.options_per_call))
     if budget_bytes is None:
-        smallest = _smallest(step, threads, tied)
+        smallest = _smallest_choice(step, threads, tied)
         budget_bytes = int(NEAR_MINIMUM_FACTOR * smallest.outcome.peak_bytes)
-    without = _fastest(replace(step, host=None), budget_bytes, threads, tied)
+    without = _fastest_choice(replace(step, host=None), budget_bytes, threads, tied)
     if step.host is None or (without and without.option_indices == fastest_options(step)):
         best = without
     else:
-        best = _fastest(step, budget_bytes, threads, tied)
+        best = _fastest_choice(step, budget_bytes, threads, tied)
         if without is not None and best is None:
             return replace(without, bound_s=0.0)
         if without is not None and best is not None:
@@ -91,7 +91,9 @@ def choose_options(
             if best.outcome.time_s > (1 - _LEAST_GAIN) * without_s:
                 return replace(without, bound_s=min(best.bound_s, without_s))
     if best is None:
-        best = _smallest(step, threads, tied)  # the solver may find it, but not for the budget
+        best = _smallest_choice(
+            step, threads, tied
+        )  # the solver may find it, but not for the budget
         check_budget_feasible(best.outcome.peak_bytes, budget_bytes)
     return best
 
@@ -129,7 +131,7 @@ def check_budget_feasible(minimum_bytes: int, budget_bytes: int) -> None:
 
 def minimum_peak_bytes(step: BlockStep, threads: int = 2) -> int:
     """Return the smallest peak of all choices."""
-    return _smallest(step, threads, range(len(step.options_per_call))).outcome.peak_bytes
+    return _smallest_choice(step, threads, range(len(step.options_per_call))).outcome.peak_bytes
 
 
 def fastest_options(step: BlockStep) -> tuple[int, ...]:
@@ -140,7 +142,7 @@ def fastest_options(step: BlockStep) -> tuple[int, ...]:
     )
 
 
-def _least_saved(step: BlockStep, tied: Sequence[int]) -> tuple[CallVariant, ...]:
+def _least_saving_variants(step: BlockStep, tied: Sequence[int]) -> tuple[CallVariant, ...]:
     """Return the option of each call that saves the fewest bytes, without copies."""
     smallest = [
         min(range(len(o)), key=lambda index: (o[index].saved_bytes, o[index].backward_bytes))
@@ -149,14 +151,14 @@ def _least_saved(step: BlockStep, tied: Sequence[int]) -> tuple[CallVariant, ...
     return tuple(CallVariant(smallest[other]) for other in tied)
 
 
-def _smallest(step: BlockStep, threads: int, tied: Sequence[int]) -> OptionChoice:
+def _smallest_choice(step: BlockStep, threads: int, tied: Sequence[int]) -> OptionChoice:
     """Return the choice with the smallest peak; the options that save least if the solver has none
     in time."""
-    candidates = [_least_saved(step, tied)]
+    candidates = [_least_saving_variants(step, tied)]
     if step.host is not None:
-        candidates.append(_smallest(replace(step, host=None), threads, tied).variants)
+        candidates.append(_smallest_choice(replace(step, host=None), threads, tied).variants)
     for tolerance in _TOLERANCES:
-        variants = _ChoiceProgram(step, None, tolerance, tied).select(threads)
+        variants = _BlockChoiceProgram(step, None, tolerance, tied).select(threads)
         if variants is None:
             break
         if _fits_host(step, step.outcome(variants)):
@@ -166,7 +168,7 @@ def _smallest(step: BlockStep, threads: int, tied: Sequence[int]) -> OptionChoic
     return OptionChoice(variants, step.outcome(variants), 0.0)
 
 
-def _fastest(
+def _fastest_choice(
     step: BlockStep, budget_bytes: int, threads: int, tied: Sequence[int]
 ) -> OptionChoice | None:
     """Return the fastest choice within a budget, without copies that save no time; None if the
@@ -179,11 +181,11 @@ def _fastest(
             return OptionChoice(variants, outcome, outcome.time_s)
     bound_s = 0.0
     for tolerance in _TOLERANCES:
-        program = _ChoiceProgram(step, budget_bytes, tolerance, tied)
+        program = _BlockChoiceProgram(step, budget_bytes, tolerance, tied)
         selected = program.select(threads)
         if not tolerance:
             bound_s = program.bound_s
-        variants = _least_saved(step, tied) if selected is None else selected
+        variants = _least_saving_variants(step, tied) if selected is None else selected
         outcome = step.outcome(variants)
         if outcome.peak_bytes <= budget_bytes and _fits_host(step, outcome):
             variants = _without_needless_copies(step, variants, budget_bytes)
@@ -220,7 +222,7 @@ def _without_needless_copies(
     return variants
 
 
-class _ChoiceProgram:
+class _BlockChoiceProgram:
     """The MILP of a choice; without a budget, its objective is the peak. Bytes and seconds are in
     units of the largest of their kind. The budgets are reduced by `margin` of these units."""
 
@@ -246,7 +248,7 @@ class _ChoiceProgram:
         self._add_ties(tied)
         costs: dict[Column, float] = {}
         for call in range(len(self._selects)):
-            times = self._terms(call, lambda c, v: step.option(c, v).time_s / self._unit_s)
+            times = self._variant_terms(call, lambda c, v: step.option(c, v).time_s / self._unit_s)
             costs |= times
         self._add_memory_rows(budget_bytes)
         self._add_host_row()
@@ -259,12 +261,14 @@ class _ChoiceProgram:
             for x, y in pairs if call != other else ():
                 self._program.add_row({x: 1.0, y: -1.0}, EQUAL, 0.0)
 
-    def _terms(self, call: int, size: Callable[[int, CallVariant], float]) -> dict[Column, float]:
+    def _variant_terms(
+        self, call: int, size: Callable[[int, CallVariant], float]
+    ) -> dict[Column, float]:
         """Return each variant's variable with its value of `size`."""
         pairs = zip(self._selects[call], self._variants[call], strict=True)
         return {x: size(call, variant) for x, variant in pairs}
 
-    def _bytes(self, call: int, batches: int, *, is_on_host: bool) -> dict[Column, float]:
+    def _retained_terms(self, call: int, batches: int, *, is_on_host: bool) -> dict[Column, float]:
         """Return the terms of the bytes that a call retains between forward and backward. While its
         tensors are on the host, and in the other `batches`, offloaded bytes do not count."""
 
@@ -274,7 +278,7 @@ class _ChoiceProgram:
             held_bytes = remaining_bytes if is_on_host else saved_bytes
             return (held_bytes + batches * remaining_bytes) / self._unit_bytes
 
-        return self._terms(call, size)
+        return self._variant_terms(call, size)
 
     def _add_memory_rows(self, budget_bytes: int | None) -> None:
         step, stays = self._step, host_stays(self._step)
@@ -289,12 +293,12 @@ class _ChoiceProgram:
             terms: dict[Column, float] = {}
             for call in range(len(step.options_per_call)):
                 if call in pending:
-                    terms |= self._bytes(call, batches, is_on_host=call in on_host)
+                    terms |= self._retained_terms(call, batches, is_on_host=call in on_host)
                 elif batches:
-                    terms |= self._bytes(call, batches - 1, is_on_host=True)
+                    terms |= self._retained_terms(call, batches - 1, is_on_host=True)
             if event.kind != "outside":
-                field = f"{event.kind}_bytes"
-                running = self._terms(
+                field = f"{event.kind}_retained_terms"
+                running = self._variant_terms(
                     event.call,
                     lambda c, v, field=field: (
                         getattr(self._step.option(c, v), field) / self._unit_bytes
@@ -320,7 +324,7 @@ class _ChoiceProgram:
         batches = self._step.in_flight
         terms: dict[Column, float] = {}
         for call in range(len(self._selects)):
-            terms |= self._terms(call, lambda _, v: batches * v.size_bytes / unit_bytes)
+            terms |= self._variant_terms(call, lambda _, v: batches * v.size_bytes / unit_bytes)
         limit = host_bytes / unit_bytes - (self._margin if host_bytes else 0.0)
         self._program.add_row(terms, AT_MOST, limit)
 
@@ -347,10 +351,10 @@ class _ChoiceProgram:
                 ("return", link.to_device_bytes_per_s, stay.reloaded_before, backward_s),
             ):
                 wait = self._program.add_column(f"{name}{call}")
-                copies = self._terms(
+                copies = self._variant_terms(
                     call, lambda _, v, rate=rate: v.size_bytes / rate / self._unit_s
                 )
-                hides = self._terms(
+                hides = self._variant_terms(
                     hiding, lambda c, v, hidden_s=hidden_s: -hidden_s(c, v) / self._unit_s
                 )
                 self._program.add_row({**copies, **hides, wait: -1.0}, AT_MOST, 0.0)
@@ -389,18 +393,18 @@ class SaveCandidate:
     excludes: tuple[int, ...] = ()
 
 
-def save_selections(candidates: Sequence[SaveCandidate]) -> list[frozenset[int]]:
+def selections_to_save(candidates: Sequence[SaveCandidate]) -> list[frozenset[int]]:
     """Return the sets of candidates to save, by index, that save the most recomputation time for a
     range of memory limits, the smallest limit first."""
     total_bytes = sum(c.size_bytes for c in candidates)
     selections: dict[frozenset[int], None] = {}
     for fraction in _LIMIT_FRACTIONS:
-        selections[_best_selection(candidates, round(fraction * total_bytes))] = None
+        selections[_best_outputs_to_save(candidates, round(fraction * total_bytes))] = None
     selections.pop(frozenset(), None)
     return list(selections)
 
 
-def _best_selection(candidates: Sequence[SaveCandidate], limit_bytes: int) -> frozenset[int]:
+def _best_outputs_to_save(candidates: Sequence[SaveCandidate], limit_bytes: int) -> frozenset[int]:
     """Return the candidates to save within `limit_bytes`, by index: the optimum of the knapsack."""
     program = Program()
     is_saved = [program.add_binary(f"x{index}") for index in range(len(candidates))]

@@ -61,21 +61,21 @@ def pareto_options(
     options = [(baseline, baseline_plan)]
     solve_s = time_limit_s / len(_WORKSPACE_FRACTIONS) / len(_SAVED_FRACTIONS)
     solve_s = min(_MAXIMUM_SOLVE_S, max(_MINIMUM_SOLVE_S, solve_s))
-    strategy = _with_time_limit(strategy or Auto(gap=0.01), solve_s)
+    strategy = _strategy_with_time_limit(strategy or Auto(gap=0.01), solve_s)
     block_bytes = max(baseline.forward_bytes, baseline.backward_bytes)
     for workspace_fraction in _WORKSPACE_FRACTIONS:
         workspace_bytes = int(workspace_fraction * block_bytes)
         nothing_saved_bytes = graph.constant_bytes + tangent_bytes(graph) + workspace_bytes
         budgets = [nothing_saved_bytes + int(f * baseline.saved_bytes) for f in _SAVED_FRACTIONS]
         padded = with_boundary_workspace(graph, workspace_bytes)
-        for plan in _feasible_plans(padded, budgets, strategy, progress):
+        for plan in _feasible_block_plans(padded, budgets, strategy, progress):
             peak_bytes = simulate(graph, plan.schedule).peak_bytes
             unpadded = Plan.of(graph, peak_bytes, Solution(plan.schedule), plan.solve, plan.terms)
             options.append((option_of_schedule(graph, plan.schedule), unpadded))
     return pareto_optimal(options)
 
 
-def _feasible_plans(
+def _feasible_block_plans(
     graph: Graph,
     budgets: Sequence[int],
     strategy: Strategy,
@@ -140,13 +140,13 @@ def pareto_optimal(
     """Return the options that no other option matches or beats in time and all sizes, the fastest
     first."""
     optimal: list[tuple[BlockOption, Plan]] = []
-    for option, plan in sorted(options, key=lambda pair: _objectives(pair[0])):
-        if not any(_is_dominated(option, better) for better, _ in optimal):
+    for option, plan in sorted(options, key=lambda pair: _option_objectives(pair[0])):
+        if not any(_is_option_dominated(option, better) for better, _ in optimal):
             optimal.append((option, plan))
     return optimal
 
 
-def _with_time_limit(strategy: Strategy, limit_s: float) -> Strategy:
+def _strategy_with_time_limit(strategy: Strategy, limit_s: float) -> Strategy:
     """Return the strategy with its time limit lowered to `limit_s`, if it has one."""
     current_s = getattr(strategy, "time_limit", None)
     if not is_dataclass(strategy) or not isinstance(current_s, int | float):
@@ -154,12 +154,14 @@ def _with_time_limit(strategy: Strategy, limit_s: float) -> Strategy:
     return replace(strategy, time_limit=min(current_s, limit_s))
 
 
-def _objectives(option: BlockOption) -> tuple[float, int, int, int]:
+def _option_objectives(option: BlockOption) -> tuple[float, int, int, int]:
     return option.time_s, option.saved_bytes, option.backward_bytes, option.forward_bytes
 
 
-def _is_dominated(option: BlockOption, better: BlockOption) -> bool:
-    return all(b <= o for b, o in zip(_objectives(better), _objectives(option), strict=True))
+def _is_option_dominated(option: BlockOption, better: BlockOption) -> bool:
+    return all(
+        b <= o for b, o in zip(_option_objectives(better), _option_objectives(option), strict=True)
+    )
 
 
 NEVER_FREED = sys.maxsize

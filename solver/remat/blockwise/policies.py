@@ -45,7 +45,9 @@ class BlockPolicy(Record):
     def saved(self) -> str:
         """A line that lists what the block saves; with Megatron's rules, what it recomputes."""
         calls = [
-            _short(name) if numbers == (0,) else f"{_short(name)} {'+'.join(map(str, numbers))}"
+            _short_operator_name(name)
+            if numbers == (0,)
+            else f"{_short_operator_name(name)} {'+'.join(map(str, numbers))}"
             for name, numbers in self.operators.items()
         ]
         return ", ".join((*calls, *self.regions, *self.modules))
@@ -73,7 +75,7 @@ class Policies(Described, Document):
     optimum_overhead: float | None = Field(default=None, ge=-1)
 
     @model_validator(mode="after")
-    def _check(self) -> Self:
+    def _check_rules_of_blocks(self) -> Self:
         if len({policy.block for policy in self.blocks}) < len(self.blocks):
             raise ValueError("two policies are for the same block")
         for policy in self.blocks:
@@ -136,5 +138,5 @@ class Policies(Described, Document):
             yield name, policies[0].how, policies[0].saved
 
 
-def _short(operator: str) -> str:
+def _short_operator_name(operator: str) -> str:
     return operator.removeprefix("aten.").removesuffix(".default")

@@ -86,7 +86,7 @@ def schedule_of_step(
     `outcome` is the step's. `baseline` is the step without recomputation. `constant_bytes` are
     allocated during the whole step, `library_bytes` of them by libraries.
     """
-    writer = _Writer(step, calls, outcome, constant_bytes)
+    writer = _StepGraphWriter(step, calls, outcome, constant_bytes)
     writer.write()
     graph = Graph(
         tuple(writer.operations),
@@ -100,7 +100,7 @@ def schedule_of_step(
     return StepSchedule(graph, Schedule(tuple(writer.runs)))
 
 
-def _eager_schedule(call: BlockCall) -> StepSchedule:
+def _eager_block_schedule(call: BlockCall) -> StepSchedule:
     """Return a block in eager mode as a graph and a schedule.
 
     Recomputed, its forward needs no more memory than its backward: `first_run` has what it needs in
@@ -143,7 +143,7 @@ class _StartedCopy(NamedTuple):
 
 
 @dataclass
-class _CallValues:
+class _CallInStepGraph:
     """The operations and values of a call in the step's graph.
 
     `graph` and `runs` are the call's own. `values` and `operations` have the index of each value
@@ -173,7 +173,7 @@ class _CallValues:
         return self.runs.index(boundary_of(self.graph))
 
 
-class _Writer:
+class _StepGraphWriter:
     """Writes the operations of a step and their schedule, event by event."""
 
     def __init__(
@@ -213,13 +213,13 @@ class _Writer:
         self._reloaded = {stays[number].reloaded_before: number for number in offloading}
         counts = Counter(call.path for call in calls)
         numbers: Counter[str] = Counter()
-        self._written: list[_CallValues] = []
+        self._written: list[_CallInStepGraph] = []
         for call in calls:
             numbers[call.path] += 1
             suffix = f"#{numbers[call.path]}" if counts[call.path] > 1 else ""
-            planned = _eager_schedule(call) if call.plan is None else call.plan
+            planned = _eager_block_schedule(call) if call.plan is None else call.plan
             name = f"{call.path}{suffix}"
-            self._written.append(_CallValues(name, planned.graph, planned.schedule.runs))
+            self._written.append(_CallInStepGraph(name, planned.graph, planned.schedule.runs))
 
     def write(self) -> None:
         """Write all events of the step."""
@@ -228,23 +228,25 @@ class _Writer:
                 self.boundary = len(self.operations)
             outside_bytes = self._outside_bytes[number]
             if event.kind == "outside":
-                self._add(f"outside_{number}", "", workspace_bytes=outside_bytes)
+                self._add_operation(f"outside_{number}", "", workspace_bytes=outside_bytes)
                 continue
             written = self._written[event.call]
             if event.call in self._without_backward:
                 self._add_call_without_backward(event.call, outside_bytes)
                 continue
-            written.external = self._value(f"{written.name}.outside_{event.kind}", outside_bytes)
+            written.external = self._add_value(
+                f"{written.name}.outside_{event.kind}", outside_bytes
+            )
             if event.kind == "forward":
                 self._add_forward(event.call)
             else:
                 self._add_backward(event.call)
 
-    def _value(self, name: str, size_bytes: int) -> int:
+    def _add_value(self, name: str, size_bytes: int) -> int:
         self.values.append(Value(name, size_bytes))
         return len(self.values) - 1
 
-    def _add(
+    def _add_operation(
         self,
         name: str,
         module: str,
@@ -257,7 +259,7 @@ class _Writer:
         same_copy_as: int = -1,
     ) -> int:
         """Add an operation that runs once, here, and return its number."""
-        return self._run(
+        return self._add_run_of(
             Operation(
                 name,
                 tuple(inputs),
@@ -273,7 +275,7 @@ class _Writer:
             )
         )
 
-    def _run(self, operation: Operation) -> int:
+    def _add_run_of(self, operation: Operation) -> int:
         self.operations.append(operation)
         self.runs.append(len(self.operations) - 1)
         return self.runs[-1]
@@ -282,44 +284,46 @@ class _Writer:
         call, written = self._calls[number], self._written[number]
         for item in call.inputs:
             name = f"{written.name}.input_{item.index}"
-            written.inputs[item.index] = self._value(name, item.size_bytes)
+            written.inputs[item.index] = self._add_value(name, item.size_bytes)
         held_to_end = [written.inputs[i.index] for i in call.inputs if i.last_read == NEVER_FREED]
         if call.offloaded:
-            held_to_end.append(self._value(f"{written.name}.handles", self._handles_bytes[number]))
+            held_to_end.append(
+                self._add_value(f"{written.name}.handles", self._handles_bytes[number])
+            )
         produced = dict.fromkeys([written.external, *written.inputs.values(), *held_to_end])
-        self._add(f"{written.name}.enter", call.path, outputs=produced)
+        self._add_operation(f"{written.name}.enter", call.path, outputs=produced)
         written.results += held_to_end
         self._add_runs(number, written.runs[: written.boundary_run])
         outputs = written.boundary.inputs
         returned = [written.external, *(written.values[v] for v in outputs)]
-        self._add(f"{written.name}.return", call.path, inputs=returned)
+        self._add_operation(f"{written.name}.return", call.path, inputs=returned)
         for tensor in call.offloaded:
             is_input = tensor.value < 0
             v = written.inputs[tensor.input_index] if is_input else written.values[tensor.value]
             written.copies[v] = _StartedCopy(-1, -1)
-            self._copy(number, "offload", v)
+            self._add_copy_operation(number, "offload", v)
         if number in self._released:
-            self._copy_all(self._released[number], "release")
+            self._add_copy_operations(self._released[number], "release")
 
     def _add_call_without_backward(self, number: int, outside_bytes: int) -> None:
         """Add a call whose backward never runs, as one operation: what it saves stays in memory."""
         call, name = self._calls[number], self._written[number].name
         forward_bytes = outside_bytes + call.option.forward_bytes
-        self._add(
+        self._add_operation(
             f"{name}.forward",
             call.path,
             cost_s=call.option.time_s,
             workspace_bytes=forward_bytes,
         )
-        self.results.append(self._value(f"{name}.saved", call.option.saved_bytes))
-        self._add(f"{name}.hold", call.path, outputs=self.results[-1:])
+        self.results.append(self._add_value(f"{name}.saved", call.option.saved_bytes))
+        self._add_operation(f"{name}.hold", call.path, outputs=self.results[-1:])
 
     def _add_runs(self, number: int, runs: Iterable[int]) -> None:
         """Add the runs of a call's plan that are in its forward, or in its backward."""
         call, written = self._calls[number], self._written[number]
         graph = written.graph
         repeated = {op for op, count in Counter(written.runs).items() if count > 1}
-        last_inputs = self._last_inputs(number)
+        last_inputs = self._inputs_read_last(number)
         for op in runs:
             if op in written.operations:
                 self.runs.append(written.operations[op])
@@ -328,7 +332,7 @@ class _Writer:
             module = f"{call.path}.{old.module}" if old.module else call.path
             for v in old.outputs:
                 name = f"{written.name}.{graph.values[v].name}"
-                written.values[v] = self._value(name, graph.values[v].size_bytes)
+                written.values[v] = self._add_value(name, graph.values[v].size_bytes)
             new = replace(
                 old,
                 name=f"{written.name}.{old.name}",
@@ -338,15 +342,15 @@ class _Writer:
                 backward=self.boundary is not None,
                 module=module,
             )
-            written.operations[op] = self._run(new)
+            written.operations[op] = self._add_run_of(new)
             for v in graph.results.intersection(old.outputs):
                 if op in repeated:  # later copies of a result are not read
                     name = f"{written.name}.{graph.values[v].name}.first"
-                    written.values[v] = self._value(name, graph.values[v].size_bytes)
-                    self._add(name, module, outputs=[written.values[v]])
+                    written.values[v] = self._add_value(name, graph.values[v].size_bytes)
+                    self._add_operation(name, module, outputs=[written.values[v]])
                 written.results.append(written.values[v])
 
-    def _last_inputs(self, number: int) -> dict[int, tuple[int, ...]]:
+    def _inputs_read_last(self, number: int) -> dict[int, tuple[int, ...]]:
         """Return the held inputs that each operation of a call's plan is the last to read."""
         call, written = self._calls[number], self._written[number]
         inputs: dict[int, tuple[int, ...]] = {}
@@ -359,39 +363,43 @@ class _Writer:
     def _add_backward(self, number: int) -> None:
         call, written = self._calls[number], self._written[number]
         if number in self._reloaded:
-            self._copy_all(self._reloaded[number], "reload")
-        self._copy_all(number, "arrive")
+            self._add_copy_operations(self._reloaded[number], "reload")
+        self._add_copy_operations(number, "arrive")
         produced = [written.external]
         for v in live_tangents(written.graph):
             tangent = written.graph.values[v]
             name = f"{written.name}.{tangent.name}"
-            written.values[v] = self._value(name, tangent.size_bytes)
+            written.values[v] = self._add_value(name, tangent.size_bytes)
             produced.append(written.values[v])
             written.results += [written.values[v]] if v in written.graph.results else []
-        self._add(f"{written.name}.start", call.path, (), produced, written.boundary.cost_s)
+        self._add_operation(
+            f"{written.name}.start", call.path, (), produced, written.boundary.cost_s
+        )
         self._add_runs(number, written.runs[written.boundary_run + 1 :])
         results = dict.fromkeys([written.external, *written.results])
-        self._add(f"{written.name}.end", call.path, inputs=results)
+        self._add_operation(f"{written.name}.end", call.path, inputs=results)
 
-    def _copy_all(self, number: int, kind: str) -> None:
+    def _add_copy_operations(self, number: int, kind: str) -> None:
         """Add an operation of this kind for each offloaded value of a call. The first one waits."""
         direction = "to_host" if kind == "release" else "to_device"
         wait_s = 0.0 if kind == "reload" else self._outcome.waits_s.get((direction, number), 0.0)
         for v in self._written[number].copies:
-            self._copy(number, kind, v, wait_s)
+            self._add_copy_operation(number, kind, v, wait_s)
             wait_s = 0.0
 
-    def _copy(self, number: int, kind: str, v: int, wait_s: float = 0.0) -> None:
+    def _add_copy_operation(self, number: int, kind: str, v: int, wait_s: float = 0.0) -> None:
         """Add an operation that starts or awaits a copy of the value `v`."""
         path, copies = self._calls[number].path, self._written[number].copies
         size_bytes = self.values[v].size_bytes if kind == "reload" else 0
         name = f"{kind}_{self.values[v].name}"
         if kind == "arrive":
             host = [copies[v].memory]
-            self._add(name, path, host, [v], wait_s, overwrites=host, renews=[v])
+            self._add_operation(name, path, host, [v], wait_s, overwrites=host, renews=[v])
             return
         inputs = {"offload": [v], "release": [v, copies[v].memory], "reload": [copies[v].memory]}
-        memory = self._value(f"{self.values[v].name}_{kind}", size_bytes)
+        memory = self._add_value(f"{self.values[v].name}_{kind}", size_bytes)
         offload = copies[v].offload if kind == "release" else -1
-        index = self._add(name, path, inputs[kind], [memory], wait_s, same_copy_as=offload)
+        index = self._add_operation(
+            name, path, inputs[kind], [memory], wait_s, same_copy_as=offload
+        )
         copies[v] = _StartedCopy(index if kind == "offload" else copies[v].offload, memory)

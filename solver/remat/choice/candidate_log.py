@@ -25,7 +25,7 @@ NoPlan = InfeasibleBudget | SolverTimeout
 
 
 @dataclass(frozen=True)
-class _Entry:
+class _LogEntry:
     """A candidate that was solved. `refusal` says why it has no plan, or why its plan was refused
     later."""
 
@@ -39,7 +39,7 @@ class CandidateLog:
     """The candidates that were solved for one plan, in the order of their solves."""
 
     def __init__(self) -> None:
-        self._entries: list[_Entry] = []
+        self._entries: list[_LogEntry] = []
 
     def __reduce__(self) -> tuple[type[CandidateLog], tuple[()]]:
         """Pickle no entries: torch's caches have the pickled options of Inductor as their key, and
@@ -52,22 +52,22 @@ class CandidateLog:
         kind = "estimate" if is_estimate else "candidate"
         if isinstance(result, PlanData):
             logger.debug("%s %s: %r", kind, name, result)
-            self._entries.append(_Entry(name, result, "", is_estimate))
+            self._entries.append(_LogEntry(name, result, "", is_estimate))
         else:
             logger.debug("%s %s: %s", kind, name, one_line(result))
-            self._entries.append(_Entry(name, None, _no_plan_reason(result), is_estimate))
+            self._entries.append(_LogEntry(name, None, _reason_without_plan(result), is_estimate))
 
     def refuse(self, plan: PlanData, reason: str) -> None:
         """Say why a plan of the log cannot be taken, which is known only after the choice."""
         self._entries = [
-            replace(entry, refusal=reason) if _is_plan(entry, plan) else entry
+            replace(entry, refusal=reason) if _has_plan(entry, plan) else entry
             for entry in self._entries
         ]
 
     def replace_plan(self, plan: PlanData, changed: PlanData) -> None:
         """Replace a plan of the log by a changed one, such as one with the waiting for copies."""
         self._entries = [
-            _Entry(entry.name, changed, "", entry.is_estimate) if entry.plan is plan else entry
+            _LogEntry(entry.name, changed, "", entry.is_estimate) if entry.plan is plan else entry
             for entry in self._entries
         ]
 
@@ -84,15 +84,17 @@ class CandidateLog:
         ]
         if len(entries) < 2:
             return ()
-        is_taken = [not entry.refusal and _is_plan(entry, taken) for entry in entries]
+        is_taken = [not entry.refusal and _has_plan(entry, taken) for entry in entries]
         place = is_taken.index(True) if any(is_taken) else None
         return tuple(
-            _result(entry, TAKEN if index == place else _why_not(entry, taken, is_min))
+            _candidate_result(
+                entry, TAKEN if index == place else _reason_not_taken(entry, taken, is_min)
+            )
             for index, entry in enumerate(entries)
         )
 
 
-def _result(entry: _Entry, outcome: str) -> CandidateResult:
+def _candidate_result(entry: _LogEntry, outcome: str) -> CandidateResult:
     if entry.plan is None:
         return CandidateResult(entry.name, outcome, is_estimate=entry.is_estimate)
     return CandidateResult(
@@ -100,7 +102,7 @@ def _result(entry: _Entry, outcome: str) -> CandidateResult:
     )
 
 
-def _is_plan(entry: _Entry, plan: PlanData) -> bool:
+def _has_plan(entry: _LogEntry, plan: PlanData) -> bool:
     """True if an entry has this plan, other terms and reasons apart."""
     return entry.plan is not None and (
         (entry.plan.schedule, entry.plan.time_s, entry.plan.peak_bytes)
@@ -108,7 +110,7 @@ def _is_plan(entry: _Entry, plan: PlanData) -> bool:
     )
 
 
-def _no_plan_reason(error: NoPlan) -> str:
+def _reason_without_plan(error: NoPlan) -> str:
     if isinstance(error, SolverTimeout):
         return "no plan was found in time"
     if error.min_feasible_bytes is None:
@@ -117,7 +119,7 @@ def _no_plan_reason(error: NoPlan) -> str:
     return f"needs {format_bytes(error.min_feasible_bytes)} {least}"
 
 
-def _why_not(entry: _Entry, taken: PlanData, is_min: bool) -> str:
+def _reason_not_taken(entry: _LogEntry, taken: PlanData, is_min: bool) -> str:
     """Return why a candidate was not taken."""
     if entry.refusal or entry.plan is None:
         return entry.refusal

@@ -180,7 +180,7 @@ def in_pieces(search: CandidateSearch) -> Iterator[Candidate]:
         return
     is_slow = unsplit is None or unsplit.overhead > _LARGE_OVERHEAD
     for number in reversed(pieces) if search.is_min or is_slow else pieces:
-        if (candidate := _in_pieces(search, number, MAX_PIECE_NODES)) is not None:
+        if (candidate := _candidate_in_pieces(search, number, MAX_PIECE_NODES)) is not None:
             yield candidate
             if search.is_min:
                 return
@@ -193,10 +193,12 @@ def requested_pieces(search: CandidateSearch) -> Candidate | None:
     if they cannot be split."""
     (number,) = search.request.pieces
     _ = search.as_it_is  # for the figures of the plan, and before time is spent on pieces
-    return _in_pieces(search, number, math.inf)
+    return _candidate_in_pieces(search, number, math.inf)
 
 
-def _in_pieces(search: CandidateSearch, pieces: int, max_piece_nodes: float) -> Candidate | None:
+def _candidate_in_pieces(
+    search: CandidateSearch, pieces: int, max_piece_nodes: float
+) -> Candidate | None:
     """Split the largest operations, then repeat with those that are the largest now, until a
     schedule fits; for "min", while the smallest peak falls. None if the first cannot be split."""
     best = None
@@ -244,7 +246,7 @@ def plan_best_candidate(
     says why. Raises the errors of `solver`.
     """
     try:
-        chosen = _planned(CandidateSearch(step, request, solver), solver)
+        chosen = _plan_of_best_candidate(CandidateSearch(step, request, solver), solver)
     except InfeasibleBudget as error:
         if request.pieces and (obstacle := split_obstacle(step.trace)):
             raise error.with_hint(obstacle) from None
@@ -255,7 +257,7 @@ def plan_best_candidate(
     return chosen._replace(plan=plan)
 
 
-def _planned(search: CandidateSearch, solver: TraceSolver) -> StepPlan[TraceStep]:
+def _plan_of_best_candidate(search: CandidateSearch, solver: TraceSolver) -> StepPlan[TraceStep]:
     """Return the full plan of the best candidate, or of the step as it is where that is better."""
     step, is_min = search.step, search.is_min
     is_requested = len(search.request.pieces) == 1
@@ -283,9 +285,9 @@ def _planned(search: CandidateSearch, solver: TraceSolver) -> StepPlan[TraceStep
             raise
         return plan_as_it_is()
     unchanged_plan = as_it_is.plan
-    if not is_requested and _may_be_better(as_it_is, chosen.plan, is_min):
+    if not is_requested and _may_beat_candidate(as_it_is, chosen.plan, is_min):
         unchanged = plan_as_it_is()
-        if not _is_better(chosen.plan, unchanged.plan, is_min):
+        if not _saves_over_unchanged(chosen.plan, unchanged.plan, is_min):
             return unchanged
         unchanged_plan = unchanged.plan
     if chosen.step.pieces > step.pieces:
@@ -294,7 +296,7 @@ def _planned(search: CandidateSearch, solver: TraceSolver) -> StepPlan[TraceStep
     return chosen
 
 
-def _may_be_better(as_it_is: Candidate, plan: Plan, is_min: bool) -> bool:
+def _may_beat_candidate(as_it_is: Candidate, plan: Plan, is_min: bool) -> bool:
     """True if nothing proves that the step as it is has no better plan."""
     if as_it_is.plan is None:
         return False
@@ -303,7 +305,7 @@ def _may_be_better(as_it_is: Candidate, plan: Plan, is_min: bool) -> bool:
     return (as_it_is.plan.lower_bound or 0.0) < plan.overhead
 
 
-def _is_better(plan: Plan, unchanged: Plan, is_min: bool) -> bool:
+def _saves_over_unchanged(plan: Plan, unchanged: Plan, is_min: bool) -> bool:
     """True if the plan of a candidate saves time over the step as it is; for "min", memory."""
     if is_min:
         return plan.peak_bytes < (1 - _LEAST_PEAK_GAIN) * unchanged.peak_bytes

@@ -61,7 +61,7 @@ def plan_calls_in_flight(
     constant memory. All solves end with `clock`. Raises `InfeasibleBudget` with the smallest peak
     among the plans that the search found.
     """
-    search = _Search(trace, in_flight, solve, clock)
+    search = _InFlightSearch(trace, in_flight, solve, clock)
     budget_bytes = budget.in_bytes(search.baseline_bytes, trace.library_bytes)
     if budget_bytes is None:
         return search.smallest()
@@ -83,7 +83,7 @@ def plan_calls_in_flight(
     )
 
 
-class _Search:
+class _InFlightSearch:
     """A search over limits on the bytes that each call saves. Sizes are in bytes."""
 
     def __init__(self, trace: Trace, in_flight: int, solve: Solve, clock: Clock) -> None:
@@ -100,7 +100,7 @@ class _Search:
         tangents = graph.operations[graph.boundary].outputs
         self._tangents = sum(graph.values[value].size_bytes for value in tangents)
         timeline = simulate(graph, Schedule.keep_all(graph))
-        self._largest_saved = _saved_bytes(
+        self._largest_saved = _saved_at_boundary_bytes(
             graph.boundary, Schedule.keep_all(graph), timeline, self._constant
         )
         others_bytes = self._others * (self._largest_saved + self._inputs)
@@ -114,7 +114,10 @@ class _Search:
         """
         is_enough = budget >= self.baseline_bytes
         ranked = [self._largest_saved] if is_enough else self._ranked_limits(self._trace, budget)
-        plans = (self._plan(self._trace, budget, limit, self._solve_in_full) for limit in ranked)
+        plans = (
+            self._plan_within_limit(self._trace, budget, limit, self._solve_in_full)
+            for limit in ranked
+        )
         return next((plan for plan in plans if plan is not None), None)
 
     def smallest(self) -> TracePlan:
@@ -129,8 +132,8 @@ class _Search:
         estimates = [self._smallest_estimate(trace) for trace in traces]
         place = min(range(len(traces)), key=lambda i: estimates[i].plan.peak_bytes)
         estimate, trace = estimates[place], traces[place]
-        limits_bytes = estimate.plan.peak_bytes, self._saved(estimate)
-        solved = self._plan(trace, *limits_bytes, self._solve_in_full)
+        limits_bytes = estimate.plan.peak_bytes, self._saved_by_call(estimate)
+        solved = self._plan_within_limit(trace, *limits_bytes, self._solve_in_full)
         return estimate if solved is None else solved
 
     def _solve_in_full(self, trace: Trace, budget: Budget) -> TracePlan:
@@ -149,14 +152,14 @@ class _Search:
         a workspace, only the peak counts; the larger the workspace, the fewer bytes a call saves.
         """
         single = self._estimate(trace, Budget.parse("min"))
-        plans = [self._with_others(single, None)]
+        plans = [self._with_other_calls(single, None)]
         search_clock = self._clock.limited_to_share(_SEARCH_SHARE)
         for share in _WORKSPACES:
             if search_clock.is_set():
                 break
             workspace = int(share * (single.plan.peak_bytes - self._constant))
             limited = trace.replace(boundary_bytes=workspace)
-            plans.append(self._with_others(self._estimate(limited, Budget.parse("min")), None))
+            plans.append(self._with_other_calls(self._estimate(limited, Budget.parse("min")), None))
         return min(plans, key=lambda plan: plan.plan.peak_bytes)
 
     def _largest_limit(self, budget: int) -> int:
@@ -196,14 +199,14 @@ class _Search:
         other calls then need less memory, so each call may use more.
         """
         while limit not in times:
-            plan = self._plan(trace, budget, limit, self._estimate)
+            plan = self._plan_within_limit(trace, budget, limit, self._estimate)
             if plan is None:
                 times[limit] = math.inf
                 return
             times[limit] = plan.plan.time_s
-            limit = min(limit, self._saved(plan))
+            limit = min(limit, self._saved_by_call(plan))
 
-    def _plan(
+    def _plan_within_limit(
         self,
         trace: Trace,
         budget: int,
@@ -219,14 +222,14 @@ class _Search:
             solved = solve(trace.replace(boundary_bytes=workspace), Budget.parse(available))
         except (InfeasibleBudget, SolverTimeout):
             return None
-        return self._with_others(solved, budget)
+        return self._with_other_calls(solved, budget)
 
-    def _with_others(self, solved: TracePlan, budget: int | None) -> TracePlan:
+    def _with_other_calls(self, solved: TracePlan, budget: int | None) -> TracePlan:
         """Return the plan with the memory of the other calls added to its graph. If `budget` is
         None, the plan's budget is its peak."""
         schedule = solved.plan.schedule
         trace = solved.trace.replace(boundary_bytes=0)
-        others_bytes = self._others * (self._saved(solved) + self._inputs)
+        others_bytes = self._others * (self._saved_by_call(solved) + self._inputs)
         trace = trace.replace(
             external_bytes=trace.external_bytes + others_bytes,
             unsplit=BaselineRecord(peak_bytes=self.baseline_bytes, time_s=self._baseline_s),
@@ -239,15 +242,15 @@ class _Search:
         return TracePlan(trace, replace(plan, **parts))
 
     @staticmethod
-    def _saved(solved: TracePlan) -> int:
+    def _saved_by_call(solved: TracePlan) -> int:
         """Return the bytes that a call of the plan saves between its forward and its backward."""
         graph, schedule = solved.trace.replace(boundary_bytes=0).graph(), solved.plan.schedule
-        return _saved_bytes(
+        return _saved_at_boundary_bytes(
             graph.boundary, schedule, simulate(graph, schedule), graph.constant_bytes
         )
 
 
-def _saved_bytes(
+def _saved_at_boundary_bytes(
     boundary: int | None, schedule: Schedule, timeline: Timeline, constant_bytes: int
 ) -> int:
     """Return the bytes live between forward and backward, without constant memory."""

@@ -23,11 +23,11 @@ from remat.choice.offloaded_forms import (
     OffloadLimits,
     OffloadPrograms,
     form_with_everything_offloaded,
-    least_time_within,
+    least_time_from_live_bytes_s,
     smallest_need_bytes,
     stays_from_last_use,
 )
-from remat.choice.offloaded_plans import best_plan
+from remat.choice.offloaded_plans import best_offloaded_plan
 from remat.milp.checkpoint_cuts import OffloadCut
 from remat.passes.offload.copies_in_graph import HostStay
 from remat.plan import Plan
@@ -62,7 +62,7 @@ def plan_with_late_copies(
     solve starts after the end of `clock`; until then, all forms are tried, since no other plan may
     fit. No solve starts after the end of the solver's clock."""
 
-    def search_host_bytes(forms: _Forms[S]) -> StepPlan[S] | None:
+    def search_host_bytes(forms: _LateCopyForms[S]) -> StepPlan[S] | None:
         """Return the fastest plan that is found, with more or fewer bytes on the host."""
         best = faster_plan(forms.with_host_share(1.0), None)
         halvings, direction = _FIRST_HALVINGS, 1
@@ -72,7 +72,7 @@ def plan_with_late_copies(
             candidates = forms.with_host_share(0.5**halvings)
             plan = faster_plan(candidates, best)
             if plan is not None:
-                if halvings == _FIRST_HALVINGS and not _waits_most(plan.plan):
+                if halvings == _FIRST_HALVINGS and not _waits_more_than_recomputes(plan.plan):
                     direction = -1
                 best = plan
             elif best is not None and candidates:
@@ -83,7 +83,7 @@ def plan_with_late_copies(
             halvings += direction
         if solver.clock.is_set():
             return best
-        if best is None or (_waits_most(best.plan) and not clock.is_set()):
+        if best is None or (_waits_more_than_recomputes(best.plan) and not clock.is_set()):
             late = replace(limits, link=limits.link.scaled(_FASTER_LINK))
             search_clock = solver.clock.limited_to(max(clock.remaining_s, _LEAST_SEARCH_S))
             few = offloaded_forms([forms.step], budget_bytes, late, search_clock)
@@ -99,26 +99,26 @@ def plan_with_late_copies(
         best_s = math.inf if best is None else best.plan.time_s
         for form in forms:
             if form.score_s < best_s and not solver.clock.is_set():
-                plan = best_plan([form], budget_bytes, limits.link, solver, clock)
+                plan = best_offloaded_plan([form], budget_bytes, limits.link, solver, clock)
                 if plan is not None:
                     return plan if plan.plan.time_s < best_s else None
         return None
 
     for step in steps:
         if smallest_need_bytes(step.graph()) <= budget_bytes:
-            forms = _Forms(step, budget_bytes, limits, solver.clock.is_set)
+            forms = _LateCopyForms(step, budget_bytes, limits, solver.clock.is_set)
             if forms.cuts and (plan := search_host_bytes(forms)) is not None:
                 return plan
     return None
 
 
-def _waits_most(plan: Plan) -> bool:
+def _waits_more_than_recomputes(plan: Plan) -> bool:
     """True if a plan waits for copies for longer than it recomputes."""
     assert plan.offload is not None
     return 2 * plan.offload.waiting_s > plan.time_s - plan.baseline_time_s
 
 
-class _Forms(OffloadPrograms[S]):
+class _LateCopyForms(OffloadPrograms[S]):
     """Forms of a step with more or fewer bytes on the host."""
 
     def with_host_share(self, share: float) -> tuple[OffloadedForm[S], ...]:
@@ -127,13 +127,13 @@ class _Forms(OffloadPrograms[S]):
         Empty if nothing is."""
         if self.has_ended():
             return ()
-        cut = self._cut(int(share * self._largest_bytes))
+        cut = self._offload_cut(int(share * self._largest_bytes))
         if cut is None or not cut.offloaded:
             return ()
         planned = stays_of_cut(self.graph, cut, self.budget_bytes)
         backward = self._backward_stays(self._offloaded_bytes(cut))
         stays = [planned.stays, planned.stays + backward] if backward else [planned.stays]
-        return tuple(self._form(planned._replace(stays=s)) for s in stays)
+        return tuple(self._late_copy_form(planned._replace(stays=s)) for s in stays)
 
     def with_everything(self) -> tuple[OffloadedForm[S], ...]:
         """Return the forms with everything offloaded: they take the least memory."""
@@ -144,7 +144,7 @@ class _Forms(OffloadPrograms[S]):
 
     @cached_property
     def _largest_bytes(self) -> int:
-        cut = self._cut(self.limits.host_bytes)
+        cut = self._offload_cut(self.limits.host_bytes)
         return 0 if cut is None else self._offloaded_bytes(cut)
 
     def _offloaded_bytes(self, cut: OffloadCut) -> int:
@@ -163,7 +163,7 @@ class _Forms(OffloadPrograms[S]):
         cut = self.relaxed_cut(self.cuts[0], self.limits_at(self.cuts[0], self.values))
         return self.graph.total_cost_s if cut is None else cut.bound_s
 
-    def _cut(self, host_bytes: int | None) -> OffloadCut | None:
+    def _offload_cut(self, host_bytes: int | None) -> OffloadCut | None:
         """Return a solution with at most `host_bytes` on the host that leaves memory free."""
         limits = replace(self.limits, host_bytes=host_bytes)
         host = self.limits_at(self.cuts[0], self.forward, limits)
@@ -174,7 +174,7 @@ class _Forms(OffloadPrograms[S]):
         )
         return next((cut for cut in solutions if cut is not None), None)
 
-    def _form(self, planned: PlannedStays) -> OffloadedForm[S]:
+    def _late_copy_form(self, planned: PlannedStays) -> OffloadedForm[S]:
         """Return the form with these stays, and a bound on its time without waiting as its
         score."""
         instant = self.limits.link.scaled(INSTANT_COPIES_FACTOR)
@@ -184,7 +184,7 @@ class _Forms(OffloadPrograms[S]):
             self.step,
             planned,
             instant,
-            score_s=least_time_within(graph, self.budget_bytes, during_bytes, math.inf),
+            score_s=least_time_from_live_bytes_s(graph, self.budget_bytes, during_bytes, math.inf),
             waiting_s=0.0,
             bound_s=self.bound_s,
             without_recompute_s=math.inf,

@@ -25,11 +25,11 @@ from remat.choice.offloaded_forms import (
     least_time_s,
 )
 from remat.choice.offloaded_plans import (
-    best_plan,
-    is_as_fast,
-    is_within_reach,
-    reason_to_decline,
-    with_reason,
+    best_offloaded_plan,
+    is_as_fast_without,
+    is_within_reach_of_eviction,
+    reason_not_offloaded,
+    with_reason_not_offloaded,
 )
 from remat.errors import InfeasibleBudget, SolverTimeout
 from remat.heuristics.peak_bounds import peak_lower_bound_bytes
@@ -73,14 +73,14 @@ def choose_offloading(
     graph = steps[0].graph()
     if budget_bytes is None:
         if len(graph) > MAX_OPERATIONS:
-            return with_reason(plan_without(), _TOO_LARGE)
-        return _choose_for_min(steps[0], limits, solver, plan_without, clock)
+            return with_reason_not_offloaded(plan_without(), _TOO_LARGE)
+        return _choose_offloading_for_min(steps[0], limits, solver, plan_without, clock)
     solvable = [step for step in steps if len(step.graph()) <= MAX_OPERATIONS]
     choices = offloaded_forms(solvable, budget_bytes, limits, clock)
-    offloaded = best_plan(choices, budget_bytes, limits.link, solver, clock)
-    if _is_misjudged(choices, offloaded) and not clock.is_set():
+    offloaded = best_offloaded_plan(choices, budget_bytes, limits.link, solver, clock)
+    if _is_best_form_misjudged(choices, offloaded) and not clock.is_set():
         choices = offloaded_forms(solvable, budget_bytes, limits, clock, LEAST_GAIN)
-        plans = [offloaded, best_plan(choices, budget_bytes, limits.link, solver, clock)]
+        plans = [offloaded, best_offloaded_plan(choices, budget_bytes, limits.link, solver, clock)]
         offloaded = min((p for p in plans if p), key=lambda p: p.plan.time_s, default=None)
     if offloaded is None:
         late_s = max(clock.remaining_s, _LATE_COPIES_SHARE * solver.choice_limit_s)
@@ -98,14 +98,16 @@ def choose_offloading(
         if offloaded is None:
             raise
         return offloaded
-    if offloaded is None or is_as_fast(without.plan, offloaded.plan):
+    if offloaded is None or is_as_fast_without(without.plan, offloaded.plan):
         best = None if offloaded is None else offloaded.plan
-        reason = reason_to_decline(without, best, limits.min_bytes) if solvable else _TOO_LARGE
-        return with_reason(without, reason)
+        reason = reason_not_offloaded(without, best, limits.min_bytes) if solvable else _TOO_LARGE
+        return with_reason_not_offloaded(without, reason)
     return offloaded
 
 
-def _is_misjudged(choices: Sequence[OffloadedForm[S]], solved: StepPlan[S] | None) -> bool:
+def _is_best_form_misjudged(
+    choices: Sequence[OffloadedForm[S]], solved: StepPlan[S] | None
+) -> bool:
     """True if the search ended with a choice that is nearly as fast as the bound by its score, and
     the plan of the best choice is not."""
     if not choices or choices[0].score_s > (1 + CLOSE_SHARE) * choices[0].bound_s:
@@ -113,7 +115,7 @@ def _is_misjudged(choices: Sequence[OffloadedForm[S]], solved: StepPlan[S] | Non
     return solved is None or solved.plan.time_s > (1 + 2 * CLOSE_SHARE) * choices[0].bound_s
 
 
-def _choose_for_min(
+def _choose_offloading_for_min(
     step: S,
     limits: OffloadLimits,
     solver: FormSolver[S],
@@ -128,18 +130,18 @@ def _choose_for_min(
     """
     graph = step.graph()
     everything = [form_with_everything_offloaded(step, limits, overlaps=False)]
-    smallest = best_plan(everything, None, limits.link, solver, clock)
+    smallest = best_offloaded_plan(everything, None, limits.link, solver, clock)
     without: StepPlan[S] | None = None
     least_bytes = peak_lower_bound_bytes(graph)  # of plans without offloading
-    if smallest is None or smallest.plan.peak_bytes > _with_tolerance(least_bytes):
+    if smallest is None or smallest.plan.peak_bytes > _peak_with_tolerance_bytes(least_bytes):
         without = plan_without()
         least_bytes = without.plan.peak_bytes
     if smallest is not None:
         least_bytes = min(least_bytes, smallest.plan.peak_bytes)
-    limit_bytes = _with_tolerance(least_bytes)
+    limit_bytes = _peak_with_tolerance_bytes(least_bytes)
     forms = offloaded_forms([step], limit_bytes, limits, clock)
     forms.append(form_with_everything_offloaded(step, limits, overlaps=True))
-    plans = [smallest, best_plan(forms, limit_bytes, limits.link, solver, clock)]
+    plans = [smallest, best_offloaded_plan(forms, limit_bytes, limits.link, solver, clock)]
     plans.append(plan_with_late_copies([step], limit_bytes, limits, solver, clock))
     fitting = [p for p in plans if p is not None and p.plan.peak_bytes <= limit_bytes]
     offloaded = min(fitting, key=lambda p: p.plan.time_s, default=None)
@@ -147,18 +149,18 @@ def _choose_for_min(
         without is None
         and offloaded is not None
         and least_time_s(graph, limit_bytes, offloaded.plan.time_s) < offloaded.plan.time_s
-        and is_within_reach(graph, limit_bytes)
+        and is_within_reach_of_eviction(graph, limit_bytes)
     ):
         with suppress(InfeasibleBudget, SolverTimeout):
             without = plan_without()
     if without is None:
         assert offloaded is not None
     elif offloaded is None or (
-        without.plan.peak_bytes <= limit_bytes and is_as_fast(without.plan, offloaded.plan)
+        without.plan.peak_bytes <= limit_bytes and is_as_fast_without(without.plan, offloaded.plan)
     ):
-        return with_reason(without, _NO_FASTER_PLAN)
+        return with_reason_not_offloaded(without, _NO_FASTER_PLAN)
     return offloaded._replace(plan=replace(offloaded.plan, status=Status.FEASIBLE))
 
 
-def _with_tolerance(peak_bytes: int) -> int:
+def _peak_with_tolerance_bytes(peak_bytes: int) -> int:
     return int((1 + _PEAK_TOLERANCE) * peak_bytes)

@@ -27,7 +27,7 @@ from remat.choice.offloaded_forms import (
     OffloadedForm,
     OffloadLimits,
     OffloadPrograms,
-    least_time_within,
+    least_time_from_live_bytes_s,
     smallest_need_bytes,
 )
 from remat.milp.checkpoint_cuts import OffloadCut
@@ -77,7 +77,9 @@ def offloaded_forms(
         result
         for step in steps
         if smallest_need_bytes(step.graph()) <= budget_bytes
-        for result in _Search(step, budget_bytes, limits, clock.is_set, close_share).results()
+        for result in _OffloadSearch(
+            step, budget_bytes, limits, clock.is_set, close_share
+        ).results()
         if result.score_s < math.inf
     ]
     return sorted(results, key=lambda result: result.score_s)
@@ -91,7 +93,7 @@ class _CutAndSlack(NamedTuple):
     slack: float
 
 
-class _Search(OffloadPrograms[S]):
+class _OffloadSearch(OffloadPrograms[S]):
     """The search for the offloaded tensors of one form of a step."""
 
     def __init__(
@@ -129,18 +131,18 @@ class _Search(OffloadPrograms[S]):
             if self.best_s <= as_fast_s:
                 return
         yield from self._results_of_cuts(recomputes=True)
-        yield from self._refined()
+        yield from self._refined_results()
         if self._bound_s(recomputes=False, until_s=self.best_s) < self.best_s:
             yield from self._results_of_cuts(recomputes=False)
 
-    def _refined(self) -> Iterator[OffloadedForm[S]]:
+    def _refined_results(self) -> Iterator[OffloadedForm[S]]:
         """Yield the step of the best cut and slack, solved to a smaller gap, unless it is nearly as
         fast as the bound."""
         if self._best is None or self.best_s <= self.bound_s * (1 + self.close_share):
             return
-        cut = self._solution(self._best, recomputes=True, gap=_REFINED_GAP)
+        cut = self._program_solution(self._best, recomputes=True, gap=_REFINED_GAP)
         if cut is not None and self._is_new(cut):
-            result = self._judged(cut, self._best.slack)
+            result = self._judged_form(cut, self._best.slack)
             self.best_s = min(self.best_s, result.score_s)
             yield result
 
@@ -159,13 +161,13 @@ class _Search(OffloadPrograms[S]):
                 if slack == 0.0 and is_solved:
                     break
                 program = _CutAndSlack(cut_operation, slack)
-                cut = self._solution(program, recomputes=recomputes)
+                cut = self._program_solution(program, recomputes=recomputes)
                 is_solved |= cut is not None
                 if cut is None or not self._is_new(cut):
                     continue
                 if recomputes and cut.bound_s > (1 + _PRUNING_MARGIN) * best_s:
                     break
-                result = self._judged(cut, slack)
+                result = self._judged_form(cut, slack)
                 expected_s = result.score_s if recomputes else result.without_recompute_s
                 if expected_s < best_s:
                     best_s, best_waiting_s = expected_s, result.waiting_s
@@ -207,7 +209,7 @@ class _Search(OffloadPrograms[S]):
             self._bounds_s[key] = nothing_s if cut is None else cut.bound_s
         return self._bounds_s[key]
 
-    def _solution(
+    def _program_solution(
         self, program: _CutAndSlack, *, recomputes: bool, gap: float | None = None
     ) -> OffloadCut | None:
         """Return the solution of an integer program."""
@@ -219,7 +221,7 @@ class _Search(OffloadPrograms[S]):
             recomputes=recomputes,
         )
 
-    def _judged(self, cut: OffloadCut, slack: float) -> OffloadedForm[S]:
+    def _judged_form(self, cut: OffloadCut, slack: float) -> OffloadedForm[S]:
         """Return the step with what a solution offloads that leaves this share free."""
         link = self.limits.link
         planned = stays_of_cut(self.graph, cut, self.budget_bytes)
@@ -228,7 +230,9 @@ class _Search(OffloadPrograms[S]):
         timeline = simulate(graph, Schedule.keep_all(graph))
         fits = timeline.peak_bytes <= self.budget_bytes
         expected = copy_times(graph, runs, link, planned.recomputed_s)
-        least_s = least_time_within(graph, self.budget_bytes, timeline.during_bytes, math.inf)
+        least_s = least_time_from_live_bytes_s(
+            graph, self.budget_bytes, timeline.during_bytes, math.inf
+        )
         return OffloadedForm(
             self.step,
             planned,

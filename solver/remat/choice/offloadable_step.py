@@ -199,11 +199,11 @@ def stays_of_cut(graph: Graph, cut: OffloadCut, budget_bytes: int) -> PlannedSta
     budget. It is back before the first operation that reads it, or for which an operation that
     reads it is recomputed. Values that nothing reads after the cut are left out.
     """
-    needed_by = _needs(graph, cut)
-    gone_by = _departures(graph, cut, budget_bytes)
+    needed_by = _needs_of_recomputed(graph, cut)
+    gone_by = _departures_from_device(graph, cut, budget_bytes)
     stays: list[HostStay] = []
     for value in sorted(cut.offloaded):
-        needed = _need_of_value(graph, cut, value, needed_by)
+        needed = _first_need_of_value(graph, cut, value, needed_by)
         if needed < math.inf:
             places = (gone_by[value], cut.operation, int(needed))
             stays.append(HostStay(value, *(skip_boundary(graph, op) for op in places)))
@@ -215,7 +215,7 @@ def stays_of_cut(graph: Graph, cut: OffloadCut, budget_bytes: int) -> PlannedSta
     return PlannedStays(tuple(stays), recomputed_s)
 
 
-def _departures(graph: Graph, cut: OffloadCut, budget_bytes: int) -> dict[int, int]:
+def _departures_from_device(graph: Graph, cut: OffloadCut, budget_bytes: int) -> dict[int, int]:
     """Return, for each offloaded value, the operation before which it has to be gone: the cut, or
     an earlier one that does not fit the budget otherwise. Values leave in the order in which they
     are produced; others are freed after their last reader before the cut, unless they are live at
@@ -246,14 +246,14 @@ def _departures(graph: Graph, cut: OffloadCut, budget_bytes: int) -> dict[int, i
     return gone_by
 
 
-def _needs(graph: Graph, cut: OffloadCut) -> dict[int, float]:
+def _needs_of_recomputed(graph: Graph, cut: OffloadCut) -> dict[int, float]:
     """Return, for each recomputed operation, the first operation that it is recomputed for."""
     needed_by: dict[int, float] = {}
     available = cut.offloaded | cut.retained
     for op in sorted(cut.recomputed, reverse=True):
         needed_by[op] = min(
             (
-                _need_of_value(graph, cut, value, needed_by)
+                _first_need_of_value(graph, cut, value, needed_by)
                 for value in graph.operations[op].outputs
                 if value not in available
             ),
@@ -262,7 +262,9 @@ def _needs(graph: Graph, cut: OffloadCut) -> dict[int, float]:
     return needed_by
 
 
-def _need_of_value(graph: Graph, cut: OffloadCut, value: int, needed_by: dict[int, float]) -> float:
+def _first_need_of_value(
+    graph: Graph, cut: OffloadCut, value: int, needed_by: dict[int, float]
+) -> float:
     """Return the first operation from the cut on that needs a value, directly or for a
     recomputation."""
     direct = (op for op in graph.consumers[value] if op >= cut.operation)

@@ -237,10 +237,10 @@ def least_time_s(graph: Graph, budget_bytes: int, until_s: float = math.inf) -> 
     """Return a lower bound on the time of every schedule of a graph within a budget, from a few
     cuts until the bound reaches `until_s`; infinity if one shows that none fits."""
     during_bytes = simulate(graph, Schedule.keep_all(graph)).during_bytes
-    return least_time_within(graph, budget_bytes, during_bytes, until_s)
+    return least_time_from_live_bytes_s(graph, budget_bytes, during_bytes, until_s)
 
 
-def least_time_within(
+def least_time_from_live_bytes_s(
     graph: Graph, budget_bytes: int, during_bytes: tuple[int, ...], until_s: float
 ) -> float:
     """Return the same for a graph whose memory during each run is known."""

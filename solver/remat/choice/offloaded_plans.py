@@ -25,13 +25,13 @@ from remat.progress import Clock
 from remat.simulate import simulate
 
 
-def with_reason(without: StepPlan[S], reason: str) -> StepPlan[S]:
+def with_reason_not_offloaded(without: StepPlan[S], reason: str) -> StepPlan[S]:
     """Return a plan without offloading that records why nothing is offloaded."""
     declined = replace(without.plan.declined, not_offloaded=reason)
     return without._replace(plan=replace(without.plan, declined=declined))
 
 
-def reason_to_decline(without: StepPlan[S], offloaded: Plan | None, min_bytes: int) -> str:
+def reason_not_offloaded(without: StepPlan[S], offloaded: Plan | None, min_bytes: int) -> str:
     """Return why a plan without offloading is taken. `offloaded` is the fastest one with, and
     `min_bytes` the size of the smallest tensor that is offloaded."""
     if offloaded is not None:
@@ -61,12 +61,12 @@ _MIN_EVICTED_RUNS, _EVICTED_RUNS_PER_OPERATION = 2_000, 8
 the graph's, whichever is more."""
 
 
-def is_as_fast(without: Plan, offloaded: Plan) -> bool:
+def is_as_fast_without(without: Plan, offloaded: Plan) -> bool:
     """True unless offloading saves `LEAST_GAIN` of the step's time."""
     return without.time_s <= offloaded.time_s + LEAST_GAIN * offloaded.baseline_time_s
 
 
-def is_within_reach(graph: Graph, budget_bytes: int) -> bool:
+def is_within_reach_of_eviction(graph: Graph, budget_bytes: int) -> bool:
     """True if a few attempts of eviction bring a graph within a budget.
 
     This is no proof, but takes a tenth of the time of a solve that finds nothing: 0.2 to 0.6 s
@@ -79,7 +79,7 @@ def is_within_reach(graph: Graph, budget_bytes: int) -> bool:
     return smallest.peak_bytes <= budget_bytes
 
 
-def best_plan(
+def best_offloaded_plan(
     choices: Sequence[OffloadedForm[S]],
     budget_bytes: int | None,
     link: Link,
@@ -92,13 +92,13 @@ def best_plan(
 
     def solve(choice: OffloadedForm[S]) -> StepPlan[S] | None:
         step = choice.step()
-        if budget_bytes is not None and not is_within_reach(step.graph(), budget_bytes):
+        if budget_bytes is not None and not is_within_reach_of_eviction(step.graph(), budget_bytes):
             infeasible.append(choice)
             return None
         try:
             plan = solver.solve(step, budget_bytes)
             limit_bytes = plan.peak_bytes if budget_bytes is None else plan.budget_bytes
-            waiting = _with_waiting(step, choice.bound_s, plan, limit_bytes, link)
+            waiting = _plan_with_waits(step, choice.bound_s, plan, limit_bytes, link)
             solver.log.replace_plan(plan, waiting.plan)
             return waiting
         except InfeasibleBudget:
@@ -134,7 +134,7 @@ def best_plan(
     return min(plans, key=lambda plan: plan.plan.time_s, default=None)
 
 
-def _with_waiting(
+def _plan_with_waits(
     step: S, order_bound_s: float, plan: Plan, limit_bytes: int, link: Link
 ) -> StepPlan[S]:
     """Return the plan of a step with the simulated waiting for copies as the cost of operations

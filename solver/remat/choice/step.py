@@ -11,7 +11,7 @@ from remat.choice.in_flight import plan_calls_in_flight
 from remat.choice.offload import choose_offloading
 from remat.choice.offloadable_step import StepPlan, TraceStep
 from remat.choice.offloaded_forms import OffloadLimits
-from remat.choice.offloaded_plans import with_reason
+from remat.choice.offloaded_plans import with_reason_not_offloaded
 from remat.choice.plan_request import (
     FormPlanner,
     PlanRequest,
@@ -90,7 +90,7 @@ def plan_step(
             plan_form or plan_here,
             measure,
         )
-        chosen = _fastest_plan(TraceStep(step), request, solver, plan_without)
+        chosen = _fastest_plan_of_step(TraceStep(step), request, solver, plan_without)
         is_min = solver.budget_bytes is None
         candidates = solver.log.results(chosen.plan, is_min=is_min)
         return TracePlan(chosen.step.trace, replace(chosen.plan, candidates=candidates))
@@ -166,7 +166,7 @@ def sweep_with_offload(
     return [plans[size_bytes] for size_bytes in sorted(plans)]
 
 
-def _fastest_plan(
+def _fastest_plan_of_step(
     step: TraceStep,
     request: PlanRequest,
     solver: TraceSolver,
@@ -191,28 +191,28 @@ def _fastest_plan(
     if offload is None:
         return plan_without_offload()
     if offload.host_bytes == 0:
-        return with_reason(plan_without_offload(), "the host budget is 0")
+        return with_reason_not_offloaded(plan_without_offload(), "the host budget is 0")
     steps, chosen_without = [step], plan_without_offload
     if request.pieces:
         try:
             chosen = plan_without_offload()
         except (InfeasibleBudget, SolverTimeout) as error:
             steps += _split_until_operations_fit(step, max(request.pieces), solver)
-            chosen_without = _raising(error)
+            chosen_without = _plan_function_raising(error)
         else:
             steps = [step] if chosen.step.trace is step.trace else [chosen.step, step]
-            chosen_without = _returning(chosen)
+            chosen_without = _plan_function_returning(chosen)
     try:
         return choose_offloading(steps, budget_bytes, offload, solver, chosen_without)
     except InfeasibleBudget as error:
         raise error.with_hint(_HINT_OFFLOADED) from None
 
 
-def _returning(chosen: StepPlan[TraceStep]) -> Callable[[], StepPlan[TraceStep]]:
+def _plan_function_returning(chosen: StepPlan[TraceStep]) -> Callable[[], StepPlan[TraceStep]]:
     return lambda: chosen
 
 
-def _raising(error: Exception) -> Callable[[], StepPlan[TraceStep]]:
+def _plan_function_raising(error: Exception) -> Callable[[], StepPlan[TraceStep]]:
     def raise_error() -> StepPlan[TraceStep]:
         raise error
 

@@ -35,9 +35,9 @@ from remat.progress import Clock, ProgressCallback
 from remat.report.fit import ExcludedOption, Fit, FitOption
 from remat.strategies import Strategy
 
-_Kind = Callable[[FitQuestion], Iterator[FitOption | ExcludedOption]]
+_OptionKind = Callable[[FitQuestion], Iterator[FitOption | ExcludedOption]]
 
-_KINDS: dict[_Kind, str] = {
+_OPTION_KINDS: dict[_OptionKind, str] = {
     optimizer_options: "optimizers",
     segment_options: "settings of the allocator",
     released_output_options: "released outputs",
@@ -49,7 +49,7 @@ _KINDS: dict[_Kind, str] = {
 }
 """Kinds of options and their titles, the one that is simplest to apply first."""
 
-_SLOW_KINDS = (smaller_batch_options, plan_options, loss_only_options)
+_SLOW_OPTION_KINDS = (smaller_batch_options, plan_options, loss_only_options)
 """Kinds of options that trace or solve, and are the last, in this order."""
 
 _DEADLINE_NOTE = (
@@ -84,13 +84,18 @@ def answer_question(question: FitQuestion, notes: Sequence[str] = ()) -> Fit:
     )
 
 
-def search_options(question: FitQuestion) -> Iterator[tuple[_Kind, FitOption | ExcludedOption]]:
+def search_options(
+    question: FitQuestion,
+) -> Iterator[tuple[_OptionKind, FitOption | ExcludedOption]]:
     """Yield options with their kinds until the time limit; those that take long come last."""
-    kinds = [*(kind for kind in _KINDS if kind not in _SLOW_KINDS), *_SLOW_KINDS]
+    kinds = [
+        *(kind for kind in _OPTION_KINDS if kind not in _SLOW_OPTION_KINDS),
+        *_SLOW_OPTION_KINDS,
+    ]
     for number, kind in enumerate(kinds, 1):
         if question.clock.is_set():
             return
-        of_kind = question.at_stage(f"option {number} of {len(kinds)}: {_KINDS[kind]}")
+        of_kind = question.at_stage(f"option {number} of {len(kinds)}: {_OPTION_KINDS[kind]}")
         yield from ((kind, option) for option in kind(of_kind))
 
 
@@ -101,7 +106,9 @@ def find_options(
     fastest of them first, then the others, the one that exceeds the memory least first. Of options
     that are equally fast (to 0.1%), the one that is simpler to apply is first. After the time
     limit, no more options are searched for."""
-    options: dict[_Kind, list[FitOption | ExcludedOption]] = {kind: [] for kind in _KINDS}
+    options: dict[_OptionKind, list[FitOption | ExcludedOption]] = {
+        kind: [] for kind in _OPTION_KINDS
+    }
     for kind, option in search_options(question):
         options[kind].append(option)
     step_s = question.step.time_s or 1.0
@@ -112,7 +119,7 @@ def find_options(
         relative = math.inf if option.step_s is None else round(option.step_s / step_s, 3)
         return False, relative
 
-    in_order = [option for kind in _KINDS for option in options[kind]]
+    in_order = [option for kind in _OPTION_KINDS for option in options[kind]]
     possible = [option for option in in_order if isinstance(option, FitOption)]
     excluded = [option for option in in_order if isinstance(option, ExcludedOption)]
     return tuple(sorted(possible, key=sort_key)), tuple(excluded)
@@ -152,7 +159,7 @@ def routing_notes(trace: Trace) -> list[str]:
             continue
         if node.target in _GROUPED:
             how = "grouped products"
-        elif node.target == _GATHER and _first_name(node) in weights:
+        elif node.target == _GATHER and _first_argument_name(node) in weights:
             how = "products with gathered weights"
         else:
             continue
@@ -164,7 +171,7 @@ def routing_notes(trace: Trace) -> list[str]:
     return []
 
 
-def _first_name(node: Node) -> str:
+def _first_argument_name(node: Node) -> str:
     return node.args[0].name if node.args and isinstance(node.args[0], Ref) else ""
 
 

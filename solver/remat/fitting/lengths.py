@@ -45,7 +45,7 @@ class LengthDistribution:
         pairs = lengths.items() if isinstance(lengths, Mapping) else ((n, 1) for n in lengths)
         weights: Counter[int] = Counter()
         for length, weight in pairs:
-            _check(length, weight)
+            _check_length_and_share(length, weight)
             weights[operator.index(length)] += weight  # type: ignore[assignment]  # a float
         total = math.fsum(weights.values())
         if total <= 0:
@@ -69,7 +69,7 @@ class LengthDistribution:
         return LongestFit(option, self.lengths[count - 1] if count else None, min(1.0, share))
 
 
-def _check(length: object, weight: object) -> None:
+def _check_length_and_share(length: object, weight: object) -> None:
     if (
         isinstance(length, bool)
         or not isinstance(length, SupportsIndex)
@@ -106,12 +106,14 @@ def longest_fits(
         step = question(length).step
         return question(length).is_usable(step.memory(question(length).optimizer))
 
-    eager_count = _count_of_first(is_eager, lengths[:-1])
+    eager_count = _count_of_fitting_lengths(is_eager, lengths[:-1])
     eager = distribution.fit("", eager_count)
     best = next((o for o in answer.options if _is_on_one_device(o)), None)
     if best is not None:
         return eager, distribution.fit(best.name, len(lengths))
-    more = _count_of_first(lambda n: _has_option(question(n)), lengths[eager_count:-1])
+    more = _count_of_fitting_lengths(
+        lambda n: _has_fitting_option(question(n)), lengths[eager_count:-1]
+    )
     if not more:
         return (eager,)
     count = eager_count + more
@@ -121,12 +123,12 @@ def longest_fits(
     return (eager,) if best is None else (eager, distribution.fit(best.name, count))
 
 
-def _count_of_first(is_true: Callable[[int], bool], lengths: Sequence[int]) -> int:
+def _count_of_fitting_lengths(is_true: Callable[[int], bool], lengths: Sequence[int]) -> int:
     """Return how many lengths satisfy a predicate that the shortest ones do."""
     return bisect_left(lengths, True, key=lambda length: not is_true(length))
 
 
-def _has_option(question: FitQuestion) -> bool:
+def _has_fitting_option(question: FitQuestion) -> bool:
     """True if an option fits; those that take no solver are tried first."""
     return any(_is_on_one_device(option) for _, option in search_options(question))
 

@@ -86,7 +86,7 @@ def smaller_batch_options(question: FitQuestion) -> Iterator[FitOption | Exclude
     if question.batch < 2:
         yield ExcludedOption(_SMALLER_BATCH, "the batch is 1")
         return
-    constant_bytes = _constant_bytes(question)
+    constant_bytes = _batch_independent_bytes(question)
     if constant_bytes > question.usable_bytes:
         constant = format_bytes(constant_bytes)
         reason = f"parameters, gradients, optimizer state and libraries take {constant}"
@@ -95,7 +95,7 @@ def smaller_batch_options(question: FitQuestion) -> Iterator[FitOption | Exclude
     option: FitOption | ExcludedOption | None = None
     for batch in _promising_batches(question, question.batch)[:_MAX_BATCHES] or [1]:
         try:
-            option = _batch_option(question, batch, question.trace_of_batch(batch))
+            option = _smaller_batch_option(question, batch, question.trace_of_batch(batch))
         except TraceError as error:  # such as batch norm of one sample
             reason = f"a batch of {batch} cannot be traced: {one_line(error)}"
             option = ExcludedOption(_SMALLER_BATCH, reason)
@@ -106,7 +106,7 @@ def smaller_batch_options(question: FitQuestion) -> Iterator[FitOption | Exclude
         yield option
 
 
-def _batch_option(question: FitQuestion, batch: int, trace: Trace) -> FitOption:
+def _smaller_batch_option(question: FitQuestion, batch: int, trace: Trace) -> FitOption:
     """Return the option to accumulate the gradients of smaller batches, of which one is traced."""
     count = (question.batch or 1) // batch
     step = EagerStep.of(trace)
@@ -118,13 +118,13 @@ def _batch_option(question: FitQuestion, batch: int, trace: Trace) -> FitOption:
     )
 
 
-def _activation_bytes(question: FitQuestion) -> int:
+def _batch_dependent_bytes(question: FitQuestion) -> int:
     """Return what torch's allocator reserves for everything that depends on the batch."""
     memory = question.step.memory(question.optimizer)
-    return max(0, memory.reserved_bytes - _constant_bytes(question))
+    return max(0, memory.reserved_bytes - _batch_independent_bytes(question))
 
 
-def _constant_bytes(question: FitQuestion) -> int:
+def _batch_independent_bytes(question: FitQuestion) -> int:
     """Return the bytes that do not depend on the batch, libraries and buffers included."""
     step = question.step
     parameters = {p.storage for p in trained_parameters(step.trace)}
@@ -138,8 +138,8 @@ def _constant_bytes(question: FitQuestion) -> int:
 def _promising_batches(question: FitQuestion, batch: int) -> list[int]:
     """Return the divisors of a batch that may fit, the largest first, if activations are
     proportional to the batch."""
-    constant_bytes = _constant_bytes(question)
-    activation_bytes = _activation_bytes(question)
+    constant_bytes = _batch_independent_bytes(question)
+    activation_bytes = _batch_dependent_bytes(question)
     room_bytes = question.usable_bytes - constant_bytes
     smaller = [b for b in range(batch - 1, 0, -1) if batch % b == 0]
     return [b for b in smaller if activation_bytes * b <= room_bytes * batch]
@@ -165,11 +165,11 @@ def checkpointed_step(step: EagerStep) -> tuple[EagerStep, Schedule] | None:
     graph = eager_graph(step.eager_trace, unpacked=recomputed)
     backward = eager_backward_order(graph)
     schedule = checkpoint_segments(graph, blocks, borders, backward)
-    graph = _with_retained_arguments(graph, blocks, borders, backward)
+    graph = _with_retained_block_arguments(graph, blocks, borders, backward)
     return replace(step, graph=graph), schedule
 
 
-def _with_retained_arguments(
+def _with_retained_block_arguments(
     graph: Graph, blocks: Segments, borders: Collection[int], backward: Sequence[int]
 ) -> Graph:
     """Return the graph in which the last operation of a block's backward reads the arguments of the
@@ -220,7 +220,7 @@ def sharding_options(question: FitQuestion) -> Iterator[FitOption | ExcludedOpti
     step, optimizer = question.step, question.optimizer
     if not is_on_cuda(step.trace):
         return
-    fragments = question.fragments(optimizer)
+    fragments = question.fragmentation_ratio(optimizer)
     without = step, Schedule.keep_all(step.graph)
     smallest_bytes: list[int] = []
     for suffix, variant in (("", without), (", checkpoint each block", checkpointed_step(step))):

@@ -41,7 +41,7 @@ _LARGE_OUTPUTS = 0.01
 def plan_options(question: FitQuestion) -> Iterator[FitOption | ExcludedOption]:
     """Yield the fastest plan that fits, with the largest optimizer that leaves room for one; if
     none fits, the smallest."""
-    return _plan_options(question, _PLAN)
+    return _fitting_plan_options(question, _PLAN)
 
 
 def loss_only_options(question: FitQuestion) -> Iterator[FitOption]:
@@ -54,7 +54,7 @@ def loss_only_options(question: FitQuestion) -> Iterator[FitOption]:
     script = replace(question.script, outputs=OUTPUTS_LOSS)
     loss_only = EagerStep.of(with_outputs(step.trace, OUTPUTS_LOSS))
     question = replace(question, step=loss_only, script=script)
-    options = _plan_options(question, _LOSS_ONLY_PLAN)
+    options = _fitting_plan_options(question, _LOSS_ONLY_PLAN)
     yield from (
         replace(option, note="; ".join(filter(None, (_LOSS_ONLY_NOTE, option.note))))
         for option in options
@@ -62,17 +62,17 @@ def loss_only_options(question: FitQuestion) -> Iterator[FitOption]:
     )
 
 
-def _plan_options(question: FitQuestion, name: str) -> Iterator[FitOption | ExcludedOption]:
+def _fitting_plan_options(question: FitQuestion, name: str) -> Iterator[FitOption | ExcludedOption]:
     smallest: FitOption | None = None
     optimizers = list(question.optimizers_to_combine())
     if not optimizers:
         yield ExcludedOption(name, question.reason_of_optimizers())
         return
-    solves = _Solves(question)
+    solves = _PlanSolves(question)
     for optimizer in optimizers:
         if question.clock.is_set():
             break
-        option = _plan_option(solves, optimizer, name)
+        option = _fitting_plan_option(solves, optimizer, name)
         if option is None:
             continue
         if option.fits:
@@ -86,7 +86,9 @@ def _plan_options(question: FitQuestion, name: str) -> Iterator[FitOption | Excl
         yield ExcludedOption(name, "the solver reached no schedule in its time")
 
 
-def _plan_option(solves: _Solves, optimizer: OptimizerMemory, name: str) -> FitOption | None:
+def _fitting_plan_option(
+    solves: _PlanSolves, optimizer: OptimizerMemory, name: str
+) -> FitOption | None:
     """Return the plan with an optimizer; None if the solver reached no answer in its time."""
     question = solves.question
     name = question.name_with_optimizer(name, optimizer)
@@ -100,8 +102,8 @@ def _plan_option(solves: _Solves, optimizer: OptimizerMemory, name: str) -> FitO
         peak_bytes = error.min_feasible_bytes + optimizer.state_bytes
         if peak_bytes >= question.step.memory(optimizer).peak_bytes:  # the solve ended early
             return None
-        reserved_bytes = int(peak_bytes * question.fragments(optimizer))
-        code = _plan_code(question, optimizer, peak_bytes)
+        reserved_bytes = int(peak_bytes * question.fragmentation_ratio(optimizer))
+        code = _enable_code(question, optimizer, peak_bytes)
         note = "the smallest peak that was reached; reserved bytes are a guess"
         return FitOption(name, peak_bytes, reserved_bytes, False, None, code, note)
     except RematError:
@@ -109,20 +111,24 @@ def _plan_option(solves: _Solves, optimizer: OptimizerMemory, name: str) -> FitO
             return None
         raise
     budget_bytes = chosen.plan.budget_bytes + optimizer.state_bytes
-    code = _plan_code(question, optimizer, budget_bytes)
-    return question.option(name, _memory_of_plan(chosen, optimizer), chosen.plan.time_s, code)
+    code = _enable_code(question, optimizer, budget_bytes)
+    return question.option(
+        name, _training_memory_of_plan(chosen, optimizer), chosen.plan.time_s, code
+    )
 
 
-def _accepted_plan(solves: _Solves, optimizer: OptimizerMemory) -> TracePlan:
+def _accepted_plan(solves: _PlanSolves, optimizer: OptimizerMemory) -> TracePlan:
     """Return the plan for what the optimizer's state and the allocator's fragments leave. If more
     would be reserved than is usable, the budget is lowered by the excess, without its share of
     fragments, and a margin."""
     question = solves.question
     usable_bytes = question.usable_bytes
-    budget_bytes = int(usable_bytes / question.fragments(optimizer)) - optimizer.state_bytes
+    budget_bytes = (
+        int(usable_bytes / question.fragmentation_ratio(optimizer)) - optimizer.state_bytes
+    )
 
     def judge(chosen: TracePlan) -> Verdict:
-        memory, plan = _memory_of_plan(chosen, optimizer), chosen.plan
+        memory, plan = _training_memory_of_plan(chosen, optimizer), chosen.plan
         excess = memory.reserved_bytes - usable_bytes
         if excess <= 0 or memory.is_in_optimizer:  # no plan reduces the optimizer's step
             return Verdict(excess, 0)
@@ -135,7 +141,7 @@ def _accepted_plan(solves: _Solves, optimizer: OptimizerMemory) -> TracePlan:
 
 
 @dataclass
-class _Solves:
+class _PlanSolves:
     """The solves for the plans of a question. One that an earlier solve answers is left out, as
     optimizers with the same state have the same budget."""
 
@@ -188,12 +194,12 @@ def _plan_in_pieces(question: FitQuestion, budget_bytes: int, pieces: tuple[int,
     )
 
 
-def _memory_of_plan(chosen: TracePlan, optimizer: OptimizerMemory) -> TrainingMemory:
+def _training_memory_of_plan(chosen: TracePlan, optimizer: OptimizerMemory) -> TrainingMemory:
     trace, plan = chosen
     return TrainingMemory.of(trace, trace.graph(), plan.schedule, optimizer)
 
 
-def _plan_code(question: FitQuestion, optimizer: OptimizerMemory, budget_bytes: int) -> str:
+def _enable_code(question: FitQuestion, optimizer: OptimizerMemory, budget_bytes: int) -> str:
     script = question.script
     arguments = f"model, {budget_bytes:_}"
     if optimizer.code:

@@ -171,7 +171,7 @@ class FitQuestion:
         fits = self.is_usable(memory)
         return FitOption(name, memory.peak_bytes, memory.reserved_bytes, fits, step_s, code, note)
 
-    def fragments(self, optimizer: OptimizerMemory) -> float:
+    def fragmentation_ratio(self, optimizer: OptimizerMemory) -> float:
         """Return what torch's allocator reserves in eager mode, relative to the peak."""
         memory = self.step.memory(optimizer)
         return memory.reserved_bytes / max(1, memory.peak_bytes)
@@ -181,7 +181,7 @@ class FitQuestion:
         for name in (self.optimizer_name, *smaller_optimizers(self.optimizer_name)):
             optimizer = self.step.optimizer(name)
             step_bytes = optimizer_step_bytes(self.step.graph, optimizer)
-            if step_bytes * self.fragments(optimizer) <= self.usable_bytes:
+            if step_bytes * self.fragmentation_ratio(optimizer) <= self.usable_bytes:
                 yield optimizer
             if self.is_usable(self.step.memory(optimizer)):
                 return  # that optimizer is an option on its own

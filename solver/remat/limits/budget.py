@@ -63,8 +63,8 @@ class Budget:
             return cls._parse_text(requested)
         if isinstance(requested, float) and not math.isfinite(requested):
             raise BudgetError(f"the budget is {requested}; {_HINT}")
-        _check_no_fraction(requested)
-        return cls(requested, _check_size(math.floor(requested), requested))
+        _check_no_fraction_of_byte(requested)
+        return cls(requested, _check_budget_size(math.floor(requested), requested))
 
     @classmethod
     def _parse_text(cls, text: str) -> Budget:
@@ -91,8 +91,8 @@ class Budget:
                 "units are B, kB, MB, GB, TB, KiB, MiB, GiB, TiB and %"
             )
         size_bytes = number * _UNITS[unit.lower()]
-        _check_no_fraction(size_bytes)
-        return cls(text, _check_size(math.floor(size_bytes), text))
+        _check_no_fraction_of_byte(size_bytes)
+        return cls(text, _check_budget_size(math.floor(size_bytes), text))
 
     @property
     def is_min(self) -> bool:
@@ -124,7 +124,7 @@ def is_auto(requested: object) -> bool:
     return isinstance(requested, str) and requested.strip().lower() == "auto"
 
 
-def _check_no_fraction(size_bytes: float | Fraction) -> None:
+def _check_no_fraction_of_byte(size_bytes: float | Fraction) -> None:
     """Raise `BudgetError` for less than a byte, probably meant as a fraction of the peak."""
     if 0 < size_bytes < 1:
         raise BudgetError(
@@ -133,7 +133,7 @@ def _check_no_fraction(size_bytes: float | Fraction) -> None:
         )
 
 
-def _check_size(size_bytes: int, requested: object) -> int:
+def _check_budget_size(size_bytes: int, requested: object) -> int:
     """Return the size. Raise `BudgetError` unless it is positive and less than 1e100 bytes."""
     if size_bytes <= 0:
         raise BudgetError(

@@ -62,7 +62,9 @@ def eager_graph(trace: Trace, unpacked: Collection[int] = ()) -> Graph:
         operation if node is not None and is_write(node) else replace(operation, overwrites=())
         for operation, node in zip(graph.operations, trace.operations, strict=True)
     )
-    graph = _with_retained_factors(replace(graph, operations=operations), trace, unpacked)
+    graph = _with_factors_retained_by_autograd(
+        replace(graph, operations=operations), trace, unpacked
+    )
     return _with_gradients_added_in_place(graph, trace)
 
 
@@ -73,7 +75,7 @@ def value_of_storage(trace: Trace, graph: Graph) -> dict[int, int]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Formula:
+class _BackwardFormula:
     """The operations of the backward formula of a product so far, at least one product.
 
     `gradients` are what all products and bias sums of it read of the backward, `operands` what its
@@ -100,7 +102,9 @@ class _Formula:
         return is_cast and bool(self.results & read)
 
 
-def _with_retained_factors(graph: Graph, trace: Trace, unpacked: Collection[int]) -> Graph:
+def _with_factors_retained_by_autograd(
+    graph: Graph, trace: Trace, unpacked: Collection[int]
+) -> Graph:
     """Return the graph in which the last operation of a backward formula reads what its products
     read: autograd releases their operands only after all gradients of the formula are computed,
     summed where a factor was broadcast, and cast to the factors' dtypes. Saved tensors that hooks
@@ -108,14 +112,14 @@ def _with_retained_factors(graph: Graph, trace: Trace, unpacked: Collection[int]
     operations = list(graph.operations)
     dtype_of = {p.name: p.tensor.dtype for p in trace.placeholders}
     dtype_of |= {r.name: r.tensor.dtype for node in trace.nodes for r in node.results}
-    formula: _Formula | None = None
+    formula: _BackwardFormula | None = None
     for index, node in enumerate(trace.operations):
         if node is None:
             continue
         inputs = frozenset(graph.operations[index].inputs)
         results = frozenset(graph.operations[index].outputs)
         dtypes = frozenset(dtype_of[name] for name in referenced_names(node.args))
-        read = frozenset(v for v in inputs if _is_of_backward(graph, v))
+        read = frozenset(v for v in inputs if _is_backward_value(graph, v))
         if formula is not None and formula.has_product(node, read):
             formula = replace(
                 formula,
@@ -129,7 +133,7 @@ def _with_retained_factors(graph: Graph, trace: Trace, unpacked: Collection[int]
             inputs |= formula.operands.difference(unpacked)
             formula = replace(formula, results=formula.results | results)
         elif node.backward and node.target in _PRODUCTS:
-            formula = _Formula(node.target, read, inputs, results, dtypes)
+            formula = _BackwardFormula(node.target, read, inputs, results, dtypes)
         else:
             formula = None
         operations[index] = replace(operations[index], inputs=tuple(sorted(inputs)))
@@ -164,10 +168,10 @@ def _can_overwrite(graph: Graph, addition: Operation, value: int) -> bool:
     return (
         value in addition.inputs
         and value not in graph.results
-        and _is_of_backward(graph, value)
+        and _is_backward_value(graph, value)
         and graph.values[value].size_bytes == size_bytes
     )
 
 
-def _is_of_backward(graph: Graph, value: int) -> bool:
+def _is_backward_value(graph: Graph, value: int) -> bool:
     return graph.operations[graph.producer[value]].backward

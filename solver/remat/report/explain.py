@@ -155,7 +155,7 @@ def _why_recomputed(plan: PlanData, op: int, timeline: Timeline) -> list[str]:
     runs = [run for run, o in enumerate(plan.schedule.runs) if o == op]
     others = len(plan.schedule) - len(schedule) - (len(runs) - 1)
     extra_s = timeline.time_s - alternative.time_s
-    cost = f"  it costs {format_seconds(extra_s)}{_share_of_step(plan, extra_s)}"
+    cost = f"  it costs {format_seconds(extra_s)}{_share_of_step_text(plan, extra_s)}"
     if others:
         cost += f", including {others} {plural('recomputation', others)} of its inputs"
     lines = [cost, *_freed_lines(plan, op, timeline)]
@@ -169,7 +169,7 @@ def _why_recomputed(plan: PlanData, op: int, timeline: Timeline) -> list[str]:
         return lines
     lines.append(
         f"  {peak}: it fits, with {format_bytes(spare)} to spare. The recomputation is unnecessary"
-        f"{_why_unnecessary(plan, extra_s)}"
+        f"{_why_unneeded_recomputation(plan, extra_s)}"
     )
     return lines
 
@@ -193,7 +193,7 @@ def _freed_lines(plan: PlanData, op: int, timeline: Timeline) -> list[str]:
     return lines
 
 
-def _why_unnecessary(plan: PlanData, extra_s: float) -> str:
+def _why_unneeded_recomputation(plan: PlanData, extra_s: float) -> str:
     """Return why the solver could leave a recomputation in the plan that is not needed."""
     if plan.gap is None:
         return " (this strategy proves no lower bound)"
@@ -219,7 +219,7 @@ def _why_retained(plan: PlanData, op: int, timeline: Timeline) -> list[str]:
     before = f"before run {span.end} ({graph.operations[runs[span.end]].name})"
     lines = [
         f"  recomputed {before} instead, it would cost {format_seconds(operation.cost_s)}"
-        f"{_share_of_step(plan, operation.cost_s)}, and free {format_bytes(size)} after run "
+        f"{_share_of_step_text(plan, operation.cost_s)}, and free {format_bytes(size)} after run "
         f"{span.start} for {format_seconds(_span_time_s(plan, span))}"
     ]
     peak_run = timeline.peak_run
@@ -314,7 +314,7 @@ def _run_text(graph: Graph, schedule: Schedule, run: int, displayed_run: int) ->
     )
 
 
-def _share_of_step(plan: PlanData, time_s: float) -> str:
+def _share_of_step_text(plan: PlanData, time_s: float) -> str:
     """Return a time as a percentage of the step without recomputation, as text."""
     if plan.baseline_time_s <= 0:
         return ""

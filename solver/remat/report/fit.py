@@ -118,7 +118,7 @@ class Fit(Described):
         excluded = "\n".join(f"no {option.name}: {option.reason}" for option in self.excluded)
         if not self.options:
             return Report(facts, excluded)
-        return Report(facts, self._table(), "\n".join(self._code_lines()), excluded)
+        return Report(facts, self._option_table(), "\n".join(self._code_lines()), excluded)
 
     def _reserved_facts(self) -> list[Fact]:
         """Return a line about torch's allocator, and one about the accuracy; none on a CPU."""
@@ -130,10 +130,10 @@ class Fit(Described):
         )
         return [Fact("reserved", text), Fact("accuracy", _ACCURACY)]
 
-    def _table(self) -> Table:
+    def _option_table(self) -> Table:
         rows = [("option", "fits", "peak", "reserved", "time")]
         for number, option in enumerate(self.options, 1):
-            time = "" if option.step_s is None else _relative(option.step_s, self.step_s)
+            time = "" if option.step_s is None else _relative_time_text(option.step_s, self.step_s)
             rows.append(
                 (
                     f"{number}. {option.name}",
@@ -165,5 +165,5 @@ def _length_text(fit: LongestFit) -> str:
     return f"{fit.length:,} tokens fit {how}: {fit.share:.1%} of batches"
 
 
-def _relative(step_s: float, eager_s: float) -> str:
+def _relative_time_text(step_s: float, eager_s: float) -> str:
     return f"{100 * (step_s / eager_s - 1):+.1f}%" if eager_s else ""

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from remat.graph import Graph
 from remat.limits.units import format_bytes, format_seconds
 from remat.plan_data import PlanData
-from remat.report.plan_report import split_lines_of
+from remat.report.plan_report import split_lines_of_operations
 from remat.report.report import Table
 
 _MAX_ROWS = 60
@@ -79,7 +79,7 @@ def module_lines(plan: PlanData, path: str, ops: Sequence[int]) -> list[str]:
     recomputed_count = sum(op in recomputed for op in ops)
     return [
         f"{path}: {len(ops)} {plural('operation', len(ops))}, {recomputed_count} recomputed",
-        *split_lines_of(plan, ops),
+        *split_lines_of_operations(plan, ops),
         *Table(table, "lllr").lines(),
     ]
 

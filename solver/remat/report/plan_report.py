@@ -44,7 +44,7 @@ def plan_report(plan: PlanData, solve: bool = False) -> Report:
         Fact("plan", f"{plan.status.name.lower()}: {plan.status.value}{_gap_text(plan)}"),
         Fact(
             "budget",
-            f"{format_bytes(plan.budget_bytes)}{_lowered_text(plan)}{_reserve_text(plan)}",
+            f"{format_bytes(plan.budget_bytes)}{_lowered_budget_text(plan)}{_reserve_text(plan)}",
         ),
         Fact(
             "peak",
@@ -67,7 +67,7 @@ def plan_report(plan: PlanData, solve: bool = False) -> Report:
     if plan.terms.cuda_graphs:
         text = "each random operation runs once per step, as a CUDA graph requires"
         facts.append(Fact("random", text))
-    if solver := _text_of_solver(plan):
+    if solver := _solver_text(plan):
         facts.append(Fact("solver", solver))
     table = _module_table(plan, recomputed) if recomputed else ""
     if not solve:
@@ -119,7 +119,9 @@ def describe_peak(graph: Graph, schedule: Schedule) -> str:
     parts_text = ", ".join(f"{format_bytes(size)} {name}" for name, size in parts.items() if size)
     sizes = {v: graph.values[v].size_bytes for v in {*operands, *results, *retained}}
     largest = sorted(sizes, key=lambda v: (-sizes[v], v))[:_MAX_NAMED_VALUES]
-    largest_text = ", ".join(f"{format_bytes(sizes[v])} of {_producer(graph, v)}" for v in largest)
+    largest_text = ", ".join(
+        f"{format_bytes(sizes[v])} of {_producer_text(graph, v)}" for v in largest
+    )
     phase = "backward" if operation.backward else "forward"
     module = f", {operation.module}" if operation.module else ""
     return (
@@ -128,7 +130,7 @@ def describe_peak(graph: Graph, schedule: Schedule) -> str:
     )
 
 
-def _producer(graph: Graph, value: int) -> str:
+def _producer_text(graph: Graph, value: int) -> str:
     """Return the name of the operation that produces a value, with its module."""
     producer = graph.operations[graph.producer[value]]
     return f"{producer.name} ({producer.module})" if producer.module else producer.name
@@ -160,7 +162,7 @@ def _library_text(plan: PlanData) -> str:
     return f", {format_bytes(library_bytes)} of libraries, not in the percentage"
 
 
-def _lowered_text(plan: PlanData) -> str:
+def _lowered_budget_text(plan: PlanData) -> str:
     """Return by how much the budget was lowered to make the allocator's peak fit; "" if not."""
     requested_bytes = plan.terms.requested_budget_bytes
     if requested_bytes is None:
@@ -235,7 +237,7 @@ def _bound_text(plan: PlanData) -> str:
     return text
 
 
-def _text_of_solver(plan: PlanData) -> str:
+def _solver_text(plan: PlanData) -> str:
     """Return the strategy, the solver, the size of the MILP and the solve time, as text."""
     stats = plan.solve
     facts = [str(stats[key]) for key in ("strategy", "solver") if key in stats]
@@ -279,7 +281,7 @@ def split_lines(plan: PlanData) -> list[str]:
     return [*_split_lines(plan, plan.graph.splits), *([] if reason is None else [reason])]
 
 
-def split_lines_of(plan: PlanData, ops: Sequence[int]) -> list[str]:
+def split_lines_of_operations(plan: PlanData, ops: Sequence[int]) -> list[str]:
     """Return the lines about the splits of the modules that contain `ops`, indented."""
     pieces = [o for op in ops if (o := plan.graph.operations[op]).piece_of]
     modules = {o.module for o in pieces}

@@ -56,7 +56,7 @@ class Report:
         self.parts = [part for part in parts if part]
 
     def __str__(self) -> str:
-        return "\n\n".join(map(_part_text, self.parts))
+        return "\n\n".join(map(_report_part_text, self.parts))
 
 
 class Described:
@@ -74,7 +74,7 @@ class Described:
         return self.describe()
 
 
-def _part_text(part: Sequence[Fact] | Table | str) -> str:
+def _report_part_text(part: Sequence[Fact] | Table | str) -> str:
     if isinstance(part, str):
         return part
     if isinstance(part, Table):

@@ -46,10 +46,10 @@ def sharded_peak_bytes(
     mode; `optimizer` is for one GPU."""
     parameters = {p.storage: p for p in trace.placeholders if p.kind == "parameter"}
     trained = {p.storage: p for p in trained_parameters(trace)}
-    gathered = _bytes_by_unit(parameters.values(), gpus)
-    reduced = _bytes_by_unit(trained.values(), gpus)
+    gathered = _padded_bytes_by_unit(parameters.values(), gpus)
+    reduced = _padded_bytes_by_unit(trained.values(), gpus)
     gradients = _units_of_gradients(trace, graph)
-    activations = _without_parameters(trace, graph, gradients)
+    activations = _graph_without_parameters(trace, graph, gradients)
     step = _ShardedStep(
         graph, schedule, simulate(activations, schedule), gathered, reduced, gradients, gpus
     )
@@ -68,7 +68,7 @@ def sharded_peak_bytes(
 def block_containers(trace: Trace) -> tuple[str, ...]:
     """Return the paths of the modules whose children are the blocks, in the order of the
     parameters; "" is the model."""
-    units = (_unit(p.target) for p in trace.placeholders if p.kind == "parameter")
+    units = (_fsdp_unit(p.target) for p in trace.placeholders if p.kind == "parameter")
     return tuple(dict.fromkeys(unit.rpartition(".")[0] for unit in units if unit != _ROOT))
 
 
@@ -169,7 +169,7 @@ class _ShardedStep:
         produced = self._gradients_by_run()
         for run in runs:
             module = self.graph.operations[self.schedule.runs[run]].module
-            name = _unit(module) if module else name  # sums of gradients have no module
+            name = _fsdp_unit(module) if module else name  # sums of gradients have no module
             for unit in {name, *(self.gradients[value] for value in produced[run])}:
                 if unit in self.gathered and unit != _ROOT:
                     spans[unit] = spans.get(unit, (run, run))[0], run
@@ -186,14 +186,14 @@ class _ShardedStep:
         return by_run
 
 
-def _unit(path: str) -> str:
+def _fsdp_unit(path: str) -> str:
     """Return the block of a module or parameter: the path up to its first number."""
     parts = path.split(".")
     number = next((i for i, part in enumerate(parts) if part.isdecimal()), None)
     return _ROOT if number is None else ".".join(parts[: number + 1])
 
 
-def _bytes_by_unit(parameters: Iterable[Placeholder], gpus: int) -> dict[str, int]:
+def _padded_bytes_by_unit(parameters: Iterable[Placeholder], gpus: int) -> dict[str, int]:
     """Return the bytes of the parameters of each unit; of its first dimension, each GPU has an
     equal number of rows."""
     sizes: dict[str, int] = defaultdict(int)
@@ -202,7 +202,7 @@ def _bytes_by_unit(parameters: Iterable[Placeholder], gpus: int) -> dict[str, in
         rows, *others = parameter.tensor.shape or (1,)
         padded_rows = -(-rows // gpus) * gpus
         item = item_bytes(parameter.tensor.dtype)
-        sizes[_unit(parameter.target)] += padded_rows * prod(others) * item
+        sizes[_fsdp_unit(parameter.target)] += padded_rows * prod(others) * item
     return sizes
 
 
@@ -211,14 +211,14 @@ def _units_of_gradients(trace: Trace, graph: Graph) -> dict[int, str]:
     value_of = value_of_storage(trace, graph)
     targets = {p.name: p.target for p in trained_parameters(trace)}
     return {
-        value: _unit(targets[gradient.placeholder])
+        value: _fsdp_unit(targets[gradient.placeholder])
         for gradient in trace.gradients
         if gradient.placeholder in targets
         and (value := value_of.get(trace.storage_of[gradient.name])) is not None
     }
 
 
-def _without_parameters(trace: Trace, graph: Graph, gradients: Iterable[int]) -> Graph:
+def _graph_without_parameters(trace: Trace, graph: Graph, gradients: Iterable[int]) -> Graph:
     """Return the graph of a step without its parameters and their gradients."""
     sizes = dict.fromkeys(gradients, 0)
     values = tuple(

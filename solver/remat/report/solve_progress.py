@@ -54,7 +54,7 @@ def step_rows(plan: PlanData) -> list[Figures]:
         figures = {key: value for key, value in stats.items() if isinstance(value, int | float)}
         if "s" in figures:
             seconds_s = figures.pop("s")
-            rows.append({"step": name, "seconds_s": seconds_s, **_note(plan, name), **figures})
+            rows.append({"step": name, "seconds_s": seconds_s, **_step_note(plan, name), **figures})
     return rows
 
 
@@ -64,15 +64,15 @@ def steps_report(plan: PlanData) -> Report:
     steps = step_rows(plan)
     if not steps:
         return Report(_why_no_steps(plan))
-    peaks = [_peak_line(step) for step in steps if "bound" not in step]
-    costs = [_cost_line(step) for step in steps if "bound" in step]
+    peaks = [_peak_step_row(step) for step in steps if "bound" not in step]
+    costs = [_cost_step_row(step) for step in steps if "bound" in step]
     peak_rows = [_PEAK_HEADINGS, *peaks] if peaks else []
     cost_rows = [_COST_HEADINGS, *costs] if costs else []
     between = [("", "", "", "")] if peaks and costs else []
     return Report(Table([*peak_rows, *between, *cost_rows]))
 
 
-def _note(plan: PlanData, name: str) -> Figures:
+def _step_note(plan: PlanData, name: str) -> Figures:
     """Return `{"note": ...}` for a step that ran concurrently or failed; otherwise nothing."""
     is_failed = f"{name}: " in str(plan.solve.get("search_error", ""))
     flags = {"concurrent": f"{name}_concurrent" in plan.solve, "failed": is_failed}
@@ -88,22 +88,22 @@ def _why_no_steps(plan: PlanData) -> str:
     return f"no steps: {strategy} computes its schedule directly; auto and exact search in steps"
 
 
-def _peak_line(step: Figures) -> tuple[str, str, str, str]:
+def _peak_step_row(step: Figures) -> tuple[str, str, str, str]:
     """Return the table row of a step that searches the smallest peak."""
-    name, duration = _name_and_duration(step)
+    name, duration = _step_name_and_duration(step)
     sizes = (step.get(key) for key in ("bytes", "bound_bytes"))
     peak, bound = ("-" if size is None else format_bytes(float(size)) for size in sizes)
     return name.removeprefix("peak "), duration, peak, bound
 
 
-def _cost_line(step: Figures) -> tuple[str, str, str, str]:
+def _cost_step_row(step: Figures) -> tuple[str, str, str, str]:
     """Return the table row of a step that searches the least time."""
     shares = (step.get(key) for key in ("cost", "bound"))
     overhead, bound = ("-" if share is None else f"{float(share):+.3%}" for share in shares)
-    return *_name_and_duration(step), overhead, bound
+    return *_step_name_and_duration(step), overhead, bound
 
 
-def _name_and_duration(step: Figures) -> tuple[str, str]:
+def _step_name_and_duration(step: Figures) -> tuple[str, str]:
     """Return the name of a step with its note, and its seconds as text."""
     note = f" ({step['note']})" if "note" in step else ""
     return str(step["step"]).replace("_", " ") + note, format_seconds(float(step["seconds_s"]))

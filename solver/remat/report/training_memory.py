@@ -41,7 +41,7 @@ class TrainingMemory:
         timeline = simulate(graph, schedule)
         step_bytes = timeline.peak_bytes + optimizer.state_bytes
         is_in_optimizer = optimizer_step_bytes(graph, optimizer) > step_bytes
-        parts = _parts(trace, graph, timeline, is_in_optimizer=is_in_optimizer)
+        parts = _peak_parts_bytes(trace, graph, timeline, is_in_optimizer=is_in_optimizer)
         parts["optimizer state"] = optimizer.state_bytes
         parts["optimizer step"] = optimizer.temporary_bytes if is_in_optimizer else 0
         events = list(step_allocation_events(trace, schedule, graph=graph, optimizer=optimizer))
@@ -67,7 +67,7 @@ def optimizer_step_bytes(graph: Graph, optimizer: OptimizerMemory) -> int:
     return graph.constant_bytes + results_bytes + optimizer.state_bytes + optimizer.temporary_bytes
 
 
-def _parts(
+def _peak_parts_bytes(
     trace: Trace, graph: Graph, timeline: Timeline, *, is_in_optimizer: bool
 ) -> dict[str, int]:
     """Return the bytes of each kind that are live at the peak of the step, or while the optimizer

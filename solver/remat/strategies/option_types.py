@@ -77,11 +77,11 @@ def option_error(kind: type[Any], error: ValidationError) -> str:
         option_names = ", ".join(options_schema(kind).model_fields) or "none"
         return f"{kind.__name__} has no option {option[:80]!r}; its options are {option_names}"
     is_range = first["type"].startswith(("greater", "less", "too_"))
-    expected = f"it is {_describe_range(field)}" if is_range else first["msg"]
-    return f"{kind.__name__}: {option} is {_shorten(first['input'])}; {expected}"
+    expected = f"it is {_option_range_text(field)}" if is_range else first["msg"]
+    return f"{kind.__name__}: {option} is {_short_option_value(first['input'])}; {expected}"
 
 
-def _describe_range(field: Any) -> str:
+def _option_range_text(field: Any) -> str:
     """Return the range of a field, or of a part of its type ("int | None", a tuple)."""
     if field.description:
         return field.description
@@ -90,6 +90,6 @@ def _describe_range(field: Any) -> str:
     return next((c.description for c in constraints if c.description), "out of range")
 
 
-def _shorten(value: object) -> str:
+def _short_option_value(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 40 else f"{text[:40]}..."

@@ -62,7 +62,7 @@ def minimize_cost_in_any_order(
         graph,
         budget_bytes,
         Schedule.keep_all(graph) if task.start is None else task.start,
-        max_moves=_max_moves(graph, time_limit),
+        max_moves=_max_annealing_moves(graph, time_limit),
         seed=seed,
         stop=clock.limited_to(_ANNEALING_SHARE * time_limit).is_set,
     )
@@ -95,7 +95,7 @@ def minimize_peak_in_any_order(
     order = small_peak_order(
         graph,
         target_bytes=0,
-        max_moves=_max_moves(graph, time_limit),
+        max_moves=_max_annealing_moves(graph, time_limit),
         seed=seed,
         stop=clock.limited_to(_ANNEALING_SHARE * time_limit).is_set,
     )
@@ -110,7 +110,7 @@ def minimize_peak_in_any_order(
     return replace(best, stats={**failure_stats, **best.stats, "order_s": annealing_s})
 
 
-def _max_moves(graph: Graph, time_limit: float) -> int:
+def _max_annealing_moves(graph: Graph, time_limit: float) -> int:
     count = len(graph)
     by_size = min(_MOVES_PER_OPERATION * count, _MOVES_PER_PAIR * count**2)
     by_time = _ANNEALING_SHARE * time_limit * _MOVES_PER_S  # the time limit may be infinite

@@ -64,8 +64,10 @@ def to_data(strategy: Strategy) -> dict[str, object]:
     for name, kind in STRATEGIES.items():
         if type(strategy) is kind:
             options = {f.name: getattr(strategy, f.name) for f in fields(kind)}
-            return {"name": name, **{key: _finite(value) for key, value in options.items()}}
-    raise ValueError(f"{type(strategy).__name__} is none of remat's strategies: {_names()}")
+            return {"name": name, **{key: _finite_option(value) for key, value in options.items()}}
+    raise ValueError(
+        f"{type(strategy).__name__} is none of remat's strategies: {_strategy_names()}"
+    )
 
 
 def from_data(data: object) -> Strategy:
@@ -74,10 +76,12 @@ def from_data(data: object) -> Strategy:
     Raises ValueError that names the wrong option.
     """
     if not isinstance(data, dict) or not isinstance(data.get("name"), str):
-        raise ValueError(f'a strategy is an object like {{"name": "auto"}}; names are {_names()}')
+        raise ValueError(
+            f'a strategy is an object like {{"name": "auto"}}; names are {_strategy_names()}'
+        )
     name = data["name"]
     if name not in STRATEGIES:
-        raise ValueError(f"there is no strategy {name[:80]!r}; names are {_names()}")
+        raise ValueError(f"there is no strategy {name[:80]!r}; names are {_strategy_names()}")
     kind = STRATEGIES[name]
     options = {key: value for key, value in data.items() if key != "name"}
     try:
@@ -101,9 +105,9 @@ def _strategy_schema(name: str, kind: type[Any]) -> dict[str, Any]:
     return schema
 
 
-def _finite(value: object) -> object:
+def _finite_option(value: object) -> object:
     return _INFINITY_S if isinstance(value, float) and math.isinf(value) else value
 
 
-def _names() -> str:
+def _strategy_names() -> str:
     return ", ".join(STRATEGIES)

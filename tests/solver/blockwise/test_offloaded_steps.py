@@ -14,9 +14,9 @@ from tests.solver.blockwise.test_blockwise import steps
 from remat.blockwise.block_step import (
     BlockOption,
     BlockStep,
+    CallHostStay,
     CallVariant,
     HostCopies,
-    HostStay,
     StepEvent,
     StepOutcome,
     host_stays,
@@ -172,7 +172,7 @@ def pyramid(count: int, options: tuple[BlockOption, ...], outside_bytes: int = 0
 
 def test_the_last_call_of_the_forward_offloads_nothing() -> None:
     step = pyramid(4, (BlockOption(3.0, 10, 10, 12, 1.0),))
-    assert host_stays(step) == {0: HostStay(1, 1), 1: HostStay(2, 2), 2: HostStay(3, 3)}
+    assert host_stays(step) == {0: CallHostStay(1, 1), 1: CallHostStay(2, 2), 2: CallHostStay(3, 3)}
     assert host_stays(pyramid(1, (BlockOption(3.0, 10, 10, 12),))) == {}
 
 
@@ -188,7 +188,7 @@ def test_calls_in_another_order_in_the_backward() -> None:
     kinds = [("forward", call) for call in range(3)]
     kinds += [("backward", call) for call in (1, 2, 0)]
     events = tuple(StepEvent(kind, 0, call) for kind, call in kinds)  # type: ignore[arg-type]
-    assert host_stays(BlockStep((options,) * 3, events)) == {0: HostStay(1, 2)}
+    assert host_stays(BlockStep((options,) * 3, events)) == {0: CallHostStay(1, 2)}
 
 
 def test_memory_and_waiting_of_a_step() -> None:

@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 
 from remat.blockwise import choose
-from remat.blockwise.choose import SaveCandidate, save_selections
+from remat.blockwise.choose import SaveCandidate, selections_to_save
 from remat.blockwise.policies import BlockPolicy, Policies
 from remat.errors import DocumentError
 
@@ -65,7 +65,7 @@ def test_no_other_subset_saves_more_time_in_the_same_bytes(
     def held_bytes(subset: frozenset[int]) -> int:
         return sum(save_candidates[n].size_bytes for n in subset)
 
-    selections = save_selections(save_candidates)
+    selections = selections_to_save(save_candidates)
     assert all(subset in allowed for subset in selections)
     assert len(set(selections)) == len(selections)
     for share in choose._LIMIT_FRACTIONS:

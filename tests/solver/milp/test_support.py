@@ -22,7 +22,11 @@ from remat.progress import Clock
 from remat.schedule import Schedule
 from remat.simulate import peak_and_time, simulate
 from remat.strategies.base import Task
-from remat.strategies.search.eviction import evict_for_cost, relax, reserve_small_values
+from remat.strategies.search.eviction import (
+    evict_for_cost,
+    relax_at_checkpoint_cuts,
+    reserve_small_values,
+)
 from remat.strategies.search.slot_programs import recombine_relaxation, relaxation_support
 from remat.strategies.search.state import SearchState
 
@@ -129,7 +133,7 @@ def test_programs_decide_on_small_values_only_where_needed() -> None:
 
     def reduced(reserve: float, budget: int) -> tuple[Graph, int, list[Schedule]]:
         state = search_state_of(graph, budget, tightest.schedule, reserve)
-        relax(state, state.clock)
+        relax_at_checkpoint_cuts(state, state.clock)
         evict_for_cost(state, state.clock.limited_to_share(0.2))
         fits = [peak_and_time(state.graph, schedule)[0] for schedule in state.schedules]
         assert max(fits) <= state.budget_bytes

@@ -83,7 +83,7 @@ def option_for_two_gpus(name: str) -> FitOption:
     script = ScriptChanges(checkpoints="model.gradient_checkpointing_enable()")
     question = FitQuestion(step, "adamw", 1 << 40, Roofline("h100"), script=script)
     needed_bytes = promised_peak(step, has_checkpoints=has_checkpoints)
-    usable_bytes = int(1.01 * needed_bytes * question.fragments(question.optimizer))
+    usable_bytes = int(1.01 * needed_bytes * question.fragmentation_ratio(question.optimizer))
     (option,) = sharding_options(replace(question, usable_bytes=usable_bytes))
     assert isinstance(option, FitOption)
     return option

@@ -52,14 +52,14 @@ def test_a_group_without_a_command_prints_its_help(words: tuple[str, ...]) -> No
 def test_a_wrong_command_names_the_similar_one(wrong: str, right: str, load_error: str) -> None:
     assert f"'{right}'" in quick(wrong).error
     line = f"No such command '{wrong}'. See `remat --help`."  # typer's, without a suggestion
-    line = cli._line_with_hint(line, load_error)
+    line = cli._error_line_with_hint(line, load_error)
     assert f"; did you mean '{right}'? See" in line
     assert "cannot be loaded" not in line
 
 
 def test_an_unknown_command_says_which_commands_are_missing() -> None:
     reason = "the commands of server cannot be loaded: this needs the package 'fastapi'"
-    line = cli._line_with_hint("No such command 'serve'. See `remat --help`.", reason)
+    line = cli._error_line_with_hint("No such command 'serve'. See `remat --help`.", reason)
     assert line.endswith(f"({reason})")
 
 

@@ -21,7 +21,7 @@ import remat
 from remat.choice.offload_search import offloaded_forms
 from remat.choice.offloadable_step import TraceStep
 from remat.choice.offloaded_forms import OffloadLimits, form_with_everything_offloaded
-from remat.choice.offloaded_plans import is_within_reach
+from remat.choice.offloaded_plans import is_within_reach_of_eviction
 from remat.choice.plan_request import PlanRequest, TracePlan
 from remat.choice.step import plan_step
 from remat.costs.devices import Link
@@ -174,8 +174,8 @@ def test_everything_offloaded_takes_less_memory_where_copies_overlap_with_nothin
 def test_a_budget_is_within_reach_if_a_schedule_fits(trace: Trace) -> None:
     graph = trace.graph()
     smallest = solved(trace, "min").peak_bytes
-    assert is_within_reach(graph, smallest)
-    assert not is_within_reach(graph, peak_lower_bound_bytes(graph) - 1)
+    assert is_within_reach_of_eviction(graph, smallest)
+    assert not is_within_reach_of_eviction(graph, peak_lower_bound_bytes(graph) - 1)
 
 
 class Skip(nn.Module):

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import (
 )
 
 from remat.blockwise.block_step import AS_IT_IS, CHECKPOINTED, SELECTIVE
-from remat.blockwise.choose import save_selections
+from remat.blockwise.choose import selections_to_save
 from remat.blockwise.policies import BlockPolicy
 from remat.errors import RematError
 from remat.frontend.emit.operator_profile import (
@@ -64,7 +64,7 @@ def candidate_policies(
     candidates, indices = saving_candidates(operators)
     recompute_s = math.fsum(call.time_s for call in operators) if operators else forward_s
     policies = [(BlockPolicy(block=block, how=CHECKPOINTED), recompute_s / forward_s)]
-    for selection in save_selections(candidates):
+    for selection in selections_to_save(candidates):
         calls = saved_calls_by_operator(operators, [indices[n] for n in selection])
         remaining_s = recompute_s - sum(candidates[n].time_s for n in selection)
         policy = BlockPolicy(block=block, how=SELECTIVE, operators=calls)

@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
 from remat.blockwise.block_step import AS_IT_IS, CHECKPOINTED, SELECTIVE
-from remat.blockwise.choose import SaveCandidate, save_selections
+from remat.blockwise.choose import SaveCandidate, selections_to_save
 from remat.blockwise.policies import BlockPolicy
 from remat.errors import RematError
 from remat.frontend.blocks.module_state import patched_forwards
@@ -65,7 +65,7 @@ def candidate_policies(
         for name in names
     ]
     policies = [(BlockPolicy(block=block, how=CHECKPOINTED), 1.0)]
-    for selection in save_selections(candidates):
+    for selection in selections_to_save(candidates):
         regions = tuple(names[n] for n in sorted(selection))
         recompute_s = max(0.0, block_s - sum(candidates[n].time_s for n in selection))
         policy = BlockPolicy(block=block, how=SELECTIVE, regions=regions)

@@ -28,8 +28,8 @@ from remat.strategies.baselines.schedule_builder import (
     checkpoint_segments,
     forward_count,
     segmented_count,
+    segments_ending_at,
     select_cheapest,
-    stretches,
 )
 from remat.strategies.option_types import Checked, between
 
@@ -47,12 +47,12 @@ class ChenSqrt(Checked):
 
     def run(self, task: Task) -> Solution:
         """Return the single schedule. Raises `InfeasibleBudget` if it does not fit."""
-        ends = sqrt_ends(range(segmented_count(task.graph)))
+        ends = sqrt_segment_ends(range(segmented_count(task.graph)))
         candidates = [(f"{len(ends)} checkpoints", checkpoint_after(task.graph, ends))]
         return select_cheapest(task, candidates, strategy=self.name)
 
 
-def sqrt_ends(candidates: Sequence[int]) -> list[int]:
+def sqrt_segment_ends(candidates: Sequence[int]) -> list[int]:
     """Return every sqrt(n)-th of n candidates for the end of a segment, except for the last one."""
     step = max(1, round(math.sqrt(len(candidates))))
     return [op for op in candidates[step - 1 :: step] if op != candidates[-1]]
@@ -63,7 +63,7 @@ def checkpoint_after(graph: Graph, ends: Sequence[int]) -> Schedule:
     dropped only if there is no backward pass."""
     if forward_count(graph) is None:
         ends = [*ends, len(graph) - 1]
-    return checkpoint_segments(graph, stretches(ends))
+    return checkpoint_segments(graph, segments_ending_at(ends))
 
 
 _GRID_STEPS = 48
@@ -91,14 +91,14 @@ def greedy_candidates(
 ) -> Iterator[tuple[str, Schedule]]:
     """Yield the schedules of algorithm 3 for each b, with segments that end in one of `allowed`."""
     tried: set[tuple[int, ...]] = set()
-    for b in _grid(graph) if parameter_bytes is None else [parameter_bytes]:
-        ends = _ends(graph, set(allowed), b)
+    for b in _parameter_grid_bytes(graph) if parameter_bytes is None else [parameter_bytes]:
+        ends = _greedy_segment_ends(graph, set(allowed), b)
         if ends not in tried:
             tried.add(ends)
             yield f"b={b} bytes, {len(ends)} checkpoints", checkpoint_after(graph, ends)
 
 
-def _ends(graph: Graph, allowed: set[int], parameter_bytes: int) -> tuple[int, ...]:
+def _greedy_segment_ends(graph: Graph, allowed: set[int], parameter_bytes: int) -> tuple[int, ...]:
     count = segmented_count(graph)
     ends: list[int] = []
     segment_bytes = 0
@@ -110,7 +110,7 @@ def _ends(graph: Graph, allowed: set[int], parameter_bytes: int) -> tuple[int, .
     return tuple(ends)
 
 
-def _grid(graph: Graph) -> list[int]:
+def _parameter_grid_bytes(graph: Graph) -> list[int]:
     sizes = [
         sum(graph.values[v].size_bytes for v in operation.outputs)
         for operation in graph.operations[: segmented_count(graph)]
@@ -151,7 +151,7 @@ class ArticulationPoints(Checked):
         if self.variant == "greedy":
             candidates = greedy_candidates(graph, points, None)
         else:
-            ends = sqrt_ends([*points, segmented_count(graph) - 1])
+            ends = sqrt_segment_ends([*points, segmented_count(graph) - 1])
             candidates = iter([(f"{len(ends)} checkpoints", checkpoint_after(graph, ends))])
         return select_cheapest(task, candidates, strategy=self.name)
 

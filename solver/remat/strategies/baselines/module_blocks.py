@@ -54,7 +54,7 @@ def find_blocks(graph: Graph) -> list[tuple[int, ...]]:
     return [ops for ops in blocks if ops]
 
 
-def merge_consecutive(pieces: Sequence[Sequence[int]], k: int) -> list[tuple[int, ...]]:
+def merge_segments(pieces: Sequence[Sequence[int]], k: int) -> list[tuple[int, ...]]:
     """Return segments of `k` consecutive pieces each, with what lies between these."""
     groups = [pieces[i : i + k] for i in range(0, len(pieces), k)]
     return [tuple(range(group[0][0], group[-1][-1] + 1)) for group in groups]
@@ -84,14 +84,14 @@ def _outermost_blocks(
             inner = _outermost_blocks(paths, costs_s, members, len(container) + 1, 0.0)
             inner_s = sum(costs_s[op] for block in inner for op in block)
             is_list = inner_s >= _MIN_LIST_SHARE * sum(costs_s[op] for op in members)
-            if inner and is_list and _are_similar(paths, inner):
+            if inner and is_list and _are_blocks_similar(paths, inner):
                 blocks += inner
             else:
                 blocks.append(members)
     return blocks
 
 
-def _are_similar(paths: list[tuple[str, ...]], blocks: list[list[int]]) -> bool:
+def _are_blocks_similar(paths: list[tuple[str, ...]], blocks: list[list[int]]) -> bool:
     """True if blocks have parts, and the blocks of one container have mostly the same parts.
     Containers of single layers do not count, unless there are no others."""
     parts: dict[tuple[str, ...], list[set[tuple[str, ...]]]] = defaultdict(list)

@@ -63,14 +63,16 @@ class Knapsack(Checked):
         return select_cheapest(task, candidates, strategy=self.name)
 
     def _candidates(self, graph: Graph, count: int) -> Iterator[tuple[str, Schedule]]:
-        items = _items(graph, count)
+        items = _knapsack_items(graph, count)
         weights_bytes = [sum(graph.values[v].size_bytes for v in outs) for _, outs in items]
         total_bytes = sum(weights_bytes)
         # Rounded up, so that the saved values never weigh more than the knapsack's capacity.
         unit = max(1, -(-total_bytes // self.pieces))
         weights = [-(-weight // unit) for weight in weights_bytes]
         capacity = sum(weights)
-        is_taken = _fill([graph.operations[op].cost_s for op, _ in items], weights, capacity)
+        is_taken = _filled_knapsack(
+            [graph.operations[op].cost_s for op, _ in items], weights, capacity
+        )
         for choice in range(self.choices + 1):
             remaining = capacity * (self.choices - choice) // self.choices
             saved: set[int] = set()
@@ -82,7 +84,7 @@ class Knapsack(Checked):
             yield f"saves {share:.0%} of {total_bytes:,} bytes", save_values(graph, saved)
 
 
-def _items(graph: Graph, count: int) -> list[tuple[int, list[int]]]:
+def _knapsack_items(graph: Graph, count: int) -> list[tuple[int, list[int]]]:
     """Return each forward operation that the backward pass may have to recompute, with the outputs
     that may be saved."""
     builder = ScheduleBuilder(graph)
@@ -99,7 +101,9 @@ def _items(graph: Graph, count: int) -> list[tuple[int, list[int]]]:
     return items
 
 
-def _fill(gains: list[float], weights: list[int], capacity: int) -> npt.NDArray[np.bool_]:
+def _filled_knapsack(
+    gains: list[float], weights: list[int], capacity: int
+) -> npt.NDArray[np.bool_]:
     """Return a mask [item, capacity]: true if the best knapsack of that capacity over the items up
     to this one takes it."""
     best = np.zeros(capacity + 1)

@@ -112,7 +112,7 @@ class ScheduleBuilder:
         return Schedule.of(self.runs)
 
 
-def stretches(ends: Sequence[int]) -> list[tuple[int, ...]]:
+def segments_ending_at(ends: Sequence[int]) -> list[tuple[int, ...]]:
     """Return the operations up to each of these ends, from after the end before it."""
     starts = [0, *(end + 1 for end in ends)]
     return [tuple(range(a, b + 1)) for a, b in zip(starts, ends, strict=False) if a <= b]
@@ -157,11 +157,11 @@ def checkpoint_segments(
         _checkpoint_whole_order(builder, segments, dropped)
     else:
         order = range(count, len(graph)) if backward is None else backward
-        _checkpoint_forward(builder, count, order, segments, dropped)
+        _checkpoint_forward_pass(builder, count, order, segments, dropped)
     return builder.schedule()
 
 
-def _checkpoint_forward(
+def _checkpoint_forward_pass(
     builder: ScheduleBuilder,
     count: int,
     backward: Sequence[int],

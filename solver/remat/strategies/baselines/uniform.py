@@ -15,14 +15,14 @@ from remat.schedule import Schedule
 from remat.simulate import simulate
 from remat.solution import Solution
 from remat.strategies.base import Task, infeasible
-from remat.strategies.baselines.module_blocks import cut_points, find_blocks, merge_consecutive
+from remat.strategies.baselines.module_blocks import cut_points, find_blocks, merge_segments
 from remat.strategies.baselines.schedule_builder import (
     ScheduleBuilder,
     checkpoint_segments,
     forward_count,
     segmented_count,
+    segments_ending_at,
     select_cheapest,
-    stretches,
 )
 from remat.strategies.option_types import Checked, between
 
@@ -59,10 +59,12 @@ class RecomputeAll(Checked):
 
     def run(self, task: Task) -> Solution:
         """Return the single schedule. Raises `InfeasibleBudget` if it does not fit."""
-        return select_cheapest(task, [("all", _recompute_all(task.graph))], strategy=self.name)
+        return select_cheapest(
+            task, [("all", _recompute_all_schedule(task.graph))], strategy=self.name
+        )
 
 
-def _recompute_all(graph: Graph) -> Schedule:
+def _recompute_all_schedule(graph: Graph) -> Schedule:
     builder = ScheduleBuilder(graph)
     count = forward_count(graph) or 0
     for op in range(count):
@@ -78,7 +80,7 @@ def _recompute_all(graph: Graph) -> Schedule:
     return builder.schedule()
 
 
-_MAX_PIECES = 32
+_MAX_SEGMENTS = 32
 _MAX_K_TRIED = 64
 
 
@@ -96,35 +98,34 @@ class EveryK(Checked):
 
     def run(self, task: Task) -> Solution:
         """Return the cheapest `k` that fits. Raises `InfeasibleBudget` if no `k` fits."""
-        pieces = _pieces_of(task.graph)
+        pieces = _smallest_segments(task.graph)
         # A larger k recomputes the same operations with fewer borders: try all k up to 64, and the
         # largest.
         all_k = [k for k in range(1, len(pieces) + 1) if k <= _MAX_K_TRIED or k == len(pieces)]
         k_values = all_k if self.k is None else [self.k]
         candidates = (
-            (f"k={k}", checkpoint_segments(task.graph, merge_consecutive(pieces, k)))
-            for k in k_values
+            (f"k={k}", checkpoint_segments(task.graph, merge_segments(pieces, k))) for k in k_values
         )
         return select_cheapest(task, candidates, strategy=self.name)
 
 
-def _pieces_of(graph: Graph) -> list[tuple[int, ...]]:
+def _smallest_segments(graph: Graph) -> list[tuple[int, ...]]:
     blocks = find_blocks(graph)
     if len(blocks) > 1:
         return blocks
     count = segmented_count(graph)
     ends = [*cut_points(graph), count - 1]
     if len(ends) >= 4:
-        return stretches(ends)
-    return _pieces_of_equal_cost(graph, count)
+        return segments_ending_at(ends)
+    return _segments_of_equal_cost(graph, count)
 
 
-def _pieces_of_equal_cost(graph: Graph, count: int) -> list[tuple[int, ...]]:
+def _segments_of_equal_cost(graph: Graph, count: int) -> list[tuple[int, ...]]:
     total_s = sum(operation.cost_s for operation in graph.operations[:count])
     pieces: list[list[int]] = [[]]
     cost_s = 0.0
     for op in range(count):
-        if pieces[-1] and cost_s >= total_s * len(pieces) / min(_MAX_PIECES, count):
+        if pieces[-1] and cost_s >= total_s * len(pieces) / min(_MAX_SEGMENTS, count):
             pieces.append([])
         pieces[-1].append(op)
         cost_s += graph.operations[op].cost_s

@@ -27,7 +27,7 @@ from remat.strategies.baselines.schedule_builder import (
     ScheduleBuilder,
     forward_count,
     segmented_count,
-    stretches,
+    segments_ending_at,
 )
 
 MAX_STAGES = 100
@@ -67,8 +67,8 @@ class Chain:
                 f"{strategy} needs to know where the backward pass begins, and no operation is "
                 "marked `backward`: mark them, or use ChenSqrt"
             )
-        cuts = _merge_stages(graph, cut_points(graph), count)
-        forward = stretches([*cuts, count - 1])
+        cuts = _cuts_of_merged_stages(graph, cut_points(graph), count)
+        forward = segments_ending_at([*cuts, count - 1])
         times_s = [sum(graph.operations[op].cost_s for op in ops) for ops in forward]
         if len(forward) < 3 or max(times_s) > max(_MAX_STAGE_SHARE * sum(times_s), 0.0) > 0.0:
             raise RematError(
@@ -178,7 +178,7 @@ class ChainScheduleWriter:
         self._builder.drop(v for v in outputs if v not in remaining)
 
 
-def _merge_stages(graph: Graph, cuts: dict[int, int], count: int) -> dict[int, int]:
+def _cuts_of_merged_stages(graph: Graph, cuts: dict[int, int], count: int) -> dict[int, int]:
     """Return at most `MAX_STAGES` - 1 of the cut points, one for each state (the latest)."""
     latest = {state: op for op, state in cuts.items()}
     ends = sorted(latest.values())
@@ -239,15 +239,17 @@ class ChainCosts:
             pinned = {v for v in graph.results if graph.producer[v] in stage.forward}
             rows.append(
                 (
-                    _recompute_s(chain, stage, state),
-                    _recompute_s(chain, stage, stage.tape),
-                    _recompute_s(chain, stage, saved),
+                    _stage_recompute_s(chain, stage, state),
+                    _stage_recompute_s(chain, stage, stage.tape),
+                    _stage_recompute_s(chain, stage, saved),
                     sum(sizes[v] for v in state),
                     sum(sizes[v] for v in saved | pinned),
                     sum(sizes[v] for v in live),
-                    _peak(graph, stage.forward, free, set(), {*state, *pinned}),
-                    _peak(graph, stage.forward, free, set(), saved | pinned),
-                    _peak(graph, stage.backward, free, live | set(stage.tape) | pinned, set()),
+                    _stage_peak_bytes(graph, stage.forward, free, set(), {*state, *pinned}),
+                    _stage_peak_bytes(graph, stage.forward, free, set(), saved | pinned),
+                    _stage_peak_bytes(
+                        graph, stage.backward, free, live | set(stage.tape) | pinned, set()
+                    ),
                 )
             )
         columns = [np.array(column, dtype=np.float64) for column in zip(*rows, strict=True)]
@@ -270,7 +272,7 @@ def _live_before_backward(graph: Graph, start: int, later: set[int]) -> set[int]
     }
 
 
-def _recompute_s(chain: Chain, stage: Stage, values: Iterable[int]) -> float:
+def _stage_recompute_s(chain: Chain, stage: Stage, values: Iterable[int]) -> float:
     """Return the time to recompute values of a stage from the state before it."""
     builder = ScheduleBuilder(chain.graph)
     for op in range(stage.forward[-1] + 1):
@@ -280,7 +282,7 @@ def _recompute_s(chain: Chain, stage: Stage, values: Iterable[int]) -> float:
     return sum(chain.graph.operations[op].cost_s for op in builder.missing_operations(values))
 
 
-def _peak(
+def _stage_peak_bytes(
     graph: Graph, ops: tuple[int, ...], free: set[int], before: set[int], after: set[int]
 ) -> int:
     """Return the most that `ops` need at once, with the values `before` live at the start, and

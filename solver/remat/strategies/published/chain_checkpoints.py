@@ -63,14 +63,14 @@ class Revolve(Checked):
         checkpoint_counts = (
             range(length, 0, -1) if self.checkpoints is None else [min(self.checkpoints, length)]
         )
-        splits = _splits(length, max(checkpoint_counts))
+        splits = _advance_lengths(length, max(checkpoint_counts))
         for checkpoints in checkpoint_counts:
             writer = ChainScheduleWriter(chain)
-            _reverse(writer, splits, 0, length, checkpoints)
+            _reverse_stages(writer, splits, 0, length, checkpoints)
             yield f"c={checkpoints}", writer.schedule()
 
 
-def _splits(length: int, checkpoints: int) -> list[list[int]]:
+def _advance_lengths(length: int, checkpoints: int) -> list[list[int]]:
     """Return how far to advance before the next checkpoint: `[c][l]` with c checkpoints for l
     stages."""
     advances = [[stages * (stages - 1) // 2 for stages in range(length + 1)]] * 2
@@ -88,7 +88,7 @@ def _splits(length: int, checkpoints: int) -> list[list[int]]:
     return splits
 
 
-def _reverse(
+def _reverse_stages(
     writer: ChainScheduleWriter, splits: list[list[int]], first: int, end: int, checkpoints: int
 ) -> None:
     """Reverse the stages from `first` to before `end`. The state before `first` is retained, and
@@ -106,9 +106,9 @@ def _reverse(
     else:
         middle = first + splits[checkpoints][end - first]
         writer.advance(first, middle)
-        _reverse(writer, splits, middle, end, checkpoints - 1)
+        _reverse_stages(writer, splits, middle, end, checkpoints - 1)
         writer.drop(middle - 1)
-        _reverse(writer, splits, first, middle, checkpoints)
+        _reverse_stages(writer, splits, first, middle, checkpoints)
 
 
 _BUDGET_FACTOR = 1.25
@@ -148,7 +148,7 @@ class Rotor(Checked):
         self, chain: Chain, costs: ChainCosts, limit_bytes: int
     ) -> Iterator[tuple[str, Schedule]]:
         unit = max(1.0, (limit_bytes - costs.always_live_bytes) / self.slots)
-        program = _CostTables(costs, unit, self.slots)
+        program = _RotorCostTables(costs, unit, self.slots)
         end = len(chain.stages) - 1
         levels = program.first[0, end]
         for m in range(self.slots, -1, -1):
@@ -166,7 +166,7 @@ def _all_tapes_bytes(costs: ChainCosts, slots: int) -> int:
     return costs.always_live_bytes + int(dynamic * slots / pieces) + slots
 
 
-class _CostTables:
+class _RotorCostTables:
     """The two cost tables [stages][memory] and the choices that lead to them.
 
     `first` is for stages that have not run yet, `later` for stages that have.

@@ -93,8 +93,8 @@ class CheckmateModel:
             [self._retained_term(t, i) for i in range(len(graph.values))] for t in range(count + 1)
         ]
         for t in range(count):
-            self._dependencies(t)
-            self._memory(t)
+            self._add_dependency_rows(t)
+            self._add_memory_rows(t)
         if isinstance(self.available, Column):
             self.program.costs = {self.available: 1.0}
         else:
@@ -119,19 +119,19 @@ class CheckmateModel:
             return bound * self.unit_bytes + self.graph.constant_bytes
         return bound * cost_unit_s(self.graph)
 
-    def _dependencies(self, t: int) -> None:
+    def _add_dependency_rows(self, t: int) -> None:
         for k, run in enumerate(self.runs[t]):
             for i in self.graph.operations[k].inputs:
                 producer_run = self.runs[t][self.graph.producer[i]]
-                self._at_most([(1, run), (-1, producer_run), (-1, self.retained[t][i])], 0)
+                self._add_at_most_row([(1, run), (-1, producer_run), (-1, self.retained[t][i])], 0)
         for i, producer in enumerate(self.graph.producer):
             if producer <= t:
                 producer_run = self.runs[t][producer]
-                self._at_most(
+                self._add_at_most_row(
                     [(1, self.retained[t + 1][i]), (-1, producer_run), (-1, self.retained[t][i])], 0
                 )
 
-    def _memory(self, t: int) -> None:
+    def _add_memory_rows(self, t: int) -> None:
         live: list[tuple[float, Term]] = [
             (size, self.retained[t][i]) for i, size in enumerate(self.sizes)
         ]
@@ -145,9 +145,9 @@ class CheckmateModel:
                     (-self.sizes[i], self._free_variable(t, i, k)) for i in operation.overwrites
                 ]
             if isinstance(self.available, Column):
-                self._at_most([*need, (-1, self.available)], 0)
+                self._add_at_most_row([*need, (-1, self.available)], 0)
             else:
-                self._at_most(need, self.available)
+                self._add_at_most_row(need, self.available)
             if k == t:
                 return
             live_after = self.program.add_column(f"u_{t}_{k + 1}")
@@ -171,9 +171,9 @@ class CheckmateModel:
             *((1, reader) for reader in readers),
         ]
         # hazards + 1 counts the reasons not to free: 1 - F <= that <= (their number) (1 - F).
-        self._at_most([(-1, free), *((-c, x) for c, x in hazards)], 0)
+        self._add_at_most_row([(-1, free), *((-c, x) for c, x in hazards)], 0)
         reasons = len(readers) + 2
-        self._at_most([*hazards, (reasons, free)], reasons - 1)
+        self._add_at_most_row([*hazards, (reasons, free)], reasons - 1)
         return free
 
     def _run_term(self, t: int, k: int) -> Term:
@@ -192,11 +192,11 @@ class CheckmateModel:
             return 0
         return self.program.add_binary(f"s_{t}_{i}")
 
-    def _at_most(self, terms: list[tuple[float, Term]], rhs: float) -> None:
+    def _add_at_most_row(self, terms: list[tuple[float, Term]], rhs: float) -> None:
         self.program.add_terms(terms, AT_MOST, rhs)
 
 
-def _check_size(strategy: CheckmateMilp | LpRounding, graph: Graph, reason: str) -> None:
+def _check_operation_count(strategy: CheckmateMilp | LpRounding, graph: Graph, reason: str) -> None:
     """Raise `RematError` for a graph that is too large for a published program."""
     if len(graph) > strategy.max_operations:
         raise RematError(
@@ -205,7 +205,7 @@ def _check_size(strategy: CheckmateMilp | LpRounding, graph: Graph, reason: str)
         )
 
 
-def _run_highs(
+def _run_published_program(
     program: ProgramArrays,
     clock: Clock,
     threads: int,
@@ -252,14 +252,14 @@ class CheckmateMilp(Checked):
         `RematError` for a graph that is too large, `InfeasibleBudget`, `SolverTimeout`, and
         `SolverError` if HiGHS fails and retaining everything does not fit."""
         graph, budget_bytes, cancel = task.graph, task.budget_bytes, task.cancel
-        _check_size(self, graph, "is the published program with three binaries a pair")
+        _check_operation_count(self, graph, "is the published program with three binaries a pair")
         bound: float | None = None
         limit = budget_bytes
         clock = Clock.of(self.time_limit, cancel)
         for attempt in range(_MAX_ATTEMPTS):
             program = CheckmateModel(graph, limit)
             try:
-                answer = _run_highs(
+                answer = _run_published_program(
                     program.program.arrays(),
                     clock,
                     self.threads,
@@ -382,7 +382,9 @@ class LpRounding(Checked):
         the relaxation takes too long, and `SolverError` if HiGHS fails before a rounding fits.
         """
         graph = task.graph
-        _check_size(self, graph, "relaxes a program that grows with the square of the graph")
+        _check_operation_count(
+            self, graph, "relaxes a program that grows with the square of the graph"
+        )
         clock = Clock.of(self.time_limit, task.cancel)
         failures: list[SolverError] = []
         try:
@@ -417,7 +419,7 @@ class LpRounding(Checked):
             available_bytes = budget_bytes - graph.constant_bytes
             limit = graph.constant_bytes + int(available_bytes * (1 - allowance))
             try:
-                relaxed, relaxed_time_s = self._relax(graph, limit, clock)
+                relaxed, relaxed_time_s = self._solved_relaxation(graph, limit, clock)
             except SolverError as error:
                 failures.append(error)
                 break
@@ -426,7 +428,9 @@ class LpRounding(Checked):
                 break
             if allowance == 0:  # with less memory than the budget it bounds nothing
                 bound_s = relaxed_time_s
-            solution = best_rounding(self._roundings(graph, relaxed, f"allowance {allowance:.0%}"))
+            solution = best_rounding(
+                self._roundings_of_relaxation(graph, relaxed, f"allowance {allowance:.0%}")
+            )
             if solution is not None:
                 time_s = peak_and_time(graph, solution.schedule)[1]
                 is_best = bound_s is not None and time_s <= bound_s * (1 + 1e-9)
@@ -450,32 +454,32 @@ class LpRounding(Checked):
         budget; ends if HiGHS fails."""
         yield "nothing dropped", Schedule.keep_all(graph)
         try:
-            relaxed, relaxed_peak_bytes = self._relax(graph, None, clock)
+            relaxed, relaxed_peak_bytes = self._solved_relaxation(graph, None, clock)
         except SolverError as error:
             failures.append(error)
             return
         assert relaxed is not None, "some budget is feasible"
-        yield from self._roundings(graph, relaxed, "least relaxed peak")
+        yield from self._roundings_of_relaxation(graph, relaxed, "least relaxed peak")
         try:
             limit = graph.constant_bytes + math.ceil(relaxed_peak_bytes * (1 + _EXTRA_PEAK_SHARE))
-            relaxed, _ = self._relax(graph, limit, clock)
+            relaxed, _ = self._solved_relaxation(graph, limit, clock)
         except SolverTimeout:
             return
         except SolverError as error:
             failures.append(error)
             return
         if relaxed is not None:
-            yield from self._roundings(
+            yield from self._roundings_of_relaxation(
                 graph, relaxed, f"least relaxed peak and {_EXTRA_PEAK_SHARE:.0%}"
             )
 
-    def _relax(
+    def _solved_relaxation(
         self, graph: Graph, limit_bytes: int | None, clock: Clock
     ) -> tuple[MilpModel | None, float]:
         """Return the solved relaxation (None if it has no solution) with its time in seconds or,
         without a limit, its peak in bytes without constant memory."""
         relaxed = MilpModel(graph, slots.build_complete_slots(graph), limit_bytes)
-        answer = _run_highs(relaxed.arrays.relaxed(), clock, self.threads)
+        answer = _run_published_program(relaxed.arrays.relaxed(), clock, self.threads)
         if answer.outcome is SolverOutcome.INFEASIBLE:
             return None, 0.0
         if answer.outcome is not SolverOutcome.OPTIMAL or answer.objective is None:
@@ -487,7 +491,7 @@ class LpRounding(Checked):
         unit = relaxed.unit_bytes if limit_bytes is None else relaxed.cost_unit_s
         return relaxed, answer.objective * unit
 
-    def _roundings(
+    def _roundings_of_relaxation(
         self, graph: Graph, relaxed: MilpModel, budget_text: str
     ) -> Iterator[tuple[str, Schedule]]:
         shares = retained_share_matrix(graph, relaxed)

@@ -97,7 +97,7 @@ def identical_blocks_schedule(
     )
     best = _per_block_schedule(runner, slot_set, budget_bytes)
     gap = _GAP_SHARE * runner.options.gap
-    for level in _levels(graph, blocks, slot_set):
+    for level in _levels_of_block_groups(graph, blocks, slot_set):
         time_before_s = math.inf if best is None else runner.time_s(best)
         for group in range(max(level.block_group), -1, -1):
             # From the last blocks on, which have the most memory for what they recompute.
@@ -120,7 +120,9 @@ def identical_blocks_schedule(
     return best
 
 
-def _levels(graph: Graph, blocks: IdenticalBlocks, slot_set: Slots) -> Iterator[SharedDecisions]:
+def _levels_of_block_groups(
+    graph: Graph, blocks: IdenticalBlocks, slot_set: Slots
+) -> Iterator[SharedDecisions]:
     """Yield shared decisions of more and more, smaller and smaller groups."""
     pairs = identical_blocks.merge_neighbours(blocks, _MERGED_BLOCKS)
     inner = pairs.count - 2

@@ -48,7 +48,9 @@ def evict_by_advice(state: SearchState, clock: Clock) -> None:
     the budget to the last byte.
     """
     max_runs = _ADVISED_RUNS_PER_OPERATION * len(state.graph)
-    state.add_schedules(_evicted_schedules(state, state.graph, state.budget_bytes, clock, max_runs))
+    state.add_schedules(
+        _schedules_by_eviction(state, state.graph, state.budget_bytes, clock, max_runs)
+    )
     if state.is_within_gap:
         state.small_values_share = 0.0
 
@@ -80,15 +82,15 @@ def evict_for_cost(state: SearchState, clock: Clock) -> None:
     if small_bytes:
         reduced_bytes = state.budget_bytes - small_bytes
         time = clock.limited_to_share(_SMALL_VALUES_TIME_SHARE)
-        if schedules := _evicted_schedules(state, reduced_graph, reduced_bytes, time):
+        if schedules := _schedules_by_eviction(state, reduced_graph, reduced_bytes, time):
             state.stats["small_values_bytes"] = small_bytes
             state.switch_graph(reduced_graph, reduced_bytes)
             state.add_schedules(schedules)
             return
-    state.add_schedules(_evicted_schedules(state, state.graph, state.budget_bytes, clock))
+    state.add_schedules(_schedules_by_eviction(state, state.graph, state.budget_bytes, clock))
 
 
-def _evicted_schedules(
+def _schedules_by_eviction(
     state: SearchState,
     graph: Graph,
     budget_bytes: int,
@@ -176,7 +178,7 @@ _EVICTION_RUNS_PER_OPERATION = 12
 """Operations that eviction may run per piece of advice, in multiples of the graph's."""
 
 
-def relax(state: SearchState, clock: Clock) -> None:
+def relax_at_checkpoint_cuts(state: SearchState, clock: Clock) -> None:
     """Solve the relaxation at the checkpoint cuts with the highest memory, for a lower bound on
     all schedules of the order and for advice to eviction."""
     budget_bytes = state.task.budget_bytes

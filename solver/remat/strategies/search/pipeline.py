@@ -36,7 +36,7 @@ from remat.strategies.search.eviction import (
     evict_by_advice,
     evict_for_cost,
     evict_for_peak,
-    relax,
+    relax_at_checkpoint_cuts,
     run_quick_baselines,
 )
 from remat.strategies.search.slot_programs import (
@@ -61,13 +61,13 @@ class Pipeline(NamedTuple):
     quick_peak: tuple[SearchStep, ...]
 
 
-def _has_own_order(state: SearchState) -> bool:
+def _has_no_start(state: SearchState) -> bool:
     """True unless a search for orders chose the order: baselines do not apply there, and are
     slow."""
     return state.start is None
 
 
-RELAXATION = SearchStep("relaxation", relax, time_share_within_gap=1.0)
+RELAXATION = SearchStep("relaxation", relax_at_checkpoint_cuts, time_share_within_gap=1.0)
 
 BASELINES = SearchStep("baselines", run_quick_baselines, time_share=0.2)
 
@@ -125,7 +125,7 @@ def auto_pipeline(
         SearchStep(
             "eviction", evict_for_cost, time_share=evict_share, time_share_within_gap=evict_share
         ),
-        replace(BASELINES, is_needed=_has_own_order) if annealing else BASELINES,
+        replace(BASELINES, is_needed=_has_no_start) if annealing else BASELINES,
     ]
     if annealing:
         cost.append(annealing)

@@ -74,7 +74,7 @@ class MilpRunner:
             began = time.monotonic()
             if self.is_stopped() or self._overhead_s(slots) > self.clock.remaining_s:
                 break
-            milp = self._build(slots, tightened_bytes)
+            milp = self._build_program(slots, tightened_bytes)
             if self._may_overrun(milp):
                 break
             unit_s = milp.cost_unit_s
@@ -84,7 +84,7 @@ class MilpRunner:
             stall = StallDetector(self.options.stall, report, is_good_enough, unit_s)
             stall.best_objective = self.time_s(incumbent) / unit_s
             report(stall.best_objective, None)
-            answer = self._run(
+            answer = self._run_solver(
                 milp,
                 gap=self.options.gap if gap is None else gap,
                 time_limit=min(time_limit, self.clock.remaining_s),
@@ -134,7 +134,7 @@ class MilpRunner:
             return None
         unit_s = milp.cost_unit_s
         stall = StallDetector(math.inf, is_good_enough=is_good_enough, unit=unit_s)
-        answer = self._run(
+        answer = self._run_solver(
             milp,
             gap=gap,
             time_limit=time_limit - (time.monotonic() - began),
@@ -156,10 +156,10 @@ class MilpRunner:
         `proved_bound_bytes` is reported as progress if the slots have only some of the schedules.
         """
         if self.is_stopped() or self.clock.is_set():
-            return _no_answer("no program was solved"), None
-        milp = self._build(slots, None)
+            return _run_without_answer("no program was solved"), None
+        milp = self._build_program(slots, None)
         if self._may_overrun(milp):
-            return _no_answer("no time for the program"), None
+            return _run_without_answer("no time for the program"), None
         constant, unit = self.graph.constant_bytes, milp.unit_bytes
         target = None if target_bytes is None else (target_bytes - constant) / unit
         target_excluded = threading.Event()
@@ -173,7 +173,7 @@ class MilpRunner:
             if target is not None and bound is not None and bound > target * (1 + 1e-6):
                 target_excluded.set()
 
-        answer = self._run(
+        answer = self._run_solver(
             milp,
             gap=self.options.peak_gap,
             time_limit=time_limit,
@@ -200,14 +200,14 @@ class MilpRunner:
             and len(milp.program.rows) * _ROW_S > self.clock.remaining_s
         )
 
-    def _build(self, slots: Slots, budget_bytes: int | None) -> MilpModel:
+    def _build_program(self, slots: Slots, budget_bytes: int | None) -> MilpModel:
         milp = MilpModel(self.graph, slots, budget_bytes)
         self.stats["slots"] = slots.optional_count
         self.stats["rows"] = len(milp.program.rows)
         self.stats["columns"] = len(milp.program.columns)
         return milp
 
-    def _run(
+    def _run_solver(
         self,
         milp: MilpModel,
         *,
@@ -234,7 +234,7 @@ class MilpRunner:
             answer = backends.run(milp, highs, solver=self.options.solver, incumbent=incumbent)
         except SolverError as error:
             self.stats["solver_error"] = str(error)
-            answer = _no_answer("failed", time.monotonic() - began)
+            answer = _run_without_answer("failed", time.monotonic() - began)
         self.stats["solver_s"] = float(self.stats.get("solver_s", 0.0)) + answer.seconds
         self.stats["nodes"] = answer.nodes
         self.stats["solver_message"] = answer.message
@@ -283,7 +283,7 @@ class MilpRunner:
         return self.clock.is_cancelled() or bool(self.failure)
 
 
-def _no_answer(message: str, seconds: float = 0.0) -> SolverRun:
+def _run_without_answer(message: str, seconds: float = 0.0) -> SolverRun:
     return SolverRun(SolverOutcome.UNKNOWN, None, None, None, 0, seconds, message)
 
 

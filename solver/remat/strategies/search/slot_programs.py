@@ -1,8 +1,8 @@
 """The steps that solve a program over slots of the whole sequence: first over the slots that its
 relaxation uses, then over all that can improve on the incumbent.
 
-`recombine` solves a program over the slots that the best schedule uses and those that a relaxation
-uses, at checkpoint cuts or over all slots: few, and the right ones.
+`recombine_schedules` solves a program over the slots that the best schedule uses and those that a
+relaxation uses, at checkpoint cuts or over all slots: few, and the right ones.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def recombine_relaxation(state: SearchState, clock: Clock) -> None:
         return
     support = _relax_over_slots(state, clock)
     if support is not None and not clock.is_set():
-        recombine(state, [support.schedule], clock)
+        recombine_schedules(state, [support.schedule], clock)
 
 
 def evict_by_relaxation(state: SearchState, clock: Clock) -> None:
@@ -75,7 +75,7 @@ def evict_by_relaxation(state: SearchState, clock: Clock) -> None:
         if vain_rounds == _MAX_VAIN_ROUNDS:
             break
     if support is not None:
-        recombine(state, [support.schedule], clock)
+        recombine_schedules(state, [support.schedule], clock)
 
 
 def _relax_over_slots(
@@ -101,7 +101,7 @@ def _evict_by_support(state: SearchState, support: RelaxationSupport, clock: Clo
             return
 
 
-def recombine(state: SearchState, schedules: Sequence[Schedule], clock: Clock) -> None:
+def recombine_schedules(state: SearchState, schedules: Sequence[Schedule], clock: Clock) -> None:
     """Add the best schedule over the recomputations of the incumbent and of `schedules`, which need
     not fit. Few slots, well chosen: the most effective step by far."""
     best = state.best
@@ -241,13 +241,15 @@ def improve_windows(state: SearchState, clock: Clock) -> None:
     objective_before_s = state.objective
     while not (_is_within_any_bound(state) or clock.is_set() or runner.is_stopped()):
         if end <= 0:
-            recombine(state, state.candidate_schedules, clock.limited_to(_RECOMBINE_TIME_S))
+            recombine_schedules(
+                state, state.candidate_schedules, clock.limited_to(_RECOMBINE_TIME_S)
+            )
             won_s = objective_before_s - state.objective
             if won_s <= _MIN_PASS_WIN_SHARE * gap * objective_before_s:
                 break
             end, objective_before_s = len(state.graph), state.objective
         best = state.best
-        window, slot_set = _window(state.graph, best, end)
+        window, slot_set = _window_slots(state.graph, best, end)
         end = max(0, end - max(1, len(window) // 2))
         if not slot_set.optional_count:
             continue
@@ -272,7 +274,7 @@ def _is_within_any_bound(state: SearchState) -> bool:
     )
 
 
-def _window(graph: Graph, schedule: Schedule, end: int) -> tuple[range, Slots]:
+def _window_slots(graph: Graph, schedule: Schedule, end: int) -> tuple[range, Slots]:
     """Return as many operations up to `end` as a small program can take, and its slots."""
     width = max(_MIN_WINDOW, len(graph) // 3)
     while True:

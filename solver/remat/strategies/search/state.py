@@ -99,7 +99,7 @@ class SearchState:
         """Polish and simulate the schedules, and make those that fit and are among the best
         incumbents. Thread-safe."""
         for schedule in schedules:
-            if self.graph.no_recompute_spans and not _is_valid(self.graph, schedule):
+            if self.graph.no_recompute_spans and not _is_valid_schedule(self.graph, schedule):
                 continue
             evaluated = self._polish(self.graph, schedule, self.budget_bytes)
             if evaluated.peak_bytes <= self.budget_bytes:
@@ -224,7 +224,7 @@ class SearchState:
         )
 
 
-def _is_valid(graph: Graph, schedule: Schedule) -> bool:
+def _is_valid_schedule(graph: Graph, schedule: Schedule) -> bool:
     """True if a schedule recomputes no value whose earlier copy is needed."""
     try:
         schedule.check(graph)

@@ -17,7 +17,7 @@ from remat.solution import STEPS, Stats, step_names
 from remat.strategies.search.state import SearchState
 
 
-def _always(state: SearchState) -> bool:
+def _is_always_needed(state: SearchState) -> bool:
     return True
 
 
@@ -37,7 +37,7 @@ class SearchStep:
     function: Callable[[SearchState, Clock], None]
     time_share: float = 1.0
     time_share_within_gap: float = 0.0
-    is_needed: Callable[[SearchState], bool] = _always
+    is_needed: Callable[[SearchState], bool] = _is_always_needed
     is_concurrent: bool = False
     must_succeed: bool = False
 
@@ -98,7 +98,7 @@ def _run_step(step: SearchStep, state: SearchState, clock: Clock) -> Exception |
     except Exception as error:
         return error
     finally:
-        _record_stats(step.name, state, clock)
+        _record_step_stats(step.name, state, clock)
     return None
 
 
@@ -115,7 +115,7 @@ def _handle_error(step: SearchStep, state: SearchState, error: Exception | None)
         del error  # its traceback has this frame: a reference cycle
 
 
-def _record_stats(name: str, state: SearchState, clock: Clock) -> None:
+def _record_step_stats(name: str, state: SearchState, clock: Clock) -> None:
     """Write the seconds of a step to the stats, and the objective and bound after it, as
     fractions of extra time or as bytes."""
     stats = state.stats

@@ -33,7 +33,7 @@ from remat.simulate import simulate
 from remat.solution import Solution
 from remat.strategies import Auto
 from remat.strategies.search import eviction, pipeline
-from remat.strategies.search.eviction import relax
+from remat.strategies.search.eviction import relax_at_checkpoint_cuts
 from remat.strategies.search.pipeline import find_feasible_schedule, search
 from remat.strategies.search.runner import MilpRunner
 from remat.strategies.search.state import SearchState, SlotProgramResult
@@ -441,7 +441,7 @@ def test_small_values_are_reserved_unless_advice_reached_the_gap(
 ) -> None:
     state = search_state_of(CHAIN, SlotSource(), budget_bytes, replace(EXACT, gap=0.01))
     state.small_values_share = 0.1
-    relax(state, state.clock)
+    relax_at_checkpoint_cuts(state, state.clock)
     eviction.evict_by_advice(state, state.clock.limited_to(0.5))
     assert simulate(CHAIN, state.best).peak_bytes <= budget_bytes
     assert state.is_within_gap == (share == 0.0)
