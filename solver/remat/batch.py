@@ -31,7 +31,8 @@ class BatchAttempt:
 
     @property
     def shown_peak_bytes(self) -> int | None:
-        """The peak of the plan, or the smallest peak of any schedule where none fits."""
+        """The peak of the plan, or the smallest peak of any schedule where none fits; None if
+        neither is known."""
         return self.min_peak_bytes if self.peak_bytes is None else self.peak_bytes
 
     @property
@@ -75,7 +76,8 @@ class MaxBatch(Described):
 
     @property
     def eager_time_per_sample_s(self) -> float | None:
-        """Seconds for each sample of the largest batch without recomputation."""
+        """Seconds for each sample of the largest batch without recomputation; None if no batch fits
+        without."""
         return None if self.eager_time_s is None else self.eager_time_s / self.eager_batch
 
     def report(self) -> Report:

@@ -115,6 +115,8 @@ def _comparison_row(
     progress: ProgressCallback | None,
     cancel: Cancel | None,
 ) -> ComparisonRow[Plan]:
+    """Return the row of a strategy at a budget, with its plan or the reason why there is none. With
+    `measure`, operations may be split, and `graph` must be a trace."""
     started_at = time.monotonic()
     plan: Plan | None = None
     reason = ""

@@ -122,7 +122,8 @@ def wrong_type(function: str, expected: str, value: object, remedy: str) -> Type
 
 
 def one_line(error: BaseException, limit: int = 300) -> str:
-    """Return an exception of other code as one line: its type, and the beginning of its message."""
+    """Return an exception of other code as one line: its type, and its message up to `limit`
+    characters."""
     words = " ".join(str(error).split())
     if len(words) > limit:
         words = words[:limit].rsplit(" ", 1)[0] + " ..."

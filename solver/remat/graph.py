@@ -111,15 +111,15 @@ class ValueLists:
 
     @classmethod
     def of(cls, lists: Iterable[tuple[int, ...]]) -> ValueLists:
-        """Put the lists into arrays."""
+        """Return the lists, one for each operation, as arrays."""
         lists = list(lists)
         counts = np.array([len(values) for values in lists], dtype=np.int64)
         values = np.array([v for values in lists for v in values], dtype=np.int64)
         return cls(values, np.cumsum(counts) - counts, counts)
 
     def of_runs(self, runs: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the values of a sequence of operations, one list after the other, and the run
-        that each is from."""
+        """Return the values of a sequence of operations, one list after the other, and the position
+        in `runs` that each is from."""
         counts = self.counts[runs]
         shifts = self.starts[runs] - (np.cumsum(counts) - counts)
         positions = np.arange(int(counts.sum()), dtype=np.int64) + np.repeat(shifts, counts)
@@ -165,7 +165,7 @@ class Graph:
 
     @cached_property
     def renewal(self) -> Mapping[int, int]:
-        """The operation that renews each value that one does."""
+        """The operation that renews a value, by value; values that none renews are missing."""
         return {v: index for index, o in enumerate(self.operations) for v in o.renews}
 
     @cached_property
@@ -180,11 +180,11 @@ class Graph:
         return spans
 
     def shared_inputs(self, operation: Operation) -> set[int]:
-        """Return the inputs that an operation shares with its `same_copy_as`."""
+        """Return the inputs that an operation shares with its `same_copy_as`, which must be set."""
         return set(operation.inputs) & set(self.operations[operation.same_copy_as].inputs)
 
     def may_recompute(self, op: int, stage: int) -> bool:
-        """True if an operation may be recomputed before the first run of `stage`."""
+        """True if an operation may be recomputed before the first run of the operation `stage`."""
         return self.operations[op].recomputable and not any(
             start < stage <= end for start, end in self.no_recompute_spans.get(op, ())
         )
@@ -245,7 +245,7 @@ class Graph:
 
     @cached_property
     def min_produced_bytes(self) -> tuple[int, ...]:
-        """`produced_bytes`, if everything that may be overwritten is."""
+        """`produced_bytes` of each operation, less the inputs that it may overwrite."""
         return tuple(
             size_bytes - sum(self.values[v].size_bytes for v in o.overwrites)
             for size_bytes, o in zip(self.produced_bytes, self.operations, strict=True)
@@ -374,6 +374,8 @@ def _operation_from_node(
 def _integer_attribute(
     attributes: Mapping[str, object], key: str, node: Hashable, required: bool = False
 ) -> int:
+    """Return an attribute of a node, 0 if it is missing and not `required`. Raises `GraphError`
+    unless it is an integer."""
     number = attributes.get(key, None if required else 0)
     if isinstance(number, float) and number.is_integer():
         number = int(number)
@@ -391,6 +393,7 @@ time overflows, and no power of a ratio of costs."""
 
 
 def _check_graph_totals(graph: Graph) -> None:
+    """Raise `GraphError` if the sizes or the costs of a graph add up to too much."""
     size_bytes = graph.constant_bytes + sum(value.size_bytes for value in graph.values)
     size_bytes += max((operation.workspace_bytes for operation in graph.operations), default=0)
     if size_bytes >= _LIMIT_BYTES:

@@ -281,7 +281,7 @@ def _overhead(time_s: float, baseline_time_s: float) -> float:
 
 def with_reserve(plan: P, reserve_bytes: int) -> P:
     """Return the plan whose terms say that `reserve_bytes` of its budget are reserved for other
-    uses."""
+    uses; unchanged if that is 0."""
     if not reserve_bytes:
         return plan
     return replace(plan, terms=replace(plan.terms, reserved_for_others_bytes=reserve_bytes))

@@ -278,7 +278,7 @@ class CheckedOptions:
         return Limits(self.budget, parse_reserve(reserve))
 
     def for_door(self, door: "Door") -> dict[str, Any]:
-        """Return the options as keyword arguments of another door."""
+        """Return the options that another door takes, as its keyword arguments."""
         offload = self.offload
         values = vars(self) | {
             "offload": OFFLOAD_OFF if offload is None else OFFLOAD_AUTO,
@@ -361,7 +361,8 @@ class Door:
         return name + (value and f'="{value}"')
 
     def reason_without(self, name: str) -> str:
-        """Return the error text for an option that this door does not take."""
+        """Return the error text for an option that this door does not take, or that does not
+        exist."""
         option = repr(self.spell(name))
         if name in self.missing:
             return f"{self.name} has no option {option}: {self.missing[name]}"

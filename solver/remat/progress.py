@@ -80,7 +80,8 @@ class Clock:
         return Clock(min(self.remaining_s, seconds), self.cancels)
 
     def limited_to_share(self, share: float) -> Clock:
-        """Return a clock that starts now and is set after this share of the remaining time."""
+        """Return a clock that starts now and is set after this share of the remaining time, or when
+        this clock is cancelled."""
         return self.limited_to(share * self.remaining_s)
 
     def with_cancel(self, cancel: Cancel) -> Clock:
@@ -106,7 +107,7 @@ def raise_progress_errors(
     progress: ProgressCallback | None, cancel: Cancel | None
 ) -> Iterator[tuple[ProgressCallback | None, Cancel | None]]:
     """Yield guarded versions of the two: the first error of `progress` cancels the solve, and is
-    raised when the context ends.
+    raised when the context ends. Without `progress`, yield both unchanged.
 
     Solvers run callbacks from their own code, and treat errors in them as their own failure.
     """

@@ -130,7 +130,7 @@ class _ProgramWriter:
         self._drop_unread_variables()
 
     def outputs(self) -> tuple[Output, ...]:
-        """Return the trace's outputs under their forward variables."""
+        """Return the trace's outputs, under the names of their variables in the forward."""
         return tuple(
             o.model_copy(update={"name": self._forward_output[o.name]}) for o in self.trace.outputs
         )
@@ -237,6 +237,8 @@ class _ProgramWriter:
         )
 
     def _define_variable(self, name: str, storage: int) -> str:
+        """Return a new variable for a copy of a tensor: its name, or `name__2` for the second
+        copy."""
         variable, copy = name, 1
         while variable in self._defined:
             copy += 1
@@ -267,7 +269,7 @@ class _ProgramWriter:
 
 
 def tensor_of_variable(variable: str, names: Container[str]) -> str:
-    """Return the tensor of a variable. Later copies of a tensor are `name__2`, `name__3`, ...;
-    `names` are tensors, which may end in this way, too."""
+    """Return the tensor that a variable of a program is a copy of. Later copies of a tensor are
+    `name__2`, `name__3`, ...; `names` are all tensors, whose own names may end in this way, too."""
     head, _, copy = variable.rpartition("__")
     return head if variable not in names and head and copy.isdigit() else variable

@@ -88,8 +88,8 @@ class Schedule:
 
 
 def missing_operations(graph: Graph, values: Iterable[int], live: Container[int]) -> list[int]:
-    """Return the operations to run, in the graph's order, for `values` to be live, if those of
-    `live` already are."""
+    """Return the operations to run, in the graph's order, for `values` to be live, where the values
+    of `live` already are."""
     operations: set[int] = set()
     pending = [v for v in values if v not in live]
     while pending:

@@ -93,8 +93,8 @@ def simulate(graph: Graph, schedule: Schedule) -> Timeline:
 
 
 def overwritten_copies(graph: Graph, schedule: Schedule, copies: Sequence[Copy]) -> frozenset[int]:
-    """Return the indices of the copies that their last reader overwrites: the first run of an
-    operation that may, whose output takes the copy's memory."""
+    """Return the indices of the copies that their last reader overwrites: its output takes the
+    copy's memory. Only the first run of an operation overwrites."""
     overwrites = overwritten_in_run(graph, schedule)
     return frozenset(
         index
@@ -135,6 +135,7 @@ _CopySpans = tuple[_Integers, _Integers, _Integers]
 
 
 def _copy_spans(graph: Graph, runs: _Integers) -> _CopySpans:
+    """Return the value, the first run and the last run of every copy."""
     after_last_run = len(runs)
     values, starts = graph.output_lists.of_runs(runs)
     ends = starts.copy()
@@ -167,6 +168,7 @@ def _live_bytes_between_runs(graph: Graph, spans: _CopySpans, run_count: int) ->
 def _bytes_during_runs(
     graph: Graph, runs: _Integers, live_bytes: _Integers, spans: _CopySpans
 ) -> _Integers:
+    """Return the live bytes during each run, without the inputs that it overwrites."""
     during_bytes = live_bytes[:-1] + graph.produced_array_bytes[runs]
     if not len(graph.overwrite_lists.values):
         return during_bytes

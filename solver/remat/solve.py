@@ -166,7 +166,7 @@ def check_graph(function: str, graph: object) -> None:
 
 
 def check_budgets(function: str, budgets: object) -> None:
-    """Raise TypeError for one budget in place of several."""
+    """Raise TypeError for one budget in place of several; None is valid."""
     if isinstance(budgets, str | bytes) or not isinstance(budgets, Iterable | None):
         raise wrong_type(function, "several budgets", budgets, f"pass a list: [{budgets!r}]")
 
@@ -182,8 +182,9 @@ class _GraphPlanner:
     reserved_bytes: int | None = None
 
     def plan(self, budget: Budget, start: Schedule | None = None) -> Plan:
-        """Return the plan within a budget, within the time limit of the strategy. `start` is a
-        schedule to start from."""
+        """Return the plan within a budget, within the time limit of the strategy. For a trace on
+        CUDA, torch's allocator stays within the budget, too. `start` is a schedule to start from,
+        if there is one."""
         traced, strategy, clock = self.traced, self.strategy, clock_of(self.strategy)
         if not isinstance(traced, Trace):
             return self._plan_once(budget, start, strategy)
@@ -266,7 +267,7 @@ def _progress_with_budget(
     progress: ProgressCallback | None, budget_bytes: int
 ) -> ProgressCallback | None:
     """Return the callback with the budget added to each report: strategies do not report it, and a
-    sweep has several."""
+    sweep has several. None without a callback."""
     if progress is None:
         return None
     return lambda report: progress(replace(report, budget_bytes=budget_bytes))

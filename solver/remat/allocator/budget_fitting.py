@@ -33,11 +33,12 @@ def plan_within_allocator_budget(
     """Return the plan of `solve(budget)`, or of a lower budget so that the allocator's allocated
     bytes are within `budget`, and its reserved bytes within `reserved_bytes` if that is passed.
 
-    A plan for a lower budget has that as its `budget_bytes`, and the original one in
-    its terms. If no plan fits the lower budget, the plan with the smallest excess is returned; its
-    `allocator` has the predicted bytes. `is_expandable` is True if the step will
-    run with expandable segments; the default is the environment's setting. Once `cancel` is set,
-    the best plan so far is returned. Raises the errors of `solve(budget)`.
+    The budget is not lowered for a trace that is not on CUDA, for "min", and from "100%" on. A plan
+    for a lower budget has that as its `budget_bytes`, and the original one in its terms. If no plan
+    fits the lower budget, the plan with the smallest excess is returned; its `allocator` has the
+    predicted bytes. `is_expandable` is True if the step will run with expandable segments; the
+    default is the environment's setting. Once `cancel` is set, the best plan so far is returned.
+    Raises the errors of `solve(budget)`.
     """
     if is_expandable is None:
         is_expandable = uses_expandable_segments()

@@ -39,13 +39,14 @@ def is_on_cuda(trace: Trace) -> bool:
 
 
 def uses_cublas(target: str) -> bool:
-    """True if an operation is a matrix product, for which cuBLAS retains a workspace."""
+    """True if an operator, by its name, is a matrix product, for which cuBLAS retains a
+    workspace."""
     return target.rpartition(".")[0] in _CUBLAS_OPERATIONS
 
 
 def uses_cublaslt(target: str) -> bool:
-    """True if torch may compute a matrix product by cuBLASLt: one with a bias, in integers or
-    scaled."""
+    """True if torch may compute an operator, by its name, with cuBLASLt: a matrix product with a
+    bias, in integers or scaled."""
     names = ("addmm", "_addmm_activation", "linear", "_int_mm", "_scaled_mm")
     return target.rpartition(".")[0] in {f"aten.{name}" for name in names}
 
@@ -65,7 +66,8 @@ def predict_allocator_peaks(trace: Trace, schedule: Schedule) -> AllocatorPredic
 
 
 def with_prediction(plan: P, trace: Trace) -> P:
-    """Return the plan with the prediction; unchanged without a CUDA device."""
+    """Return the plan with the predicted peaks of torch's allocator; unchanged without a CUDA
+    device."""
     if not is_on_cuda(trace):
         return plan
     return replace(plan, allocator=predict_allocator_peaks(trace, plan.schedule))
@@ -144,8 +146,9 @@ def step_allocation_events(
 
 
 def _workspace_buffers(trace: Trace, graph: Graph) -> list[list[int]]:
-    """Return the buffers of each operation's workspace. A large one and a small one fit
-    where one block as large as both does not."""
+    """Return the sizes of the buffers of each operation's workspace, by formula where the GPU is
+    known, else one buffer. A large one and a small one fit where one block as large as both does
+    not."""
     from remat.costs.workspaces.formulas import workspace_buffers  # only traces have workspaces
 
     device, metas = DEVICES.get(trace.gpu), trace.tensors

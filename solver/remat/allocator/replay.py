@@ -127,7 +127,8 @@ class Allocator:
         return AllocatorPeaks(*self._peak_bytes)
 
     def apply(self, event: AllocationEvent) -> None:
-        """Allocate or free a block. An allocation of 0 bytes has no block."""
+        """Allocate or free a block. An allocation of 0 bytes has no block. Raises KeyError for a
+        key that is allocated already, and for a free of no allocation."""
         if event.size_bytes is None:
             block = self._live.pop(event.key)
             if block is not None:
@@ -144,7 +145,8 @@ class Allocator:
         )
 
     def address(self, key: Hashable) -> int | None:
-        """Return the address of an allocation, or None if it has 0 bytes. Raises KeyError."""
+        """Return the address of the allocation under a key, or None if it has 0 bytes. Raises
+        KeyError if there is none."""
         block = self._live[key]
         return None if block is None else block.address
 
@@ -185,7 +187,8 @@ class Allocator:
         return block
 
     def _take_best_fit(self, size: int, is_small: bool) -> _BlockNode | None:
-        """Remove the smallest free block that is large enough from its pool, and return it."""
+        """Remove the smallest free block that is large enough from its pool, and return it; None if
+        no block is large enough."""
         pool = self._pools[is_small]
         index = bisect_left(pool, (size, 0))
         if index == len(pool):
@@ -261,7 +264,7 @@ class Allocator:
         self._add_to_pool(block)
 
     def _merge_blocks(self, block: _BlockNode, after: _BlockNode) -> _BlockNode:
-        """Merge a block with the next one, and return it."""
+        """Merge a block with the next one, `after`, and return it. Neither may be in the pool."""
         block.size_bytes += after.size_bytes
         block.after = after.after
         if block.after is not None:

@@ -158,7 +158,7 @@ class BlockStep:
 
 
 def host_stays(step: BlockStep) -> dict[int, CallHostStay]:
-    """Return the calls that may offload, with the time of their tensors on the host.
+    """Return when the tensors of each call would be on the host, by the calls that may offload.
 
     The last call of the forward may not, as no forward follows that hides its copies, and neither
     may the first of the backward.

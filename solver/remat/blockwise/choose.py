@@ -143,7 +143,8 @@ def fastest_options(step: BlockStep) -> tuple[int, ...]:
 
 
 def _least_saving_variants(step: BlockStep, tied: Sequence[int]) -> tuple[CallVariant, ...]:
-    """Return the option of each call that saves the fewest bytes, without copies."""
+    """Return the option of each call that saves the fewest bytes, without copies. Call `c` has that
+    of call `tied[c]`."""
     smallest = [
         min(range(len(o)), key=lambda index: (o[index].saved_bytes, o[index].backward_bytes))
         for o in step.options_per_call
@@ -152,8 +153,8 @@ def _least_saving_variants(step: BlockStep, tied: Sequence[int]) -> tuple[CallVa
 
 
 def _smallest_choice(step: BlockStep, threads: int, tied: Sequence[int]) -> OptionChoice:
-    """Return the choice with the smallest peak; the options that save least if the solver has none
-    in time."""
+    """Return the choice with the smallest peak that the solver finds in time; if it finds none, the
+    options that save least."""
     candidates = [_least_saving_variants(step, tied)]
     if step.host is not None:
         candidates.append(_smallest_choice(replace(step, host=None), threads, tied).variants)
@@ -172,7 +173,7 @@ def _fastest_choice(
     step: BlockStep, budget_bytes: int, threads: int, tied: Sequence[int]
 ) -> OptionChoice | None:
     """Return the fastest choice within a budget, without copies that save no time; None if the
-    solver finds none."""
+    solver finds none in time."""
     fastest = fastest_options(step)
     if all(fastest[call] == fastest[other] for call, other in enumerate(tied)):
         variants = tuple(map(CallVariant, fastest))
@@ -197,6 +198,7 @@ def _fastest_choice(
 
 
 def _fits_host(step: BlockStep, outcome: StepOutcome) -> bool:
+    """True if the host has room for what is offloaded, or has no limit."""
     limit_bytes = None if step.host is None else step.host.host_bytes
     return limit_bytes is None or outcome.host_bytes <= limit_bytes
 
@@ -264,7 +266,7 @@ class _BlockChoiceProgram:
     def _variant_terms(
         self, call: int, size: Callable[[int, CallVariant], float]
     ) -> dict[Column, float]:
-        """Return each variant's variable with its value of `size`."""
+        """Return the value of `size(call, variant)` for each variant's variable."""
         pairs = zip(self._selects[call], self._variants[call], strict=True)
         return {x: size(call, variant) for x, variant in pairs}
 
@@ -329,8 +331,9 @@ class _BlockChoiceProgram:
         self._program.add_row(terms, AT_MOST, limit)
 
     def _waiting_variables(self) -> list[Column]:
-        """Return a variable for each call and direction: at least the seconds by which its copy
-        takes longer than the call that runs meanwhile."""
+        """Add a variable for each call and direction, at least the seconds by which its copy takes
+        longer than the call that runs meanwhile, and return them; none if nothing may be
+        offloaded."""
         if self._step.host is None:
             return []
         link = self._step.host.link
@@ -362,7 +365,8 @@ class _BlockChoiceProgram:
         return waits
 
     def select(self, threads: int) -> tuple[CallVariant, ...] | None:
-        """Return the variants that the solver selects; None if it finds none in time."""
+        """Return the variants that the solver selects, and set `bound_s`; None if it finds none in
+        time."""
         solver = HighsSolver(gap=_GAP, time_limit=_TIME_LIMIT_S, threads=threads)
         result = solver.run(self._program.arrays())
         self.bound_s = (result.bound or 0.0) * self._unit_s
@@ -405,7 +409,8 @@ def selections_to_save(candidates: Sequence[SaveCandidate]) -> list[frozenset[in
 
 
 def _best_outputs_to_save(candidates: Sequence[SaveCandidate], limit_bytes: int) -> frozenset[int]:
-    """Return the candidates to save within `limit_bytes`, by index: the optimum of the knapsack."""
+    """Return the candidates to save within `limit_bytes`, by index: the optimum of the knapsack;
+    none if the solver finds none in time."""
     program = Program()
     is_saved = [program.add_binary(f"x{index}") for index in range(len(candidates))]
     unit_bytes, unit_s = max(limit_bytes, 1), math.fsum(c.time_s for c in candidates) or 1.0

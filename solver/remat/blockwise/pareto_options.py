@@ -81,7 +81,8 @@ def _feasible_block_plans(
     strategy: Strategy,
     progress: ProgressCallback | None,
 ) -> list[Plan]:
-    """Return the plans for the budgets (smallest first), without the budgets that time out."""
+    """Return the plans of a block for the budgets, smallest first, without infeasible ones. The
+    smallest budgets are left out for as long as the solver times out."""
     for first in range(len(budgets)):
         with suppress(SolverTimeout):
             return sweep(graph, budgets[first:], strategy, progress=progress)
@@ -89,10 +90,8 @@ def _feasible_block_plans(
 
 
 def option_of_schedule(graph: Graph, schedule: Schedule) -> BlockOption:
-    """Return the time and memory of a block's schedule, as the rest of the step sees them.
-
-    The block's constant memory (its parameters and inputs) is not counted.
-    """
+    """Return the option of a block that runs by a schedule: its time and memory, without the
+    block's constant memory (its parameters and inputs)."""
     timeline = simulate(graph, schedule)
     boundary_run = schedule.runs.index(boundary_of(graph))
     constant_bytes = graph.constant_bytes
@@ -124,13 +123,13 @@ def boundary_of(graph: Graph) -> int:
 
 
 def live_tangents(graph: Graph) -> list[int]:
-    """Return the gradients of the block's outputs, without those that nothing reads."""
+    """Return the gradients of the block's outputs that an operation reads, or that are results."""
     tangents = graph.operations[boundary_of(graph)].outputs
     return [v for v in tangents if graph.consumers[v] or v in graph.results]
 
 
 def tangent_bytes(graph: Graph) -> int:
-    """Return the bytes of the tangents that the backward reads."""
+    """Return the bytes of `live_tangents`."""
     return sum(graph.values[v].size_bytes for v in live_tangents(graph))
 
 
@@ -147,7 +146,7 @@ def pareto_optimal(
 
 
 def _strategy_with_time_limit(strategy: Strategy, limit_s: float) -> Strategy:
-    """Return the strategy with its time limit lowered to `limit_s`, if it has one."""
+    """Return the strategy with its time limit lowered to `limit_s`; unchanged if it has none."""
     current_s = getattr(strategy, "time_limit", None)
     if not is_dataclass(strategy) or not isinstance(current_s, int | float):
         return strategy
@@ -155,10 +154,12 @@ def _strategy_with_time_limit(strategy: Strategy, limit_s: float) -> Strategy:
 
 
 def _option_objectives(option: BlockOption) -> tuple[float, int, int, int]:
+    """Return the time and sizes of an option, which are to be small."""
     return option.time_s, option.saved_bytes, option.backward_bytes, option.forward_bytes
 
 
 def _is_option_dominated(option: BlockOption, better: BlockOption) -> bool:
+    """True if `better` matches or beats an option in time and all sizes."""
     return all(
         b <= o for b, o in zip(_option_objectives(better), _option_objectives(option), strict=True)
     )
@@ -231,7 +232,8 @@ class SavedInputs:
         )
 
     def backward_bytes(self, inputs: Sequence[HeldInput]) -> int:
-        """Return the peak of the backward with these inputs, each until its last read."""
+        """Return the peak of the backward in which each of these inputs is live until its last
+        read."""
         return max(
             (
                 size_bytes + sum(i.size_bytes for i in inputs if i.last_read >= run)

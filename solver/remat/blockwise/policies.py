@@ -43,7 +43,7 @@ class BlockPolicy(Record):
 
     @property
     def saved(self) -> str:
-        """A line that lists what the block saves; with Megatron's rules, what it recomputes."""
+        """A line that lists what the block saves; with the rules "megatron", what it recomputes."""
         calls = [
             _short_operator_name(name)
             if numbers == (0,)
@@ -76,6 +76,8 @@ class Policies(Described, Document):
 
     @model_validator(mode="after")
     def _check_rules_of_blocks(self) -> Self:
+        """Raise ValueError if two policies are for one block, or one lists what the rules do not
+        allow."""
         if len({policy.block for policy in self.blocks}) < len(self.blocks):
             raise ValueError("two policies are for the same block")
         for policy in self.blocks:

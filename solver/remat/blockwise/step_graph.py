@@ -101,7 +101,7 @@ def schedule_of_step(
 
 
 def _eager_block_schedule(call: BlockCall) -> StepSchedule:
-    """Return a block in eager mode as a graph and a schedule.
+    """Return the graph and the schedule of a block in eager mode, as it is or checkpointed.
 
     Recomputed, its forward needs no more memory than its backward: `first_run` has what it needs in
     addition when it runs first. `checkpoint` has what a checkpointed block saves.
@@ -319,7 +319,7 @@ class _StepGraphWriter:
         self._add_operation(f"{name}.hold", call.path, outputs=self.results[-1:])
 
     def _add_runs(self, number: int, runs: Iterable[int]) -> None:
-        """Add the runs of a call's plan that are in its forward, or in its backward."""
+        """Add these runs of a call's plan to the step, and the operations that they run first."""
         call, written = self._calls[number], self._written[number]
         graph = written.graph
         repeated = {op for op, count in Counter(written.runs).items() if count > 1}
@@ -351,7 +351,8 @@ class _StepGraphWriter:
                 written.results.append(written.values[v])
 
     def _inputs_read_last(self, number: int) -> dict[int, tuple[int, ...]]:
-        """Return the held inputs that each operation of a call's plan is the last to read."""
+        """Return the held inputs that each operation of a call's plan is the last to read;
+        operations without any are left out."""
         call, written = self._calls[number], self._written[number]
         inputs: dict[int, tuple[int, ...]] = {}
         for item in call.inputs:
@@ -380,7 +381,8 @@ class _StepGraphWriter:
         self._add_operation(f"{written.name}.end", call.path, inputs=results)
 
     def _add_copy_operations(self, number: int, kind: str) -> None:
-        """Add an operation of this kind for each offloaded value of a call. The first one waits."""
+        """Add an operation of this kind ("release", "reload", "arrive") for each offloaded value of
+        a call. The first one waits."""
         direction = "to_host" if kind == "release" else "to_device"
         wait_s = 0.0 if kind == "reload" else self._outcome.waits_s.get((direction, number), 0.0)
         for v in self._written[number].copies:
@@ -388,7 +390,8 @@ class _StepGraphWriter:
             wait_s = 0.0
 
     def _add_copy_operation(self, number: int, kind: str, v: int, wait_s: float = 0.0) -> None:
-        """Add an operation that starts or awaits a copy of the value `v`."""
+        """Add an operation of this kind, which starts or awaits a copy of the value `v`, and waits
+        for `wait_s`."""
         path, copies = self._calls[number].path, self._written[number].copies
         size_bytes = self.values[v].size_bytes if kind == "reload" else 0
         name = f"{kind}_{self.values[v].name}"

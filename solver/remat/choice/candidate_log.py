@@ -58,22 +58,25 @@ class CandidateLog:
             self._entries.append(_LogEntry(name, None, _reason_without_plan(result), is_estimate))
 
     def refuse(self, plan: PlanData, reason: str) -> None:
-        """Say why a plan of the log cannot be taken, which is known only after the choice."""
+        """Record why a plan of the log cannot be taken, where that is found only after the choice.
+        It is then the outcome of its candidate."""
         self._entries = [
             replace(entry, refusal=reason) if _has_plan(entry, plan) else entry
             for entry in self._entries
         ]
 
     def replace_plan(self, plan: PlanData, changed: PlanData) -> None:
-        """Replace a plan of the log by a changed one, such as one with the waiting for copies."""
+        """Replace a plan of the log by a changed one, such as one whose time includes waiting for
+        copies. Why it was refused is forgotten."""
         self._entries = [
             _LogEntry(entry.name, changed, "", entry.is_estimate) if entry.plan is plan else entry
             for entry in self._entries
         ]
 
     def results(self, taken: PlanData, *, is_min: bool) -> tuple[CandidateResult, ...]:
-        """Return the result of each candidate, given the plan that was taken; () for a single
-        candidate. `is_min` is True where the smallest peak was requested."""
+        """Return the result of each candidate, given the plan that was taken; () if fewer than two
+        were solved. Of a candidate that has only estimates, this is the last one. `is_min` is True
+        where the smallest peak was requested."""
         solved = {entry.name for entry in self._entries if not entry.is_estimate}
         last_estimates = {entry.name: entry for entry in self._entries if entry.is_estimate}
         entries = [
@@ -103,7 +106,7 @@ def _candidate_result(entry: _LogEntry, outcome: str) -> CandidateResult:
 
 
 def _has_plan(entry: _LogEntry, plan: PlanData) -> bool:
-    """True if an entry has this plan, other terms and reasons apart."""
+    """True if an entry has this plan; terms and reasons may differ."""
     return entry.plan is not None and (
         (entry.plan.schedule, entry.plan.time_s, entry.plan.peak_bytes)
         == (plan.schedule, plan.time_s, plan.peak_bytes)
@@ -111,6 +114,7 @@ def _has_plan(entry: _LogEntry, plan: PlanData) -> bool:
 
 
 def _reason_without_plan(error: NoPlan) -> str:
+    """Return the outcome of a candidate without a plan, from its error."""
     if isinstance(error, SolverTimeout):
         return "no plan was found in time"
     if error.min_feasible_bytes is None:
@@ -120,7 +124,8 @@ def _reason_without_plan(error: NoPlan) -> str:
 
 
 def _reason_not_taken(entry: _LogEntry, taken: PlanData, is_min: bool) -> str:
-    """Return why a candidate was not taken."""
+    """Return why a candidate was not taken: why it has no plan, or in what the plan `taken` is
+    better. `is_min` is True where the smallest peak was requested."""
     if entry.refusal or entry.plan is None:
         return entry.refusal
     if is_min and entry.plan.peak_bytes > (1 + _EQUAL_PEAKS) * taken.peak_bytes:

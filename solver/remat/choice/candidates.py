@@ -51,15 +51,16 @@ class Candidate:
 
     @property
     def score(self) -> float:
-        """The mean of the quick schedule's time and its bound, as shares of extra time: the best
-        schedule is between them."""
+        """The mean of the quick schedule's extra time and its bound, as shares: the best schedule
+        is between them. Without a bound, the extra time. There must be a plan."""
         assert self.plan is not None
         bound = self.plan.lower_bound
         return self.plan.overhead if bound is None else (self.plan.overhead + bound) / 2
 
     def is_better_than(self, other: Candidate, is_min: bool, least_gain: float) -> bool:
-        """True if this candidate promises a better plan by at least the gain, a share of the
-        time."""
+        """True if this candidate promises a better plan: one that saves more than `least_gain`, a
+        share of the time; if `is_min`, first one with a smaller peak. A plan is better than none;
+        of two candidates without, the one with the smaller peak found is better."""
         if self.plan is None or other.plan is None:
             return self.plan is not None or (other.plan is None and self._is_nearer_than(other))
         if is_min:
@@ -72,7 +73,7 @@ class Candidate:
 
     def _is_nearer_than(self, other: Candidate) -> bool:
         """True if the smallest peak found is below that of another candidate, or if one of the two
-        is not known because the quick solve took too long."""
+        is unknown because the quick solve took too long."""
         sizes = self.min_feasible_bytes, other.min_feasible_bytes
         return None in sizes or sizes[0] < sizes[1]  # type: ignore[operator]  # both are int
 
@@ -100,11 +101,13 @@ class CandidateSearch:
 
     @cached_property
     def as_it_is(self) -> Candidate:
-        """The step as it is. Nothing judges it where no source proposes a candidate."""
+        """The step as it is, judged when this is read first: never where no source proposes a
+        candidate."""
         return self.judged(self.step)
 
     def judged(self, step: TraceStep) -> Candidate:
-        """Return a form of the step as a candidate: with the plan of a quick solve."""
+        """Return a form of the step as a candidate: with the plan of a quick solve, or None without
+        one."""
         budget_bytes = self._solver.budget_bytes
         budget = "min" if budget_bytes is None else budget_bytes
         strategy = within_clock(_ESTIMATE, self.clock)
@@ -121,8 +124,9 @@ class CandidateSearch:
         return Candidate(step, plan, smallest_bytes)
 
     def best(self) -> Candidate | None:
-        """Return the best candidate; None if no source proposes one that is better than the step
-        as it is. A source ends with the first candidate that is worse than the best one so far."""
+        """Return the best candidate; None if no source proposes one that is better than the step as
+        it is. A source ends with the first candidate that is worse than the best one so far, and
+        the search with its clock."""
         best: Candidate | None = None
         for source in SOURCES:
             if self.clock.is_set():
@@ -137,7 +141,8 @@ class CandidateSearch:
         return best
 
     def _is_better(self, candidate: Candidate, best: Candidate | None) -> bool:
-        """True if a candidate is better than the best one so far, or than the step as it is."""
+        """True if a candidate is better than the best one so far or, if that is None, than the step
+        as it is."""
         if best is None:
             return self.as_it_is.plan is None or candidate.is_better_than(
                 self.as_it_is, self.is_min, _LEAST_GAIN
@@ -166,11 +171,13 @@ larger region spans most of a deep network, and splitting it amounts to smaller 
 
 
 def in_pieces(search: CandidateSearch) -> Iterator[Candidate]:
-    """Propose the step with its largest operations in 2, 4, 8 or 16 pieces.
+    """Propose the step with its largest operations in each number of pieces of the request: 2, 4, 8
+    and 16 with "auto".
 
     Numbers are in increasing order; in decreasing order for "min", or if the unsplit step does not
     fit or has more than 10% of extra time. For "min", the first that can be split is the only one:
-    fewer pieces have a larger peak. None if the step fits without extra time.
+    fewer pieces have a larger peak. With "auto", nothing is proposed if the step fits without extra
+    time.
     """
     pieces = search.request.pieces
     if not pieces or search.clock.is_set():
@@ -189,8 +196,8 @@ def in_pieces(search: CandidateSearch) -> Iterator[Candidate]:
 
 
 def requested_pieces(search: CandidateSearch) -> Candidate | None:
-    """Return the step with its largest operations in the one number of pieces of the request; None
-    if they cannot be split."""
+    """Return the step with its largest operations in the number of pieces of the request, which
+    must have exactly one; None if they cannot be split."""
     (number,) = search.request.pieces
     _ = search.as_it_is  # for the figures of the plan, and before time is spent on pieces
     return _candidate_in_pieces(search, number, math.inf)
@@ -199,8 +206,10 @@ def requested_pieces(search: CandidateSearch) -> Candidate | None:
 def _candidate_in_pieces(
     search: CandidateSearch, pieces: int, max_piece_nodes: float
 ) -> Candidate | None:
-    """Split the largest operations, then repeat with those that are the largest now, until a
-    schedule fits; for "min", while the smallest peak falls. None if the first cannot be split."""
+    """Return the step with its largest operations in so many pieces. Split them, then repeat with
+    those that are the largest now, until a schedule fits; for "min", while the smallest peak falls.
+    None if the first cannot be split. `max_piece_nodes` limits the trace nodes of the pieces of a
+    region."""
     best = None
     for split in split_rounds(search.step.trace, pieces, search.measure, max_piece_nodes):
         candidate = search.judged(TraceStep(split))
@@ -258,7 +267,9 @@ def plan_best_candidate(
 
 
 def _plan_of_best_candidate(search: CandidateSearch, solver: TraceSolver) -> StepPlan[TraceStep]:
-    """Return the full plan of the best candidate, or of the step as it is where that is better."""
+    """Return the full plan of the best candidate, or of the step as it is where that is better or
+    there is no candidate. If the request has one number of pieces, the split step is not
+    compared."""
     step, is_min = search.step, search.is_min
     is_requested = len(search.request.pieces) == 1
 
@@ -297,7 +308,8 @@ def _plan_of_best_candidate(search: CandidateSearch, solver: TraceSolver) -> Ste
 
 
 def _may_beat_candidate(as_it_is: Candidate, plan: Plan, is_min: bool) -> bool:
-    """True if nothing proves that the step as it is has no better plan."""
+    """True if the step as it is may have a better plan than `plan` of a candidate, by its bound or,
+    for "min", by the peak of its quick solve; False if that found no plan."""
     if as_it_is.plan is None:
         return False
     if is_min:
@@ -306,14 +318,16 @@ def _may_beat_candidate(as_it_is: Candidate, plan: Plan, is_min: bool) -> bool:
 
 
 def _saves_over_unchanged(plan: Plan, unchanged: Plan, is_min: bool) -> bool:
-    """True if the plan of a candidate saves time over the step as it is; for "min", memory."""
+    """True if the plan of a candidate saves enough time over the plan of the step as it is; for
+    "min", enough memory."""
     if is_min:
         return plan.peak_bytes < (1 - _LEAST_PEAK_GAIN) * unchanged.peak_bytes
     return plan.overhead <= unchanged.overhead - _LEAST_GAIN
 
 
 def _split_figures(unsplit: Candidate, unsplit_plan: Plan | None, is_min: bool) -> SplitFigures:
-    """Return the bound of the unsplit step's time, or its smallest peak found."""
+    """Return the bound of the unsplit step's time, None without a plan of it, and its smallest peak
+    found, None where it fits a budget in bytes."""
     bound = None if unsplit_plan is None else unsplit_plan.lower_bound
     smallest = unsplit.min_feasible_bytes if unsplit.plan is None else unsplit.plan.peak_bytes
     has_smallest = unsplit.plan is None or is_min

@@ -110,7 +110,8 @@ class _InFlightSearch:
     def fastest(self, budget: int) -> TracePlan | None:
         """Return the fastest plan within a budget; None if no plan was found.
 
-        Quick solves rank the limits, and the best is solved in full.
+        Quick solves rank the limits on saved bytes, and the best one is solved in full: the next
+        one if that has no plan.
         """
         is_enough = budget >= self.baseline_bytes
         ranked = [self._largest_saved] if is_enough else self._ranked_limits(self._trace, budget)
@@ -137,10 +138,11 @@ class _InFlightSearch:
         return estimate if solved is None else solved
 
     def _solve_in_full(self, trace: Trace, budget: Budget) -> TracePlan:
+        """Return the plan of a solve within the time that is left."""
         return self._solve(trace, budget, self._clock)
 
     def _estimate(self, trace: Trace, budget: Budget) -> TracePlan:
-        """Return the plan of a quick solve."""
+        """Return the plan of a quick solve of the step as it is."""
         strategy = within_clock(_ESTIMATE, self._clock, _SEARCH_SHARE)
         cancel = self._clock.without_limit()
         return TracePlan(trace, solve(trace, budget, strategy, cancel=cancel))
@@ -163,13 +165,14 @@ class _InFlightSearch:
         return min(plans, key=lambda plan: plan.plan.peak_bytes)
 
     def _largest_limit(self, budget: int) -> int:
-        """Return the largest limit for which the saved bytes of all calls fit the budget."""
+        """Return the largest limit on the bytes that each call saves, for which all calls fit the
+        budget; 0 or less if there is none."""
         available = budget - self._constant - self._tangents - self._others * self._inputs
         return available // self._in_flight
 
     def _ranked_limits(self, trace: Trace, budget: int) -> list[int]:
         """Return limits on the saved bytes, sorted by the time of their quick solves. Limits
-        without a plan come last."""
+        without a plan come last. Empty if the calls do not fit the budget, whatever they save."""
         largest = self._largest_limit(budget)
         if largest <= 0:
             return []
@@ -193,7 +196,7 @@ class _InFlightSearch:
     def _estimate_times(
         self, trace: Trace, budget: int, limit: int, times: dict[int, float]
     ) -> None:
-        """Add the time of a quick solve at a limit to `times`.
+        """Add the time of a quick solve at a limit to `times`, infinity if there is no plan.
 
         If its plan saves fewer bytes than the limit, repeat with these bytes as the limit: the
         other calls then need less memory, so each call may use more.
@@ -213,7 +216,8 @@ class _InFlightSearch:
         limit: int,
         solve: Callable[[Trace, Budget], TracePlan],
     ) -> TracePlan | None:
-        """Return a plan by `solve` whose calls save at most `limit` bytes; None without a plan."""
+        """Return a plan by `solve` for a budget of all calls, each of which saves at most `limit`
+        bytes; None if there is no such plan."""
         available = budget - self._others * (limit + self._inputs)
         workspace = available - self._constant - limit - self._tangents
         if workspace < 0:
@@ -243,7 +247,8 @@ class _InFlightSearch:
 
     @staticmethod
     def _saved_by_call(solved: TracePlan) -> int:
-        """Return the bytes that a call of the plan saves between its forward and its backward."""
+        """Return the bytes that each call of the plan saves between its forward and its
+        backward."""
         graph, schedule = solved.trace.replace(boundary_bytes=0).graph(), solved.plan.schedule
         return _saved_at_boundary_bytes(
             graph.boundary, schedule, simulate(graph, schedule), graph.constant_bytes
@@ -253,6 +258,7 @@ class _InFlightSearch:
 def _saved_at_boundary_bytes(
     boundary: int | None, schedule: Schedule, timeline: Timeline, constant_bytes: int
 ) -> int:
-    """Return the bytes live between forward and backward, without constant memory."""
+    """Return the bytes live between the forward and the backward of a schedule, without constant
+    memory."""
     assert boundary is not None
     return timeline.before_bytes[schedule.runs.index(boundary)] - constant_bytes

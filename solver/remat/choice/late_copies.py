@@ -124,7 +124,7 @@ class _LateCopyForms(OffloadPrograms[S]):
     def with_host_share(self, share: float) -> tuple[OffloadedForm[S], ...]:
         """Return forms with at most this share of the bytes on the host that the relaxation
         offloads without a limit: one, and one in which tensors of the backward are offloaded, too.
-        Empty if nothing is."""
+        Empty if nothing is offloaded, or if the search has ended."""
         if self.has_ended():
             return ()
         cut = self._offload_cut(int(share * self._largest_bytes))
@@ -151,7 +151,8 @@ class _LateCopyForms(OffloadPrograms[S]):
         return sum(self.graph.values[v].size_bytes for v in cut.offloaded)
 
     def _backward_stays(self, used_bytes: int) -> tuple[HostStay, ...]:
-        """Return stays of tensors of the backward, with `used_bytes` of others on the host."""
+        """Return stays on the host of tensors of the backward, where `used_bytes` of the host are
+        taken."""
         host_bytes = self.limits.host_bytes
         left_bytes = None if host_bytes is None else host_bytes - used_bytes
         backward = [v for v in self.values if v not in self.forward]
@@ -164,7 +165,8 @@ class _LateCopyForms(OffloadPrograms[S]):
         return self.graph.total_cost_s if cut is None else cut.bound_s
 
     def _offload_cut(self, host_bytes: int | None) -> OffloadCut | None:
-        """Return a solution with at most `host_bytes` on the host that leaves memory free."""
+        """Return a solution with at most `host_bytes` on the host (None: any) that leaves memory
+        free, the most for which there is one; None without a solution."""
         limits = replace(self.limits, host_bytes=host_bytes)
         host = self.limits_at(self.cuts[0], self.forward, limits)
         room_bytes = self.budget_bytes - self.graph.constant_bytes
@@ -175,8 +177,7 @@ class _LateCopyForms(OffloadPrograms[S]):
         return next((cut for cut in solutions if cut is not None), None)
 
     def _late_copy_form(self, planned: PlannedStays) -> OffloadedForm[S]:
-        """Return the form with these stays, and a bound on its time without waiting as its
-        score."""
+        """Return the form with these stays. Its score is a bound on its time without waiting."""
         instant = self.limits.link.scaled(INSTANT_COPIES_FACTOR)
         graph = self.step.graph_with_stays(planned, instant)
         during_bytes = simulate(graph, Schedule.keep_all(graph)).during_bytes

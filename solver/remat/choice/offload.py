@@ -108,8 +108,8 @@ def choose_offloading(
 def _is_best_form_misjudged(
     choices: Sequence[OffloadedForm[S]], solved: StepPlan[S] | None
 ) -> bool:
-    """True if the search ended with a choice that is nearly as fast as the bound by its score, and
-    the plan of the best choice is not."""
+    """True if the best of these forms is nearly as fast as the bound by its score, so that the
+    search ended with it, and `solved`, its plan, is not, or is missing."""
     if not choices or choices[0].score_s > (1 + CLOSE_SHARE) * choices[0].bound_s:
         return False
     return solved is None or solved.plan.time_s > (1 + 2 * CLOSE_SHARE) * choices[0].bound_s
@@ -163,4 +163,5 @@ def _choose_offloading_for_min(
 
 
 def _peak_with_tolerance_bytes(peak_bytes: int) -> int:
+    """Return the largest peak that "min" accepts, given the smallest one."""
     return int((1 + _PEAK_TOLERANCE) * peak_bytes)

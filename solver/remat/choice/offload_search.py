@@ -71,8 +71,8 @@ def offloaded_forms(
     close_share: float = CLOSE_SHARE,
 ) -> list[OffloadedForm[S]]:
     """Return forms of a step with offloaded tensors, the most promising first. Empty if the step
-    fits without recomputation, or one operation does not fit. `clock` ends the search, or a form
-    whose score is above the bound by at most `close_share`."""
+    fits without recomputation, or one operation does not fit. The search ends with `clock`, or with
+    a form whose score is above the bound by at most `close_share`."""
     results = [
         result
         for step in steps
@@ -123,8 +123,8 @@ class _OffloadSearch(OffloadPrograms[S]):
         self._seen: set[frozenset[int]] = {frozenset()}
 
     def results(self) -> Iterator[OffloadedForm[S]]:
-        """Yield steps with recomputation; then, if the bound without recomputation is lower than
-        the best of them, steps without. One without comes first if it may be as fast as any."""
+        """Yield forms with recomputation; then, if the bound without recomputation is lower than
+        the best of them, forms without. One without comes first if it may be as fast as any."""
         as_fast_s = self.bound_s * (1 + LEAST_GAIN)
         if self._bound_s(recomputes=False, until_s=as_fast_s) <= as_fast_s:
             yield from islice(self._results_of_cuts(recomputes=False), 1)
@@ -136,8 +136,8 @@ class _OffloadSearch(OffloadPrograms[S]):
             yield from self._results_of_cuts(recomputes=False)
 
     def _refined_results(self) -> Iterator[OffloadedForm[S]]:
-        """Yield the step of the best cut and slack, solved to a smaller gap, unless it is nearly as
-        fast as the bound."""
+        """Yield the form of the best cut and slack, solved to a smaller gap. Nothing if the best
+        form is nearly as fast as the bound, or if the same values are offloaded."""
         if self._best is None or self.best_s <= self.bound_s * (1 + self.close_share):
             return
         cut = self._program_solution(self._best, recomputes=True, gap=_REFINED_GAP)
@@ -147,11 +147,13 @@ class _OffloadSearch(OffloadPrograms[S]):
             yield result
 
     def _results_of_cuts(self, *, recomputes: bool) -> Iterator[OffloadedForm[S]]:
-        """Yield steps for each cut, with more and more memory left free as long as that helps.
-        Solutions that are slower than the best step by `_PRUNING_MARGIN` are not judged.
+        """Yield forms for each cut, with more and more memory left free as long as that helps.
+        Solutions that are slower than the best form by `_PRUNING_MARGIN` are not judged.
+        `recomputes` is False for forms without recomputation.
 
-        Ends with a step that is nearly as fast as the bound, and with a cut whose best step does
-        not wait for copies: then only recomputation costs time, and other cuts rarely avoid it."""
+        Ends with a form that is nearly as fast as the bound, and with a cut whose best form does
+        not wait for copies: then only recomputation costs time, and other cuts rarely avoid it.
+        """
         best_s = best_waiting_s = math.inf
         for cut_operation in self.host_limits:
             last_s, is_solved = math.inf, False
@@ -183,14 +185,14 @@ class _OffloadSearch(OffloadPrograms[S]):
                 return
 
     def _is_new(self, cut: OffloadCut) -> bool:
-        """True the first time that these values are offloaded."""
+        """True the first time that these values are offloaded; False if there are none."""
         is_new = cut.offloaded not in self._seen
         self._seen.add(cut.offloaded)
         return is_new
 
     def _bound_s(self, *, recomputes: bool, until_s: float = math.inf) -> float:
         """Return the time that every plan takes, whatever it offloads, or a bound above `until_s`;
-        infinity if none fits."""
+        infinity if none fits. `recomputes` is False for plans without recomputation."""
         bound_s = self.graph.total_cost_s
         for operation in self.host_limits:
             if bound_s > until_s:
@@ -199,8 +201,8 @@ class _OffloadSearch(OffloadPrograms[S]):
         return bound_s
 
     def _bound_at(self, operation: int, *, recomputes: bool) -> float:
-        """Return the bound of the linear program at one cut. Where it has no solution, that proves
-        something only without recomputation: infinity."""
+        """Return the bound of the linear program at one cut. If it has no solution, infinity
+        without recomputation, as no such plan fits; else 0, as that proves nothing."""
         key = operation, recomputes
         if key not in self._bounds_s:
             host = self.host_limits[operation]
@@ -212,7 +214,7 @@ class _OffloadSearch(OffloadPrograms[S]):
     def _program_solution(
         self, program: _CutAndSlack, *, recomputes: bool, gap: float | None = None
     ) -> OffloadCut | None:
-        """Return the solution of an integer program."""
+        """Return the solution of an integer program; None if there is none, or none in time."""
         return self.integral_cut(
             program.cut,
             self.used_limits[program.cut],
@@ -222,7 +224,8 @@ class _OffloadSearch(OffloadPrograms[S]):
         )
 
     def _judged_form(self, cut: OffloadCut, slack: float) -> OffloadedForm[S]:
-        """Return the step with what a solution offloads that leaves this share free."""
+        """Return the form that offloads what a solution does, with its expected time. `slack` is
+        the share of the memory that the solution leaves free."""
         link = self.limits.link
         planned = stays_of_cut(self.graph, cut, self.budget_bytes)
         graph = self.step.graph_with_stays(planned, link)

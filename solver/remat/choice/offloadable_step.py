@@ -46,7 +46,7 @@ class OffloadableStep(Protocol):
         ...
 
     def with_stays(self, planned: PlannedStays, link: Link) -> Self:
-        """Return the step with tensors offloaded."""
+        """Return the step with tensors offloaded as planned."""
         ...
 
     def graph_with_stays(self, planned: PlannedStays, link: Link) -> Graph:
@@ -122,12 +122,12 @@ class TraceStep:
         return self.trace.graph()
 
     def offloadable_values(self, min_bytes: int) -> list[int]:
-        """Return the values of the trace's graph that can be offloaded."""
+        """Return the values of the trace's graph of at least `min_bytes` that can be offloaded."""
         values = self.graph().values
         return [v for v in self._offloadable if values[v].size_bytes >= min_bytes]
 
     def with_stays(self, planned: PlannedStays, link: Link) -> TraceStep:
-        """Return the trace with tensors offloaded."""
+        """Return the trace with tensors offloaded as planned."""
         offloaded = offload_tensors(self.trace, planned.stays, link, planned.recomputed_s)
         return replace(self, trace=offloaded)
 
@@ -161,7 +161,8 @@ class TraceStep:
         return changed if is_within else None
 
     def with_waits(self, waits_s: Mapping[str, float]) -> TraceStep:
-        """Return the trace with these costs of the operations that wait for copies."""
+        """Return the trace in which operations that wait for copies cost these seconds, by their
+        names; 0 if they are missing from `waits_s`."""
         nodes = tuple(
             node.model_copy(update={"cost_s": waits_s.get(node.name, 0.0)})
             if node.target in (RELEASE_TARGET, ARRIVE_TARGET)
@@ -176,8 +177,8 @@ class TraceStep:
 
     @cached_property
     def _arrival_overwrites(self) -> dict[int, int]:
-        """The value that each operation of the graph may write over if it comes back from the
-        host."""
+        """By operation of the graph, the value that it may write over once that has come back from
+        the host. Empty if the trace reuses no memory."""
         trace, graph = self.trace, self.graph()
         if not trace.reuses_memory:
             return {}
@@ -218,8 +219,8 @@ def stays_of_cut(graph: Graph, cut: OffloadCut, budget_bytes: int) -> PlannedSta
 def _departures_from_device(graph: Graph, cut: OffloadCut, budget_bytes: int) -> dict[int, int]:
     """Return, for each offloaded value, the operation before which it has to be gone: the cut, or
     an earlier one that does not fit the budget otherwise. Values leave in the order in which they
-    are produced; others are freed after their last reader before the cut, unless they are live at
-    the cut."""
+    are produced. Values that are not offloaded are freed after their last reader before the cut,
+    unless they are live at the cut."""
     size = [value.size_bytes for value in graph.values]
     staying = graph.results | cut.retained
     last_reader = {
@@ -247,7 +248,8 @@ def _departures_from_device(graph: Graph, cut: OffloadCut, budget_bytes: int) ->
 
 
 def _needs_of_recomputed(graph: Graph, cut: OffloadCut) -> dict[int, float]:
-    """Return, for each recomputed operation, the first operation that it is recomputed for."""
+    """Return, for each operation that is recomputed after the cut, the first operation that needs
+    it; infinity if none does."""
     needed_by: dict[int, float] = {}
     available = cut.offloaded | cut.retained
     for op in sorted(cut.recomputed, reverse=True):
@@ -266,12 +268,13 @@ def _first_need_of_value(
     graph: Graph, cut: OffloadCut, value: int, needed_by: dict[int, float]
 ) -> float:
     """Return the first operation from the cut on that needs a value, directly or for a
-    recomputation."""
+    recomputation; infinity if none does. `needed_by` has the first needs of recomputed
+    operations."""
     direct = (op for op in graph.consumers[value] if op >= cut.operation)
     indirect = (needed_by[op] for op in graph.consumers[value] if op in needed_by)
     return min(min(direct, default=math.inf), min(indirect, default=math.inf))
 
 
 def skip_boundary(graph: Graph, op: int) -> int:
-    """Return an operation; the next one for the boundary, at which no copy starts or ends."""
+    """Return an operation or, for the boundary, at which no copy starts or ends, the next one."""
     return op + (op == graph.boundary)

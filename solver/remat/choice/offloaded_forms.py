@@ -148,8 +148,9 @@ class OffloadPrograms(Generic[S]):
     def limits_at(
         self, cut: int, values: Iterable[int], limits: OffloadLimits | None = None
     ) -> HostLimits:
-        """Return the limits of copies at a cut: values that the forward no longer reads, and
-        values of the backward that are idle there, can be on the host."""
+        """Return the limits of copies at a cut: values that the forward no longer reads, and values
+        of the backward that are idle there, can be on the host. `limits` replace the limits of the
+        search."""
         limits = limits or self.limits
         allowed = {
             v
@@ -162,7 +163,8 @@ class OffloadPrograms(Generic[S]):
     def relaxed_cut(
         self, cut: int, host: HostLimits, *, recomputes: bool = True
     ) -> OffloadCut | None:
-        """Return the solution of the linear program at a cut, which proves a bound."""
+        """Return the solution of the linear program at a cut, which proves a bound; None without a
+        solution. `recomputes` is False if nothing may be recomputed."""
         return relax_offload_cut(self.graph, self.budget_bytes, cut, host, recomputes=recomputes)
 
     def integral_cut(
@@ -174,7 +176,9 @@ class OffloadPrograms(Generic[S]):
         gap: float = INTEGER_GAP,
         recomputes: bool = True,
     ) -> OffloadCut | None:
-        """Return the solution of the integer program at a cut that leaves memory free."""
+        """Return the solution of the integer program at a cut that leaves `free_bytes` of the
+        budget free; None if there is none, or none in time. `recomputes` is False if nothing may be
+        recomputed."""
         return relax_offload_cut(
             self.graph,
             self.budget_bytes - free_bytes,
@@ -194,8 +198,8 @@ def form_with_everything_offloaded(
     """Return the form in which every tensor leaves right after its last use before its idle span,
     and comes back right before the next, or one operation earlier if `overlaps`.
 
-    Without that it takes the least memory, and waits for all copies back; with it, a copy runs
-    during an operation. Where the host has no room for all tensors, the largest ones leave.
+    Without `overlaps` it takes the least memory, and waits for all copies back; with it, a copy
+    runs during an operation. Where the host has no room for all tensors, the largest ones leave.
     """
     graph = step.graph()
     values = values_to_offload(step, limits)
@@ -243,7 +247,7 @@ def least_time_s(graph: Graph, budget_bytes: int, until_s: float = math.inf) -> 
 def least_time_from_live_bytes_s(
     graph: Graph, budget_bytes: int, during_bytes: tuple[int, ...], until_s: float
 ) -> float:
-    """Return the same for a graph whose memory during each run is known."""
+    """Return `least_time_s` from the bytes live during each run without recomputation."""
     if peak_lower_bound_bytes(graph) > budget_bytes:
         return math.inf
     bound_s = graph.total_cost_s

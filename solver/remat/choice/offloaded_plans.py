@@ -32,8 +32,9 @@ def with_reason_not_offloaded(without: StepPlan[S], reason: str) -> StepPlan[S]:
 
 
 def reason_not_offloaded(without: StepPlan[S], offloaded: Plan | None, min_bytes: int) -> str:
-    """Return why a plan without offloading is taken. `offloaded` is the fastest one with, and
-    `min_bytes` the size of the smallest tensor that is offloaded."""
+    """Return why a plan without offloading is taken. `offloaded` is the fastest plan with
+    offloading, if there is one, and `min_bytes` the size of the smallest tensor that is
+    offloaded."""
     if offloaded is not None:
         return f"no plan with offloading is faster than {offloaded.overhead:+.3%}"
     if len(without.plan.schedule) == len(without.plan.graph):
@@ -62,7 +63,7 @@ the graph's, whichever is more."""
 
 
 def is_as_fast_without(without: Plan, offloaded: Plan) -> bool:
-    """True unless offloading saves `LEAST_GAIN` of the step's time."""
+    """True unless the offloading of a plan saves `LEAST_GAIN` of the step's time."""
     return without.time_s <= offloaded.time_s + LEAST_GAIN * offloaded.baseline_time_s
 
 
@@ -86,9 +87,9 @@ def best_offloaded_plan(
     solver: FormSolver[S],
     clock: Clock,
 ) -> StepPlan[S] | None:
-    """Return the fastest plan of the most promising choices that fit the budget, or the plan of a
-    choice without recomputation if it is faster. Once `clock` is set, no second choice is
-    solved."""
+    """Return the fastest plan of the most promising choices that fit the budget (None: with the
+    smallest peak), or the plan of a choice without recomputation if it is faster; None if no choice
+    has a plan. Once `clock` is set, no second choice is solved."""
 
     def solve(choice: OffloadedForm[S]) -> StepPlan[S] | None:
         step = choice.step()
@@ -170,8 +171,8 @@ def _plan_with_waits(
 
 
 def _with_moved_copies(step: OffloadableStep, plan: Plan, limit_bytes: int, link: Link) -> Plan:
-    """Return the plan with copies moved for shorter waits. Where torch's allocator would then
-    exceed the budget, they have less room."""
+    """Return the plan with copies moved for shorter waits, unchanged if none can be moved. Where
+    torch's allocator would then exceed the budget, they have less room."""
     for share in _ROOM_SHARES:
         moved = with_shorter_waits(step.graph(), plan.schedule, int(share * limit_bytes), link)
         if moved is plan.schedule:

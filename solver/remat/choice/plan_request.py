@@ -46,7 +46,7 @@ class PlanRequest:
 
     @property
     def choices(self) -> int:
-        """The number of choices to make: pieces, and tensors to offload."""
+        """The number of choices to make, 0 to 2: pieces, and tensors to offload."""
         return bool(self.pieces) + (self.offload is not None)
 
     def clock(self, cancel: Cancel | None = None) -> Clock:

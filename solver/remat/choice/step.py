@@ -172,7 +172,9 @@ def _fastest_plan_of_step(
     solver: TraceSolver,
     plan_without: Callable[[], TracePlan] | None,
 ) -> StepPlan[TraceStep]:
-    """Return the fastest plan of a step within the solver's budget."""
+    """Return the fastest plan of a step within the solver's budget, with pieces and offloaded
+    tensors as the request allows. `plan_without`, if passed, replaces the solve without
+    offloading."""
 
     def plan_without_offload() -> StepPlan[TraceStep]:
         if plan_without is None:
@@ -209,10 +211,13 @@ def _fastest_plan_of_step(
 
 
 def _plan_function_returning(chosen: StepPlan[TraceStep]) -> Callable[[], StepPlan[TraceStep]]:
+    """Return a function that returns this plan, for `choose_offloading`."""
     return lambda: chosen
 
 
 def _plan_function_raising(error: Exception) -> Callable[[], StepPlan[TraceStep]]:
+    """Return a function that raises this error, for `choose_offloading`."""
+
     def raise_error() -> StepPlan[TraceStep]:
         raise error
 
@@ -222,8 +227,8 @@ def _plan_function_raising(error: Exception) -> Callable[[], StepPlan[TraceStep]
 def _split_until_operations_fit(
     step: TraceStep, pieces: int, solver: TraceSolver
 ) -> list[TraceStep]:
-    """Return the step with its largest operations split until each fits the budget; none if that
-    cannot be reached, or is so already."""
+    """Return a list of the step with its largest operations split until each fits the budget; empty
+    if that cannot be reached, or is so already, or for "min"."""
     budget_bytes = solver.budget_bytes
     if budget_bytes is None or peak_lower_bound_bytes(step.graph()) <= budget_bytes:
         return []

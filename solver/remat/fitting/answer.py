@@ -58,7 +58,7 @@ _DEADLINE_NOTE = (
 
 
 def answer_question(question: FitQuestion, notes: Sequence[str] = ()) -> Fit:
-    """Return the answer, with options if the loop does not fit."""
+    """Return the answer, with options if the loop does not fit. `notes` come before its own."""
     step = question.step
     report_stage(question.progress, "memory of the step", question.clock)
     memory = step.memory(question.optimizer)
@@ -126,8 +126,8 @@ def find_options(
 
 
 def convolution_notes(trace: Trace, *, are_measured: bool) -> list[str]:
-    """Return a sentence about the workspaces of a step's convolutions; none without convolutions,
-    and for a CPU. `are_measured` is True if the peak contains them."""
+    """Return a list with a sentence about the workspaces of a step's convolutions; empty without
+    convolutions, and for a CPU. `are_measured` is True if the peak contains them."""
     count = len(convolutions(trace))
     if not count or not is_on_cuda(trace):
         return []
@@ -148,7 +148,8 @@ _EXPERT_WEIGHT_DIMENSIONS = 3
 
 
 def routing_notes(trace: Trace) -> list[str]:
-    """Return a sentence about both routings of a mixture of experts; none for other models."""
+    """Return a list with a sentence about the memory of a mixture of experts, which no routing
+    changes; empty for other models."""
     weights = {
         p.name
         for p in trace.placeholders
@@ -172,6 +173,7 @@ def routing_notes(trace: Trace) -> list[str]:
 
 
 def _first_argument_name(node: Node) -> str:
+    """Return the name of the tensor that is the first argument; "" if that is no tensor."""
     return node.args[0].name if node.args and isinstance(node.args[0], Ref) else ""
 
 
@@ -189,7 +191,7 @@ def usable_bytes(device: DeviceSpec) -> int:
 
 def gpu_name(trace: Trace, gpu: str | None) -> str:
     """Return the name of the GPU that a question is about, by default the trace's GPU. Raises
-    `RematError`."""
+    `RematError` if the trace is not of a GPU, or if the GPU has no data sheet."""
     if not is_on_cuda(trace):
         raise RematError(
             f"the trace is of {trace.device[:40] or 'an unknown device'}, where torch saves other "

@@ -64,12 +64,14 @@ class LengthDistribution:
         return dict(zip(self.lengths, self.shares, strict=True))
 
     def fit(self, option: str, count: int) -> LongestFit:
-        """Return that the first `count` lengths fit with an option."""
+        """Return a `LongestFit` that says that the first `count` lengths fit with an option; 0 for
+        none."""
         share = math.fsum(self.shares[:count])
         return LongestFit(option, self.lengths[count - 1] if count else None, min(1.0, share))
 
 
 def _check_length_and_share(length: object, weight: object) -> None:
+    """Raise `RematError` unless a length and its share, or count, are numbers in their ranges."""
     if (
         isinstance(length, bool)
         or not isinstance(length, SupportsIndex)
@@ -96,7 +98,8 @@ def longest_fits(
     question_of_length: Callable[[int], FitQuestion],
 ) -> tuple[LongestFit, ...]:
     """Return the longest length that fits in eager mode and, if others are longer, with an option
-    on one device. `answer` is that of the longest length."""
+    on one device. `answer` is for the longest length, and `question_of_length` returns the question
+    for a length."""
     lengths = distribution.lengths
     if answer.fits:
         return (distribution.fit("", len(lengths)),)
@@ -124,12 +127,14 @@ def longest_fits(
 
 
 def _count_of_fitting_lengths(is_true: Callable[[int], bool], lengths: Sequence[int]) -> int:
-    """Return how many lengths satisfy a predicate that the shortest ones do."""
+    """Return how many of the lengths, in ascending order, satisfy a predicate. It must hold for all
+    up to some length, and for none above."""
     return bisect_left(lengths, True, key=lambda length: not is_true(length))
 
 
 def _has_fitting_option(question: FitQuestion) -> bool:
-    """True if an option fits; those that take no solver are tried first."""
+    """True if the loop fits on one device with an option; those that take no solver are tried
+    first."""
     return any(_is_on_one_device(option) for _, option in search_options(question))
 
 

@@ -34,7 +34,8 @@ from remat.strategies.baselines.schedule_builder import (
 
 
 def optimizer_options(question: FitQuestion) -> Iterator[FitOption]:
-    """Yield the same update rule with less memory."""
+    """Yield optimizers with the same update rule that take less memory, if less is reserved
+    then."""
     step = question.step
     present = step.memory(question.optimizer)
     for name in smaller_optimizers(question.optimizer_name):
@@ -47,7 +48,7 @@ def optimizer_options(question: FitQuestion) -> Iterator[FitOption]:
 
 
 def segment_options(question: FitQuestion) -> Iterator[FitOption]:
-    """Yield expandable segments, if less is reserved with them."""
+    """Yield expandable segments, if less is reserved with them; nothing for a CPU."""
     memory = question.step.memory(question.optimizer)
     if is_on_cuda(question.step.trace) and memory.expandable_bytes < memory.reserved_bytes:
         yield FitOption(
@@ -63,7 +64,7 @@ def segment_options(question: FitQuestion) -> Iterator[FitOption]:
 
 def released_output_options(question: FitQuestion) -> Iterator[FitOption]:
     """Yield that the training loop releases the outputs but the loss before the backward, if less
-    is reserved then."""
+    is reserved then. Nothing if it does so already, or the step returns no loss."""
     step = question.step
     if step.trace.outputs_dropped or not returns_loss(step.trace):
         return
@@ -80,7 +81,9 @@ _SMALLER_BATCH = "smaller batch"
 
 
 def smaller_batch_options(question: FitQuestion) -> Iterator[FitOption | ExcludedOption]:
-    """Yield the largest of some smaller batches that fits, else the smallest of these."""
+    """Yield the largest of some smaller batches that fits, else the smallest of these; an excluded
+    option if none can fit or be traced. Nothing if the question has no batch size, or no traces of
+    others."""
     if question.trace_of_batch is None or question.batch is None:
         return
     if question.batch < 2:
@@ -107,7 +110,8 @@ def smaller_batch_options(question: FitQuestion) -> Iterator[FitOption | Exclude
 
 
 def _smaller_batch_option(question: FitQuestion, batch: int, trace: Trace) -> FitOption:
-    """Return the option to accumulate the gradients of smaller batches, of which one is traced."""
+    """Return the option to accumulate the gradients of smaller batches; `trace` is for one of
+    them."""
     count = (question.batch or 1) // batch
     step = EagerStep.of(trace)
     return question.option(
@@ -125,7 +129,8 @@ def _batch_dependent_bytes(question: FitQuestion) -> int:
 
 
 def _batch_independent_bytes(question: FitQuestion) -> int:
-    """Return the bytes that do not depend on the batch, libraries and buffers included."""
+    """Return the bytes that do not depend on the batch: parameters, gradients, optimizer state,
+    buffers, libraries."""
     step = question.step
     parameters = {p.storage for p in trained_parameters(step.trace)}
     gradient_bytes = sum(map(step.trace.allocated_bytes, parameters))
@@ -187,7 +192,9 @@ def _with_retained_block_arguments(
 
 
 def checkpoint_options(question: FitQuestion) -> Iterator[FitOption | ExcludedOption]:
-    """Yield checkpoints, with the largest optimizer that fits."""
+    """Yield a checkpoint for each block, with the largest optimizer that fits, or else with the
+    largest; an excluded option without repeated blocks, if the peak would be no smaller, or if no
+    optimizer's step fits."""
     checkpointed = checkpointed_step(question.step)
     if checkpointed is None:
         yield ExcludedOption("checkpoints of blocks", "the model has no repeated blocks")
@@ -216,7 +223,8 @@ _MAX_GPUS = 1024
 
 def sharding_options(question: FitQuestion) -> Iterator[FitOption | ExcludedOption]:
     """Yield the smallest power of two of GPUs over which the step fits, without recomputation or
-    with a checkpoint for each block."""
+    else with a checkpoint for each block; an excluded option if there are not enough GPUs. Nothing
+    if one is enough, and for a CPU."""
     step, optimizer = question.step, question.optimizer
     if not is_on_cuda(step.trace):
         return
@@ -259,7 +267,8 @@ def sharding_options(question: FitQuestion) -> Iterator[FitOption | ExcludedOpti
 
 
 def _sharding_code(question: FitQuestion, *, has_checkpoints: bool) -> str:
-    """Return the code that shards each block, then the model."""
+    """Return the code that shards each block, then the model; `has_checkpoints` puts a checkpoint
+    around each block before."""
     lines = ["from torch.distributed.fsdp import fully_shard"]
     if has_checkpoints:
         lines.insert(0, question.script.checkpoints or CHECKPOINTS_IN_WORDS)

@@ -40,7 +40,8 @@ _LARGE_OUTPUTS = 0.01
 
 def plan_options(question: FitQuestion) -> Iterator[FitOption | ExcludedOption]:
     """Yield the fastest plan that fits, with the largest optimizer that leaves room for one; if
-    none fits, the smallest."""
+    none fits, the one with the smallest peak; an excluded option if no optimizer's step fits, or
+    the solver reached nothing. Nothing once the time limit has passed."""
     return _fitting_plan_options(question, _PLAN)
 
 
@@ -63,6 +64,7 @@ def loss_only_options(question: FitQuestion) -> Iterator[FitOption]:
 
 
 def _fitting_plan_options(question: FitQuestion, name: str) -> Iterator[FitOption | ExcludedOption]:
+    """Yield what `plan_options` does, under the name of the option."""
     smallest: FitOption | None = None
     optimizers = list(question.optimizers_to_combine())
     if not optimizers:
@@ -89,7 +91,8 @@ def _fitting_plan_options(question: FitQuestion, name: str) -> Iterator[FitOptio
 def _fitting_plan_option(
     solves: _PlanSolves, optimizer: OptimizerMemory, name: str
 ) -> FitOption | None:
-    """Return the plan with an optimizer; None if the solver reached no answer in its time."""
+    """Return the option of a plan with an optimizer; if none fits, an option with the smallest peak
+    reached. None if the solver reached no answer in its time, or none better than eager mode."""
     question = solves.question
     name = question.name_with_optimizer(name, optimizer)
     try:
@@ -200,6 +203,7 @@ def _training_memory_of_plan(chosen: TracePlan, optimizer: OptimizerMemory) -> T
 
 
 def _enable_code(question: FitQuestion, optimizer: OptimizerMemory, budget_bytes: int) -> str:
+    """Return the code that calls `remat.enable` with a budget and an optimizer."""
     script = question.script
     arguments = f"model, {budget_bytes:_}"
     if optimizer.code:

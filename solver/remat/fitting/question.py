@@ -33,7 +33,8 @@ def report_stage(progress: ProgressCallback | None, stage: str, clock: Clock) ->
 
 
 def in_stage(progress: ProgressCallback | None, stage: str) -> ProgressCallback | None:
-    """Return a callback that adds the stage to reports, in front of a stage that they have."""
+    """Return a callback that adds the stage to reports, in front of a stage that they have; None
+    without a callback."""
     if progress is None:
         return None
 
@@ -100,7 +101,7 @@ class EagerStep:
 
     @property
     def time_s(self) -> float:
-        """The time of all operations."""
+        """The time of all operations, without recomputation."""
         return sum(operation.cost_s for operation in self.graph.operations)
 
     def optimizer(self, name: str) -> OptimizerMemory:
@@ -111,7 +112,8 @@ class EagerStep:
     def memory(
         self, optimizer: OptimizerMemory, schedule: Schedule | None = None
     ) -> TrainingMemory:
-        """Return the memory of a training loop in eager mode, by default without recomputation."""
+        """Return the memory of a training loop in eager mode with an optimizer, by default without
+        recomputation."""
         key = optimizer.name, schedule or Schedule.keep_all(self.graph)
         if key not in self._memories:
             self._memories[key] = TrainingMemory.of(self.eager_trace, self.graph, key[1], optimizer)
@@ -151,7 +153,8 @@ class FitQuestion:
     progress: ProgressCallback | None = None
 
     def at_stage(self, stage: str) -> FitQuestion:
-        """Report that a stage of the answer starts, and return the question of its solves."""
+        """Report that a stage of the answer starts, and return the question with that stage in the
+        reports of its solves."""
         report_stage(self.progress, stage, self.clock)
         return replace(self, progress=in_stage(self.progress, stage))
 
@@ -161,7 +164,7 @@ class FitQuestion:
         return self.step.optimizer(self.optimizer_name)
 
     def is_usable(self, memory: TrainingMemory) -> bool:
-        """True if torch's allocator may reserve what it will reserve."""
+        """True if torch's allocator reserves no more for this memory than it may."""
         return memory.reserved_bytes <= self.usable_bytes
 
     def option(
@@ -172,12 +175,14 @@ class FitQuestion:
         return FitOption(name, memory.peak_bytes, memory.reserved_bytes, fits, step_s, code, note)
 
     def fragmentation_ratio(self, optimizer: OptimizerMemory) -> float:
-        """Return what torch's allocator reserves in eager mode, relative to the peak."""
+        """Return what torch's allocator reserves in eager mode with an optimizer, relative to the
+        peak."""
         memory = self.step.memory(optimizer)
         return memory.reserved_bytes / max(1, memory.peak_bytes)
 
     def optimizers_to_combine(self) -> Iterator[OptimizerMemory]:
-        """Yield the user's optimizer and smaller ones, as far as their own step fits."""
+        """Yield the user's optimizer and smaller ones, if their own step fits. Ends with the first
+        with which the loop fits in eager mode."""
         for name in (self.optimizer_name, *smaller_optimizers(self.optimizer_name)):
             optimizer = self.step.optimizer(name)
             step_bytes = optimizer_step_bytes(self.step.graph, optimizer)

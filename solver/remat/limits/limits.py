@@ -97,7 +97,7 @@ class Limits:
     def infeasible_with_reserve(self) -> Iterator[None]:
         """Add the reserve and the external memory to the smallest feasible budget that an
         `InfeasibleBudget` raised inside of this context names: to the user, both are part of the
-        budget."""
+        budget. Errors for the budget "min" stay as they are."""
         used_bytes = 0 if self.budget.is_min else self.reserve_bytes + self.external_bytes
         try:
             yield

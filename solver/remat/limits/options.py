@@ -26,7 +26,8 @@ MAX_PIECES = 1024
 
 
 def pieces_to_try(split: object) -> tuple[int, ...]:
-    """Return the numbers of pieces to try for a value of the option: none for "off" and 1.
+    """Return the numbers of pieces to try for a value of the option `split`: all of `PIECES` for
+    "auto", none for "off" and 1.
 
     Raises ValueError for anything else than "auto", "off", and a number from 1 to 1,024.
     """

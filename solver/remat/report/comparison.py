@@ -54,7 +54,8 @@ class ComparisonData(Described, Generic[P]):
         return frontiers
 
     def report(self) -> Report:
-        """Return a table with a line per strategy and a column per budget."""
+        """Return a table with a line per strategy and a column per budget. Strategies that do not
+        support the graph are in notes, with the reason."""
         names = list(dict.fromkeys(row.strategy for row in self.rows))
         budgets = list(dict.fromkeys(row.budget for row in self.rows))
         cells = {(row.strategy, row.budget): row for row in self.rows}

@@ -69,7 +69,8 @@ def eager_graph(trace: Trace, unpacked: Collection[int] = ()) -> Graph:
 
 
 def value_of_storage(trace: Trace, graph: Graph) -> dict[int, int]:
-    """Return the graph's value of each storage, without the storages of constant memory."""
+    """Return the graph's value of each storage; storages of constant memory have none and are left
+    out."""
     index = {value.name: v for v, value in enumerate(graph.values)}
     return {storage: index[name] for name, storage in trace.storage_of.items() if name in index}
 
@@ -90,12 +91,14 @@ class _BackwardFormula:
     dtypes: frozenset[str]
 
     def has_product(self, node: Node, read: frozenset[int]) -> bool:
-        """True if an operation that reads these values of the backward is a further product."""
+        """True if a node that reads the values `read` of the backward is a further product of this
+        formula."""
         return node.target == self.target and bool(self.gradients & read)
 
     def has_sum_or_cast(self, node: Node, read: frozenset[int]) -> bool:
-        """True for a sum or cast of a gradient: that of a bias, one that was broadcast, or one that
-        has another dtype than its factor."""
+        """True if a node that reads the values `read` of the backward sums or casts a gradient of
+        this formula: that of a bias, one that was broadcast, or one that has another dtype than its
+        factor."""
         if node.target == _SUM:
             return bool((self.gradients | self.results) & read)
         is_cast = node.target == _CAST and node.results[0].tensor.dtype in self.dtypes

@@ -47,7 +47,8 @@ def explain(plan: PlanData, name: str) -> str:
 
 
 def _is_in_module(module: str, path: str) -> bool:
-    """True if `module` is the module at `path`, or one of its submodules."""
+    """True if `module` is the module at `path`, or one of its submodules; `path` may have `*` for
+    numbers."""
     return any(f"{m}.".startswith(f"{path}.") for m in (module, fold_layer_numbers(module)))
 
 
@@ -194,7 +195,8 @@ def _freed_lines(plan: PlanData, op: int, timeline: Timeline) -> list[str]:
 
 
 def _why_unneeded_recomputation(plan: PlanData, extra_s: float) -> str:
-    """Return why the solver could leave a recomputation in the plan that is not needed."""
+    """Return why the solver could leave a recomputation of `extra_s` in the plan that is not
+    needed."""
     if plan.gap is None:
         return " (this strategy proves no lower bound)"
     if extra_s <= plan.gap * plan.time_s:
@@ -315,7 +317,8 @@ def _run_text(graph: Graph, schedule: Schedule, run: int, displayed_run: int) ->
 
 
 def _share_of_step_text(plan: PlanData, time_s: float) -> str:
-    """Return a time as a percentage of the step without recomputation, as text."""
+    """Return a time as a percentage of the step without recomputation, as text; "" if that takes no
+    time."""
     if plan.baseline_time_s <= 0:
         return ""
     return f", {time_s / plan.baseline_time_s:.3%} of the step without recomputation"

@@ -25,7 +25,7 @@ def lines_of_operations(graph: Graph, ops: Sequence[int] | None = None) -> dict[
 
 
 def line_label(graph: Graph, name: str, ops: Sequence[int]) -> str:
-    """Return the name of a line, with the number of pieces: "mm x 8"."""
+    """Return the name of a line, with the number of pieces if it is split: "mm x 8"."""
     pieces = {graph.operations[op].piece for op in ops if graph.operations[op].piece_of}
     return f"{name} x {len(pieces)}" if pieces else name
 

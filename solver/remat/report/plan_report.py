@@ -282,7 +282,8 @@ def split_lines(plan: PlanData) -> list[str]:
 
 
 def split_lines_of_operations(plan: PlanData, ops: Sequence[int]) -> list[str]:
-    """Return the lines about the splits of the modules that contain `ops`, indented."""
+    """Return the lines about the splits of the modules that contain `ops`, indented; [] without
+    any."""
     pieces = [o for op in ops if (o := plan.graph.operations[op]).piece_of]
     modules = {o.module for o in pieces}
     lines = _split_lines(plan, [s for s in plan.graph.splits if s.module in modules])
@@ -318,6 +319,7 @@ def _split_text(module: str, rows: int, pieces: int, alike: Sequence[Split]) -> 
 
 
 def _rows_text(rows: int, pieces: int) -> str:
+    """Return the number of rows of each piece, as text."""
     small, larger = divmod(rows, pieces)
     return f"{small:,} or {small + 1:,} rows" if larger else f"{small:,} rows"
 

@@ -75,6 +75,7 @@ class Described:
 
 
 def _report_part_text(part: Sequence[Fact] | Table | str) -> str:
+    """Return facts, a table or a note of a report as text."""
     if isinstance(part, str):
         return part
     if isinstance(part, Table):
@@ -89,7 +90,7 @@ def facts_of_lines(label: str, lines: Sequence[str]) -> list[Fact]:
 
 
 def facts_of_parts(parts_bytes: Mapping[str, int], total_bytes: int) -> list[Fact]:
-    """Return a line for each part of a total that is not empty: its name, bytes and share."""
+    """Return a line for each part of `total_bytes` that has bytes: its name, bytes and share."""
     total = max(1, total_bytes)
     return [
         Fact("", f"{name:<20}{format_bytes(size):>10}  {size / total:>6.1%}")

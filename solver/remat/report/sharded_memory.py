@@ -154,7 +154,7 @@ class _ShardedStep:
 
     @property
     def _boundary(self) -> int:
-        """The run after the last operation of the forward that runs for the first time."""
+        """The run that follows the last first run of an operation of the forward."""
         first_runs: dict[int, int] = {}
         for run, op in enumerate(self.schedule.runs):
             first_runs.setdefault(op, run)
@@ -162,8 +162,8 @@ class _ShardedStep:
         return 1 + max(forward, default=-1)
 
     def _block_spans(self, runs: range) -> dict[str, tuple[int, int]]:
-        """Return the first and the last run of each block; also of its gradients, which decide when
-        it is reduced."""
+        """Return the first and the last of these runs of each block; also of its gradients, which
+        decide when it is reduced."""
         spans: dict[str, tuple[int, int]] = {}
         name = _ROOT
         produced = self._gradients_by_run()
@@ -187,15 +187,16 @@ class _ShardedStep:
 
 
 def _fsdp_unit(path: str) -> str:
-    """Return the block of a module or parameter: the path up to its first number."""
+    """Return the block of a module or parameter: the path up to its first number; "" without a
+    number."""
     parts = path.split(".")
     number = next((i for i, part in enumerate(parts) if part.isdecimal()), None)
     return _ROOT if number is None else ".".join(parts[: number + 1])
 
 
 def _padded_bytes_by_unit(parameters: Iterable[Placeholder], gpus: int) -> dict[str, int]:
-    """Return the bytes of the parameters of each unit; of its first dimension, each GPU has an
-    equal number of rows."""
+    """Return the bytes of the parameters of each unit, padded so that each GPU has an equal number
+    of rows of the first dimension."""
     sizes: dict[str, int] = defaultdict(int)
     sizes[_ROOT] = 0
     for parameter in parameters:
@@ -207,7 +208,7 @@ def _padded_bytes_by_unit(parameters: Iterable[Placeholder], gpus: int) -> dict[
 
 
 def _units_of_gradients(trace: Trace, graph: Graph) -> dict[int, str]:
-    """Return the block of each parameter, by the value that is the parameter's gradient."""
+    """Return the unit of each trained parameter, by the value that is its gradient."""
     value_of = value_of_storage(trace, graph)
     targets = {p.name: p.target for p in trained_parameters(trace)}
     return {

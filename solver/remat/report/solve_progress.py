@@ -20,7 +20,8 @@ _COST_HEADINGS = ("least time", "took", "extra time", "at least")
 
 
 def format_progress(progress: Progress) -> str:
-    """Return the stage, incumbent, lower bound and gap of a running solve as text."""
+    """Return the stage, incumbent, lower bound and gap of a running solve as text; what is unknown
+    is left out."""
     if progress.stage:
         figures = [format_progress(replace(progress, stage=""))]
         return ": ".join([progress.stage, *(figures if progress.phase != STAGE_PHASE else [])])

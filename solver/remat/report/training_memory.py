@@ -62,7 +62,8 @@ class TrainingMemory:
 
 
 def optimizer_step_bytes(graph: Graph, optimizer: OptimizerMemory) -> int:
-    """Return the bytes that are live while the optimizer's step runs: the step's results too."""
+    """Return the bytes that are live while the optimizer's step runs: constant memory, results of
+    the training step, the state and temporary tensors of the optimizer."""
     results_bytes = sum(graph.values[v].size_bytes for v in graph.results)
     return graph.constant_bytes + results_bytes + optimizer.state_bytes + optimizer.temporary_bytes
 
@@ -70,8 +71,8 @@ def optimizer_step_bytes(graph: Graph, optimizer: OptimizerMemory) -> int:
 def _peak_parts_bytes(
     trace: Trace, graph: Graph, timeline: Timeline, *, is_in_optimizer: bool
 ) -> dict[str, int]:
-    """Return the bytes of each kind that are live at the peak of the step, or while the optimizer
-    runs."""
+    """Return the bytes of each kind of memory that are live at the peak of the step or, if
+    `is_in_optimizer`, while the optimizer runs. Its own bytes are left out."""
     value_of = value_of_storage(trace, graph)
     gradients = {value_of.get(trace.storage_of[g.name]) for g in trace.gradients}
     live = graph.results if is_in_optimizer else timeline.live(timeline.peak_run)

@@ -54,8 +54,8 @@ class Strategy(Protocol):
 
 
 def with_limits(strategy: Strategy, **limits: float) -> Strategy:
-    """Return the strategy with options, such as `time_limit` or `threads`, of at most these
-    values. Options that it does not have are left out."""
+    """Return the strategy with options, such as `time_limit` or `threads`, of at most these values.
+    Options that it does not have are left out; a strategy that is no dataclass is unchanged."""
     if not is_dataclass(strategy):
         return strategy
     options: dict[str, Any] = {
@@ -73,7 +73,8 @@ def clock_of(strategy: Strategy, cancel: Cancel | None = None) -> Clock:
 
 
 def within_clock(strategy: Strategy, clock: Clock, share: float = 1.0) -> Strategy:
-    """Return the strategy with at most this share of the time that is left."""
+    """Return the strategy with a time limit of at most this share of the time that is left, and at
+    least 0.1 s."""
     return with_limits(strategy, time_limit=max(_LEAST_SOLVE_S, share * clock.remaining_s))
 
 
@@ -91,7 +92,8 @@ def checked_strategy(strategy: object) -> Strategy:
 def infeasible(
     graph: Graph, budget_bytes: int, smallest_bytes: int, reason: str, *, proved: bool
 ) -> InfeasibleBudget:
-    """Return the error, for the given `reason`; `proved` means that no schedule fits."""
+    """Return the error for a budget: `reason` says why, and `smallest_bytes` is the smallest peak
+    found. `proved` means that no schedule fits."""
     baseline_bytes = baseline_of(graph).peak_bytes
     share = missing_percent_sign_hint(budget_bytes, baseline_bytes)
     smallest_share = share_of_baseline(

@@ -14,7 +14,7 @@ from remat.documents.base import Record
 
 
 def between(low: int, high: int) -> Any:
-    """Return the constraint on an integer to be in this range, both ends included."""
+    """Return the constraint that an integer option is in this range, both ends included."""
     return Field(ge=low, le=high, description=f"from {low} to {high}")
 
 
@@ -82,7 +82,8 @@ def option_error(kind: type[Any], error: ValidationError) -> str:
 
 
 def _option_range_text(field: Any) -> str:
-    """Return the range of a field, or of a part of its type ("int | None", a tuple)."""
+    """Return the range of an option's field, or of a part of its type ("int | None", a tuple), as
+    text."""
     if field.description:
         return field.description
     parts = getattr(field.annotation, "__args__", ())

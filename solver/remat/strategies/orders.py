@@ -89,7 +89,8 @@ def minimize_cost_in_any_order(
 def minimize_peak_in_any_order(
     task: Task, solve: SolveInOrder, *, time_limit: float, seed: int
 ) -> Solution:
-    """Return the schedule with the smallest peak, in the graph's order or in an annealed order."""
+    """Return the schedule with the smallest peak, in the graph's order or in an annealed order.
+    `solve` solves in each of the two."""
     clock = Clock.of(USABLE_SHARE * time_limit, task.cancel)
     graph = task.graph
     order = small_peak_order(
@@ -111,6 +112,7 @@ def minimize_peak_in_any_order(
 
 
 def _max_annealing_moves(graph: Graph, time_limit: float) -> int:
+    """Return the moves that annealing may try, by the size of the graph and the time limit."""
     count = len(graph)
     by_size = min(_MOVES_PER_OPERATION * count, _MOVES_PER_PAIR * count**2)
     by_time = _ANNEALING_SHARE * time_limit * _MOVES_PER_S  # the time limit may be infinite
@@ -126,7 +128,8 @@ _RECOMPUTATION_MOVES_PER_S = 15_000
 
 
 def anneal(state: SearchState, clock: Clock) -> None:
-    """Add the cheapest schedule that annealing finds from the best incumbent."""
+    """Add the cheapest schedule that annealing finds from the best incumbent. Nothing if that is
+    within a tenth of the gap."""
     if state.is_good_enough(state.objective, _GAP_SHARE):
         return
     graph = state.graph

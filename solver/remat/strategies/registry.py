@@ -57,7 +57,8 @@ def compared_by_default() -> list[Strategy]:
 
 
 def to_data(strategy: Strategy) -> dict[str, object]:
-    """Return `{"name": "auto", "gap": 0.005, ...}`: all options, defaults included.
+    """Return `{"name": "auto", "gap": 0.005, ...}`: all options, defaults included, and 1e9 for
+    infinity.
 
     Raises ValueError for a strategy that is not one of remat's.
     """

@@ -89,7 +89,8 @@ class ChenGreedy(Checked):
 def greedy_candidates(
     graph: Graph, allowed: Sequence[int], parameter_bytes: int | None
 ) -> Iterator[tuple[str, Schedule]]:
-    """Yield the schedules of algorithm 3 for each b, with segments that end in one of `allowed`."""
+    """Yield the schedules of algorithm 3, for `parameter_bytes` as b or for each b of a grid, with
+    segments that end in one of `allowed`. Each comes with its choice as text."""
     tried: set[tuple[int, ...]] = set()
     for b in _parameter_grid_bytes(graph) if parameter_bytes is None else [parameter_bytes]:
         ends = _greedy_segment_ends(graph, set(allowed), b)
@@ -99,6 +100,7 @@ def greedy_candidates(
 
 
 def _greedy_segment_ends(graph: Graph, allowed: set[int], parameter_bytes: int) -> tuple[int, ...]:
+    """Return the operations at which algorithm 3 ends segments, for `parameter_bytes` as b."""
     count = segmented_count(graph)
     ends: list[int] = []
     segment_bytes = 0
@@ -111,6 +113,7 @@ def _greedy_segment_ends(graph: Graph, allowed: set[int], parameter_bytes: int) 
 
 
 def _parameter_grid_bytes(graph: Graph) -> list[int]:
+    """Return the values of b that are tried: 0, and from the largest value to the whole forward."""
     sizes = [
         sum(graph.values[v].size_bytes for v in operation.outputs)
         for operation in graph.operations[: segmented_count(graph)]
@@ -157,7 +160,8 @@ class ArticulationPoints(Checked):
 
 
 def articulation_points(graph: Graph) -> list[int]:
-    """Return the operations that separate the forward graph into what comes before and after."""
+    """Return the operations that separate the forward graph into what comes after and most of what
+    comes before, by time."""
     count = segmented_count(graph)
     neighbours: list[set[int]] = [set() for _ in range(count)]
     for op in range(count):
@@ -226,8 +230,8 @@ class _SearchTree:
         self.order.append(op)
 
     def separated(self, point: int) -> list[tuple[int, int]]:
-        """Return the stretches of the order that removing `point` disconnects from the root; all
-        if it is the root, and they are not connected without it."""
+        """Return the stretches of the order that removing `point` disconnects from the root. If it
+        is the root, return all subtrees, or none if there is only one."""
         children = self._children[point]
         if point == self.order[0] and len(children) < 2:
             return []

@@ -54,9 +54,9 @@ def find_blocks(graph: Graph) -> list[tuple[int, ...]]:
     return [ops for ops in blocks if ops]
 
 
-def merge_segments(pieces: Sequence[Sequence[int]], k: int) -> list[tuple[int, ...]]:
-    """Return segments of `k` consecutive pieces each, with what lies between these."""
-    groups = [pieces[i : i + k] for i in range(0, len(pieces), k)]
+def merge_segments(segments: Sequence[Sequence[int]], k: int) -> list[tuple[int, ...]]:
+    """Return segments of `k` consecutive segments each, with what lies between these."""
+    groups = [segments[i : i + k] for i in range(0, len(segments), k)]
     return [tuple(range(group[0][0], group[-1][-1] + 1)) for group in groups]
 
 
@@ -67,7 +67,8 @@ def _outermost_blocks(
     depth: int,
     min_share: float,
 ) -> list[list[int]]:
-    """Return the blocks among `ops`, whose paths agree in the first `depth` parts."""
+    """Return the blocks among `ops`, whose paths agree in the first `depth` parts. Containers with
+    less than `min_share` of the time of `ops` are left out."""
     children: dict[tuple[str, ...], dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
     for op in ops:
         numbers = (i for i in range(depth, len(paths[op])) if paths[op][i].isdecimal())
@@ -125,8 +126,8 @@ _SHARED_SPAN = 0.25
 
 
 def cut_points(graph: Graph) -> dict[int, int]:
-    """Return the operations of the forward pass after which the order may be cut, with the
-    states."""
+    """Return the operations of the forward pass after which the order may be cut, each with its
+    state, the value that crosses there."""
     count = segmented_count(graph)
     last_read = [max((u for u in users if u < count), default=-1) for users in graph.consumers]
     shared = {

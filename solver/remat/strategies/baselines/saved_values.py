@@ -85,8 +85,8 @@ class Knapsack(Checked):
 
 
 def _knapsack_items(graph: Graph, count: int) -> list[tuple[int, list[int]]]:
-    """Return each forward operation that the backward pass may have to recompute, with the outputs
-    that may be saved."""
+    """Return each forward operation that the backward pass may have to recompute, with those of its
+    outputs that may be saved: these are needed, and can be recomputed."""
     builder = ScheduleBuilder(graph)
     for op in range(count):
         builder.run(op)
@@ -189,10 +189,10 @@ def _saved_size(graph: Graph, saved: frozenset[int]) -> str:
 def _read_intervals(
     graph: Graph, count: int, is_droppable: Sequence[bool]
 ) -> tuple[dict[int, int], dict[int, int]]:
-    """Return at which operation each forward value that the backward needs is first and last read
-    there, as far as that does not depend on what is recomputed.
+    """Return the first and the last operation of the backward that reads each forward value which
+    may be dropped: directly or, if none does, for the recomputation of others.
 
-    That is by the backward directly, or else by what is recomputed from it and read there.
+    When others are recomputed depends on what is saved. The first read of each is taken.
     """
     first: dict[int, int] = {}
     last: dict[int, int] = {}
@@ -240,8 +240,8 @@ class _SelectionMilp:
         self._unit_bytes = max(timeline.peak_bytes, 1)
 
     def select(self, available_bytes: int, limit_s: float, threads: int) -> frozenset[int] | None:
-        """Return the values to save within `available_bytes`, as far as the rows model it; None if
-        there are none, or none are found in time."""
+        """Return the values to save within `available_bytes`; None if there are none, or none are
+        found in time. The memory is a model: the schedule may take more."""
         graph = self._graph
         program = Program()
         saved = {v: program.add_binary(f"s{v}") for v in self._values}

@@ -29,8 +29,8 @@ Segments = Sequence[Sequence[int]]
 
 
 def forward_count(graph: Graph) -> int | None:
-    """Return the number of operations before the backward pass; None if no backward pass is
-    marked."""
+    """Return the number of operations before the backward pass; None if there are none, or if no
+    backward pass is marked."""
     if graph.boundary is not None:
         return graph.boundary or None
     backward = (op for op, operation in enumerate(graph.operations) if operation.backward)
@@ -80,7 +80,7 @@ class ScheduleBuilder:
         self._retained: set[int] = set()
 
     def run(self, op: int) -> None:
-        """Run one operation whose inputs are retained."""
+        """Run one operation, whose inputs must be retained, and retain its outputs."""
         self.runs.append(op)
         self._retained.update(self.graph.operations[op].outputs)
 
@@ -89,7 +89,7 @@ class ScheduleBuilder:
         self._retained.difference_update(v for v in values if self.is_droppable[v])
 
     def missing_values(self, values: Iterable[int]) -> list[int]:
-        """Return the values that are not retained: a reader needs a recomputation."""
+        """Return those of `values` that are not retained: to read them takes a recomputation."""
         return [v for v in values if v not in self._retained]
 
     def missing_operations(self, values: Iterable[int]) -> list[int]:
@@ -113,14 +113,14 @@ class ScheduleBuilder:
 
 
 def segments_ending_at(ends: Sequence[int]) -> list[tuple[int, ...]]:
-    """Return the operations up to each of these ends, from after the end before it."""
+    """Return segments of operations: up to each of these ends, from after the end before it."""
     starts = [0, *(end + 1 for end in ends)]
     return [tuple(range(a, b + 1)) for a, b in zip(starts, ends, strict=False) if a <= b]
 
 
 def segment_borders(graph: Graph, segments: Segments) -> set[int]:
-    """Return the values that segments retain: those that the forward pass reads in another
-    segment.
+    """Return the values that segments retain: of the forward pass, the values that it reads in
+    another segment than it produces them.
 
     Without a backward pass, where anything may be read later: the outputs of each segment's last
     operation.

@@ -88,8 +88,8 @@ _MAX_K_TRIED = 64
 class EveryK(Checked):
     """torch.utils.checkpoint around each `k` consecutive blocks; the best `k` if that is None.
 
-    If the graph has no repeated blocks, pieces between cut points of the forward pass are used
-    instead, and if it has few of these, pieces of equal cost. Equivalent to
+    If the graph has no repeated blocks, segments between cut points of the forward pass are used
+    instead, and if it has few of these, segments of equal cost. Equivalent to
     torch.utils.checkpoint.checkpoint_sequential, except that the last segment is no exception.
     """
 
@@ -98,18 +98,21 @@ class EveryK(Checked):
 
     def run(self, task: Task) -> Solution:
         """Return the cheapest `k` that fits. Raises `InfeasibleBudget` if no `k` fits."""
-        pieces = _smallest_segments(task.graph)
+        segments = _smallest_segments(task.graph)
         # A larger k recomputes the same operations with fewer borders: try all k up to 64, and the
         # largest.
-        all_k = [k for k in range(1, len(pieces) + 1) if k <= _MAX_K_TRIED or k == len(pieces)]
+        all_k = [k for k in range(1, len(segments) + 1) if k <= _MAX_K_TRIED or k == len(segments)]
         k_values = all_k if self.k is None else [self.k]
         candidates = (
-            (f"k={k}", checkpoint_segments(task.graph, merge_segments(pieces, k))) for k in k_values
+            (f"k={k}", checkpoint_segments(task.graph, merge_segments(segments, k)))
+            for k in k_values
         )
         return select_cheapest(task, candidates, strategy=self.name)
 
 
 def _smallest_segments(graph: Graph) -> list[tuple[int, ...]]:
+    """Return the segments that checkpoints are put around: repeated blocks, or the operations
+    between cut points, or segments of equal cost."""
     blocks = find_blocks(graph)
     if len(blocks) > 1:
         return blocks
@@ -121,15 +124,17 @@ def _smallest_segments(graph: Graph) -> list[tuple[int, ...]]:
 
 
 def _segments_of_equal_cost(graph: Graph, count: int) -> list[tuple[int, ...]]:
+    """Return up to `_MAX_SEGMENTS` segments of the first `count` operations, of about equal
+    time."""
     total_s = sum(operation.cost_s for operation in graph.operations[:count])
-    pieces: list[list[int]] = [[]]
+    segments: list[list[int]] = [[]]
     cost_s = 0.0
     for op in range(count):
-        if pieces[-1] and cost_s >= total_s * len(pieces) / min(_MAX_SEGMENTS, count):
-            pieces.append([])
-        pieces[-1].append(op)
+        if segments[-1] and cost_s >= total_s * len(segments) / min(_MAX_SEGMENTS, count):
+            segments.append([])
+        segments[-1].append(op)
         cost_s += graph.operations[op].cost_s
-    return [tuple(ops) for ops in pieces if ops]
+    return [tuple(ops) for ops in segments if ops]
 
 
 @dataclass(frozen=True)

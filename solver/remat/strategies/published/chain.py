@@ -59,8 +59,8 @@ class Chain:
 
     @classmethod
     def of(cls, graph: Graph, *, strategy: str) -> Chain:
-        """Return the chain of a graph. Raises `RematError`, for this strategy, if the graph is no
-        chain."""
+        """Return the chain of a graph. Raises `RematError`, with the name of this strategy, if the
+        graph is no chain or has no backward pass."""
         count = forward_count(graph)
         if count is None:
             raise RematError(
@@ -179,7 +179,8 @@ class ChainScheduleWriter:
 
 
 def _cuts_of_merged_stages(graph: Graph, cuts: dict[int, int], count: int) -> dict[int, int]:
-    """Return at most `MAX_STAGES` - 1 of the cut points, one for each state (the latest)."""
+    """Return at most `MAX_STAGES` - 1 of the cut points with their states, one for each state (the
+    latest). Cut points between the cheapest neighbours are left out."""
     latest = {state: op for op, state in cuts.items()}
     ends = sorted(latest.values())
     elapsed_s = [0.0]
@@ -259,7 +260,7 @@ class ChainCosts:
 
 def _live_before_backward(graph: Graph, start: int, later: set[int]) -> set[int]:
     """Return the values that the backward pass produced before operation `start` and still needs,
-    and the results of the forward operations `later`."""
+    and the results of the forward operations `later`, which come after the stage."""
     forward_end = segmented_count(graph)
     return {
         v

@@ -71,8 +71,8 @@ class Revolve(Checked):
 
 
 def _advance_lengths(length: int, checkpoints: int) -> list[list[int]]:
-    """Return how far to advance before the next checkpoint: `[c][l]` with c checkpoints for l
-    stages."""
+    """Return how many stages to advance before the next checkpoint: `[c][l]` with c checkpoints for
+    l stages."""
     advances = [[stages * (stages - 1) // 2 for stages in range(length + 1)]] * 2
     splits = [[0] * (length + 1)] * 2
     for c in range(2, checkpoints + 1):
@@ -91,8 +91,8 @@ def _advance_lengths(length: int, checkpoints: int) -> list[list[int]]:
 def _reverse_stages(
     writer: ChainScheduleWriter, splits: list[list[int]], first: int, end: int, checkpoints: int
 ) -> None:
-    """Reverse the stages from `first` to before `end`. The state before `first` is retained, and
-    one of the `checkpoints`."""
+    """Write the schedule that reverses the stages from `first` to before `end`. The state before
+    `first` is retained, and is one of the `checkpoints`. `splits` has the `_advance_lengths`."""
     if end - first == 1:
         writer.run_for_tape(first, retains_state=False)
         writer.backward(first)
@@ -159,7 +159,8 @@ class Rotor(Checked):
 
 
 def _all_tapes_bytes(costs: ChainCosts, slots: int) -> int:
-    """Return a size that is enough to retain every tape, rounded up to units of that by `slots`."""
+    """Return a number of bytes that is enough to retain every tape if each size is rounded up to a
+    unit, which is that number divided by `slots`."""
     peak = max(np.max(costs.backward_live_bytes + costs.tape_bytes), np.max(costs.backward_bytes))
     dynamic = float(np.sum(costs.saved_bytes) + peak)
     pieces = max(slots - len(costs.saved_bytes) - 1, slots // 2, 1)
@@ -187,7 +188,8 @@ class _RotorCostTables:
                 self._fill(s, s + span)
 
     def write(self, writer: ChainScheduleWriter, s: int, t: int, m: int, *, is_first: bool) -> None:
-        """Write the cheapest schedule for stages s to t within m units of memory."""
+        """Write the cheapest schedule for stages s to t within m units of memory. `is_first` is
+        True if these stages have not run yet."""
         if s == t:
             writer.run_for_tape(s, retains_state=False)
             writer.backward(s)
@@ -259,7 +261,8 @@ class _RotorCostTables:
 
 
 def _shift_right(row: Floats, by: int) -> Floats:
-    """Return `row[m - by]`, infinity where that index is negative."""
+    """Return `row` moved to the right by so many units: `row[m - by]`, infinity where that index is
+    negative."""
     if by == 0:
         return row
     moved = np.full(len(row), np.inf)

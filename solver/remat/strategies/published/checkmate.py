@@ -197,7 +197,8 @@ class CheckmateModel:
 
 
 def _check_operation_count(strategy: CheckmateMilp | LpRounding, graph: Graph, reason: str) -> None:
-    """Raise `RematError` for a graph that is too large for a published program."""
+    """Raise `RematError` for a graph that is too large for a published program; `reason` says what
+    is large in it."""
     if len(graph) > strategy.max_operations:
         raise RematError(
             f"{strategy.name} {reason}, and takes up to {strategy.max_operations} operations, not "
@@ -214,6 +215,7 @@ def _run_published_program(
     seed: int = 0,
     options: Mapping[str, float] | None = None,
 ) -> SolverRun:
+    """Return the run of HiGHS within the time of the clock. Its errors advise to use Auto."""
     highs = HighsSolver(
         gap=gap,
         time_limit=max(0.1, clock.remaining_s),
@@ -494,6 +496,8 @@ class LpRounding(Checked):
     def _roundings_of_relaxation(
         self, graph: Graph, relaxed: MilpModel, budget_text: str
     ) -> Iterator[tuple[str, Schedule]]:
+        """Yield schedules that retain what a solved relaxation retains above a threshold, for fixed
+        and for random thresholds, with the choice as text."""
         shares = retained_share_matrix(graph, relaxed)
         for threshold in _THRESHOLDS:
             yield (
@@ -512,4 +516,5 @@ class LpRounding(Checked):
 
 
 def _failure_stats(failures: list[SolverError]) -> Stats:
+    """Return the statistics with the first error of HiGHS; none without errors."""
     return {"solver_error": str(failures[0])} if failures else {}

@@ -61,7 +61,7 @@ def find_repeated_blocks(graph: Graph) -> IdenticalBlocks | None:
 
 
 def share_block_decisions(blocks: IdenticalBlocks, state: SearchState, clock: Clock) -> None:
-    """Add the best schedule in which identical blocks share decisions.
+    """Add the best schedule in which identical blocks share decisions, if there is one.
 
     It uses the budget to the last byte, so no memory is reserved for small values afterwards.
     """
@@ -123,7 +123,8 @@ def identical_blocks_schedule(
 def _levels_of_block_groups(
     graph: Graph, blocks: IdenticalBlocks, slot_set: Slots
 ) -> Iterator[SharedDecisions]:
-    """Yield shared decisions of more and more, smaller and smaller groups."""
+    """Yield shared decisions of more and more, smaller and smaller groups of blocks. Ends where a
+    group would have fewer than two pairs of blocks."""
     pairs = identical_blocks.merge_neighbours(blocks, _MERGED_BLOCKS)
     inner = pairs.count - 2
     for count in _GROUP_COUNTS:
@@ -134,7 +135,8 @@ def _levels_of_block_groups(
 
 
 def _per_block_schedule(runner: MilpRunner, slot_set: Slots, budget_bytes: int) -> Schedule | None:
-    """Return the schedule that checkpoints each block, which treats them all alike, if it fits."""
+    """Return the schedule that checkpoints each block, which treats them all alike; None if it does
+    not fit, or recomputes outside of the slots."""
     try:
         schedule = PerBlock().run(Task(runner.graph)).schedule
     except RematError:

@@ -97,6 +97,8 @@ def _schedules_by_eviction(
     clock: Clock,
     max_runs: int | None = None,
 ) -> list[Schedule]:
+    """Return schedules of a graph within a budget that eviction finds from the incumbents and the
+    advice; it may exceed the time as long as there is none."""
     advisor = state.advisor
     grace_s = max(_LEAST_GRACE_S, state.options.time_limit)
 
@@ -122,7 +124,8 @@ def _schedules_by_eviction(
 
 
 def evict_for_peak(state: SearchState, clock: Clock) -> None:
-    """Add the schedule with the smallest peak that eviction finds, down to the target."""
+    """Add the schedule with the smallest peak that eviction finds. It ends at the target of the
+    search or, without one, at the lower bound of the peak."""
     target_bytes = state.target_bytes
     if target_bytes is None:
         target_bytes = state.peak_lower_bound_bytes
@@ -146,10 +149,10 @@ def evict_for_peak(state: SearchState, clock: Clock) -> None:
 
 def reserve_small_values(graph: Graph, max_bytes: int) -> tuple[Graph, int]:
     """Return the graph with its smallest values at no bytes, and the bytes of all these values.
+    They are as many as `max_bytes` hold together, without results.
 
-    As many values as `max_bytes` hold together. A schedule that fits the returned graph in a budget
-    reduced by these bytes fits the given graph in the full budget: there is never more than one
-    live copy of a value that is no result.
+    A schedule that fits the returned graph in a budget reduced by these bytes fits the given graph
+    in the full budget: there is never more than one live copy of a value that is no result.
     """
     reserved_bytes = 0
     small: set[int] = set()
@@ -194,7 +197,7 @@ def relax_at_checkpoint_cuts(state: SearchState, clock: Clock) -> None:
 
 def add_checkpoint_cuts(state: SearchState, clock: Clock) -> None:
     """Solve programs over more and more checkpoint cuts, and add schedules that follow their
-    advice."""
+    advice. Nothing if the relaxation was not solved before."""
     advisor = state.advisor
     if advisor is None:
         return
@@ -213,7 +216,8 @@ def follow_advice(
     runs_per_operation: int,
     rules: Sequence[EvictionRule] = ADVICE_RULES,
 ) -> None:
-    """Add schedules that follow one piece of advice under these rules."""
+    """Add schedules that follow one piece of advice under these rules of eviction. Each attempt may
+    run `runs_per_operation` times as many operations as the graph has."""
     candidates = schedules_within_budget(
         state.graph,
         state.budget_bytes,

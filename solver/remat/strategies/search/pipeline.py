@@ -62,8 +62,8 @@ class Pipeline(NamedTuple):
 
 
 def _has_no_start(state: SearchState) -> bool:
-    """True unless a search for orders chose the order: baselines do not apply there, and are
-    slow."""
+    """True if the search has no schedule to start from. With one, such as that of an annealed
+    order, baselines do not apply, and are slow."""
     return state.start is None
 
 
@@ -105,11 +105,11 @@ def auto_pipeline(
     training step. Without complete slots, no program can prove a bound on the peak, so the search
     for the smallest one ends before it.
 
-    They close the gap that eviction and the bound leave open from both sides. In graphs that are no
-    training step, annealing places a few dozen recomputations among a thousand operations better
-    than anything else, and eviction has less time. It also has less after the step for identical
-    blocks, of which a large network has many; but it follows the advice of the relaxation before,
-    which often reaches the gap at once.
+    The steps close the gap that eviction and the bound leave open from both sides. In graphs that
+    are no training step, annealing places a few dozen recomputations among a thousand operations
+    better than anything else, and eviction has less time. It also has less after the step for
+    identical blocks, of which a large network has many; but it follows the advice of the relaxation
+    before, which often reaches the gap at once.
     """
     blocks = find_repeated_blocks(graph)
     evict_share = 0.08 if blocks else 0.1 if annealing else 0.2
@@ -215,8 +215,9 @@ def find_feasible_schedule(
 ) -> None:
     """Add a schedule within the budget, found by running `steps` for the smallest peak.
 
-    Raises `InfeasibleBudget` with a small peak that `quick_peak_steps` reach or, if time ran out
-    first, `SolverTimeout`.
+    Raises `InfeasibleBudget` with a small peak, which `quick_peak_steps` reach if the budget is
+    proved infeasible. Raises `SolverTimeout` if time ran out first, `SolverError` if the solver
+    failed, and `RematError` if cancelled.
     """
     budget_bytes = state.task.budget_bytes
     assert budget_bytes is not None
@@ -262,7 +263,8 @@ def infeasible_budget_error(
     reason: str,
     peak_state: SearchState | None = None,
 ) -> InfeasibleBudget:
-    """Return the error for a budget that is proved infeasible, with a small peak to suggest."""
+    """Return the error for a budget that is proved infeasible, with a small peak to suggest. That
+    is searched from the schedules of `peak_state`, if it is passed."""
     error_state = state.peak_search_state()
     error_state.add_schedules(() if peak_state is None else peak_state.schedules)
     run_steps(quick_peak_steps, error_state)

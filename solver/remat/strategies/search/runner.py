@@ -61,9 +61,10 @@ class MilpRunner:
         gap: float | None = None,
         proved_bound_s: float = 0.0,
     ) -> tuple[SolverRun, float | None]:
-        """Return the solver's answer, simulated, and the lower bound on the total time that it
-        proves. If the slots have only some of the schedules, the solver's bound says nothing about
-        the others, and `proved_bound_s`, a bound for all, is reported as progress instead.
+        """Return the solver's answer, with the incumbent if no better schedule fits in the
+        simulation, and the lower bound on the total time that it proves, if any. If the slots have
+        only some of the schedules, the solver's bound says nothing about the others, and
+        `proved_bound_s`, a bound for all, is reported as progress instead.
 
         The run ends at a schedule whose time in seconds `is_good_enough` accepts, or at the
         relative `gap` (by default the option's).
@@ -122,7 +123,7 @@ class MilpRunner:
         gap: float,
     ) -> Schedule | None:
         """Return the schedule of the program in which identical blocks share decisions; None if
-        there is none.
+        there is none, or no time for the program. `start` is a schedule to start from.
 
         The schedule is not simulated, and no bound on other schedules follows from it.
         """
@@ -152,7 +153,10 @@ class MilpRunner:
         target_bytes: int | None = None,
         proved_bound_bytes: float = 0.0,
     ) -> tuple[SolverRun, float | None]:
-        """Return the solver's answer, and the lower bound on the peak in bytes that it proves.
+        """Return the solver's answer, without a schedule if no program was solved, and the lower
+        bound on the peak in bytes that it proves, if any. The run also ends once a peak of
+        `target_bytes` is reached or excluded.
+
         `proved_bound_bytes` is reported as progress if the slots have only some of the schedules.
         """
         if self.is_stopped() or self.clock.is_set():
@@ -284,6 +288,7 @@ class MilpRunner:
 
 
 def _run_without_answer(message: str, seconds: float = 0.0) -> SolverRun:
+    """Return a run of no solver, with a message that says why."""
     return SolverRun(SolverOutcome.UNKNOWN, None, None, None, 0, seconds, message)
 
 

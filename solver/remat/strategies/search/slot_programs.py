@@ -45,8 +45,8 @@ later can meet it."""
 
 
 def recombine_relaxation(state: SearchState, clock: Clock) -> None:
-    """Add the best schedule over the recomputations of the incumbent and of the relaxation over
-    the slots."""
+    """Add the best schedule over the recomputations of the incumbent and of the relaxation over the
+    slots. Nothing if no relaxation was solved."""
     if state.runner.is_stopped():
         return
     support = _relax_over_slots(state, clock)
@@ -81,6 +81,8 @@ def evict_by_relaxation(state: SearchState, clock: Clock) -> None:
 def _relax_over_slots(
     state: SearchState, clock: Clock, coarseness: int = 1
 ) -> RelaxationSupport | None:
+    """Return the support of the relaxation over the slots that can improve on the incumbent, fewer
+    with a `coarseness` above 1; None if it was not solved."""
     return relaxation_support(
         state.graph,
         state.candidate_slots(coarseness),
@@ -134,8 +136,8 @@ def minimize_cost_over_slots(state: SearchState, clock: Clock) -> None:
 
 
 def minimize_peak_over_slots(state: SearchState, clock: Clock) -> None:
-    """Solve the program for the smallest peak over all slots, if it can prove a bound or has a
-    target to reach."""
+    """Solve the program for the smallest peak over all slots. Nothing if it can prove no bound, as
+    the slots are not complete, and there is no target to reach."""
     slot_set = state.candidate_slots()
     if not slot_set.is_complete and state.target_bytes is None:
         return
@@ -275,7 +277,8 @@ def _is_within_any_bound(state: SearchState) -> bool:
 
 
 def _window_slots(graph: Graph, schedule: Schedule, end: int) -> tuple[range, Slots]:
-    """Return as many operations up to `end` as a small program can take, and its slots."""
+    """Return a window that ends before operation `end`, as long as a small program can take, and
+    the slots of that program, which can express `schedule`."""
     width = max(_MIN_WINDOW, len(graph) // 3)
     while True:
         window = range(max(0, end - width), end)

@@ -225,7 +225,7 @@ class SearchState:
 
 
 def _is_valid_schedule(graph: Graph, schedule: Schedule) -> bool:
-    """True if a schedule recomputes no value whose earlier copy is needed."""
+    """True if a schedule is valid: where operations share a copy, some must not be recomputed."""
     try:
         schedule.check(graph)
     except GraphError:

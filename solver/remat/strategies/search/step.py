@@ -29,8 +29,8 @@ class SearchStep:
     `time_share` is its share of the time that remains when it starts. If the incumbent is within
     the requested gap by then, `time_share_within_gap` is used instead. A share of 0 skips the step,
     and so does `is_needed` where it returns False. With `is_concurrent` and two threads or more,
-    the step runs in its own thread, alongside all steps that follow. The errors of a step with
-    `must_succeed` end the search.
+    the step runs in its own thread, alongside all steps that follow and until they end, whatever
+    its share. The errors of a step with `must_succeed` end the search.
     """
 
     name: str
