@@ -299,7 +299,7 @@ class _BlockChoiceProgram:
                 elif batches:
                     terms |= self._retained_terms(call, batches - 1, is_on_host=True)
             if event.kind != "outside":
-                field = f"{event.kind}_retained_terms"
+                field = f"{event.kind}_bytes"
                 running = self._variant_terms(
                     event.call,
                     lambda c, v, field=field: (
