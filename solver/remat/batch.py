@@ -15,7 +15,7 @@ class BatchAttempt:
     """One batch that was tried; the solver stops as soon as it is clear whether the batch fits.
 
     `is_proved` is True if the answer is certain: the batch has a plan, or it was proved not to fit.
-    `peak_bytes` and `overhead` are those of the first plan that fits. Where none fits,
+    `peak_bytes` and `overhead` are from the first plan that fits. Where none fits,
     `min_peak_bytes` is the smallest peak of any schedule. `elapsed_s` is how long the attempt took.
     """
 

@@ -152,7 +152,7 @@ def main() -> None:
         elif line := _error_line_with_hint(error_line(error), load_error):
             print_message(line)
         code = exit_code(error)
-    _close_stdout()
+    _flush_stdout()
     sys.exit(code if isinstance(code, int) else 0)
 
 
@@ -196,7 +196,7 @@ def _raise_signal_exit(signum: int, frame: FrameType | None) -> None:
     raise SignalExit(signum)
 
 
-def _close_stdout() -> None:
+def _flush_stdout() -> None:
     """Flush stdout, so that Python does not print an error about a closed pipe at exit."""
     try:
         sys.stdout.flush()

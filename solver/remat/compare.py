@@ -60,10 +60,10 @@ def compare(
     By default these are all registered strategies except for `exact`, at 90%, 70%, 50% and 30% of
     the peak without recomputation and at each strategy's own smallest peak ("min"). A budget that a
     strategy cannot meet, or a strategy that does not apply to this graph, gives a row with a
-    reason. After any other error than that of a budget, a strategy is not run for further budgets.
+    reason. After any error that is not about a budget, a strategy is not run for further budgets.
     `on_row` is called with each row. Once `cancel` is set, the remaining rows are omitted.
 
-    With `measure_pieces`, the last rows are those of `Auto` with the largest operations in pieces
+    With `measure_pieces`, the last rows are by `Auto`, with the largest operations in pieces
     (`SPLIT_ROWS`), and `graph` must be a trace. The function adds costs to a trace in which
     operations were split, from the same source: `lambda t: remat.measure(t,
     remat.Roofline("h100"))`.

@@ -37,15 +37,15 @@ class InfeasibleBudget(RematError):
         self.is_proved = is_proved
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (_infeasible, (str(self), self.min_feasible_bytes, self.is_proved))
+        return (_infeasible_budget, (str(self), self.min_feasible_bytes, self.is_proved))
 
     def with_hint(self, hint: str) -> InfeasibleBudget:
         """Return the error with one more sentence in its message."""
         message = f"{str(self).removesuffix('.')}. {hint}."
-        return _infeasible(message, self.min_feasible_bytes, self.is_proved)
+        return _infeasible_budget(message, self.min_feasible_bytes, self.is_proved)
 
 
-def _infeasible(
+def _infeasible_budget(
     message: str, min_feasible_bytes: int | None, is_proved: bool = False
 ) -> InfeasibleBudget:
     return InfeasibleBudget(message, min_feasible_bytes=min_feasible_bytes, is_proved=is_proved)

@@ -102,7 +102,7 @@ class Split:
 
 @dataclass(frozen=True, slots=True)
 class ValueLists:
-    """A list of values for each operation, in one array: those of operation i are the `counts[i]`
+    """A list of values for each operation, in one array: operation i has the `counts[i]`
     values from `starts[i]` on."""
 
     values: NDArray[np.int64]
@@ -171,7 +171,7 @@ class Graph:
     @cached_property
     def no_recompute_spans(self) -> Mapping[int, tuple[tuple[int, int], ...]]:
         """The spans in which operations are not recomputed (see `same_copy_as`), by operation:
-        after the first run of one operation, up to that of another."""
+        after the first run of one operation, up to the first run of another."""
         spans: dict[int, tuple[tuple[int, int], ...]] = {}
         for index, operation in enumerate(self.operations):
             if operation.same_copy_as >= 0:

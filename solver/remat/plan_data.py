@@ -92,7 +92,7 @@ class CandidateResult:
     """A candidate for a plan, which is a form of the step, and its result.
 
     `outcome` is "taken", or why the candidate was not. `peak_bytes` and `overhead`, the extra time
-    over no recomputation, are None without a plan. Where `is_estimate`, the plan is that of a quick
+    over no recomputation, are None without a plan. Where `is_estimate`, the plan is by a quick
     solve, which ends with the first schedule that fits.
     """
 

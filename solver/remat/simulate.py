@@ -116,8 +116,8 @@ def peak_and_time(graph: Graph, schedule: Schedule) -> tuple[int, float]:
 
 
 def baseline_of(graph: Graph) -> Baseline:
-    """Return the peak and time that percentages are relative to: those of the step without
-    recomputation, before any of its operations were split."""
+    """Return the peak and time that percentages are relative to: of the step without recomputation,
+    before any of its operations were split."""
     if graph.unsplit is not None:
         return graph.unsplit
     return Baseline(*peak_and_time(graph, Schedule.keep_all(graph)))

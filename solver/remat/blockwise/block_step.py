@@ -255,12 +255,12 @@ class _BlockStepSimulation:
         self._now_s += self._options[call].forward_s
         self._start_copy("to_host", call)
         for other in self._released.get(call, ()):
-            self._wait("to_host", other)
+            self._wait_for_copy("to_host", other)
 
     def _run_backward(self, call: int) -> None:
         for other in self._reloaded.get(call, ()):
             self._start_copy("to_device", other)
-        self._wait("to_device", call)
+        self._wait_for_copy("to_device", call)
         self._now_s += self._options[call].time_s - self._options[call].forward_s
 
     def _start_copy(self, direction: Direction, call: int) -> None:
@@ -275,7 +275,7 @@ class _BlockStepSimulation:
             self._free_s[direction] = max(self._now_s, self._free_s[direction]) + copy_s
             self._end_s[direction, call] = self._free_s[direction]
 
-    def _wait(self, direction: Direction, call: int) -> None:
+    def _wait_for_copy(self, direction: Direction, call: int) -> None:
         end_s = max(self._now_s, self._end_s.get((direction, call), 0.0))
         if end_s > self._now_s:
             self._waits_s[direction, call] = end_s - self._now_s

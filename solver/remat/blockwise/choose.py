@@ -189,7 +189,7 @@ def _fastest_choice(
         variants = _least_saving_variants(step, tied) if selected is None else selected
         outcome = step.outcome(variants)
         if outcome.peak_bytes <= budget_bytes and _fits_host(step, outcome):
-            variants = _without_needless_copies(step, variants, budget_bytes)
+            variants = _without_needless_offloading(step, variants, budget_bytes)
             outcome = step.outcome(variants)
             return OptionChoice(variants, outcome, min(bound_s, outcome.time_s))
         if selected is None:
@@ -203,7 +203,7 @@ def _fits_host(step: BlockStep, outcome: StepOutcome) -> bool:
     return limit_bytes is None or outcome.host_bytes <= limit_bytes
 
 
-def _without_needless_copies(
+def _without_needless_offloading(
     step: BlockStep, variants: tuple[CallVariant, ...], budget_bytes: int
 ) -> tuple[CallVariant, ...]:
     """Return the choice with fewer offloaded bytes, where the budget and the time allow that. To

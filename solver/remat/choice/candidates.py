@@ -72,8 +72,8 @@ class Candidate:
         return self.score < other.score - least_gain
 
     def _is_nearer_than(self, other: Candidate) -> bool:
-        """True if the smallest peak found is below that of another candidate, or if one of the two
-        is unknown because the quick solve took too long."""
+        """True if this candidate has a smaller peak than the other, as found by their quick solves,
+        or if one of the two is unknown because its solve took too long."""
         sizes = self.min_feasible_bytes, other.min_feasible_bytes
         return None in sizes or sizes[0] < sizes[1]  # type: ignore[operator]  # both are int
 

@@ -65,7 +65,7 @@ class ComparisonData(Described, Generic[P]):
             if any(row.is_applicable for row in rows):
                 solve_time = format_seconds(sum(row.solve_s for row in rows))
                 line = [self._cell(cells.get((name, budget))) for budget in budgets]
-                table.append([name, *line, _largest_gap(rows), solve_time])
+                table.append([name, *line, _largest_gap_text(rows), solve_time])
         head = (
             f"without recomputation: peak {format_bytes(self.baseline_peak_bytes)}, "
             f"time {format_seconds(self.baseline_time_s)}\n"
@@ -91,7 +91,7 @@ class ComparisonData(Described, Generic[P]):
         return f"{row.plan.overhead:+.2%} ({row.plan.share:.0%})"
 
 
-def _largest_gap(rows: Sequence[ComparisonRow[P]]) -> str:
+def _largest_gap_text(rows: Sequence[ComparisonRow[P]]) -> str:
     """Return the largest proved gap of some rows as text; "" if nothing is proved."""
     gaps = [row.plan.gap for row in rows if row.plan and row.plan.gap is not None]
     return f"{max(gaps):.2%}" if gaps else ""

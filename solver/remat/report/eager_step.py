@@ -53,7 +53,7 @@ def with_eager_masks(trace: Trace) -> Trace:
 
 def eager_graph(trace: Trace, unpacked: Collection[int] = ()) -> Graph:
     """Return the graph of a step as autograd frees its tensors, for schedules that run each
-    operation once. `unpacked` are the saved tensors that hooks of the step unpack, as those of
+    operation once. `unpacked` are the saved tensors that hooks of the step unpack, as the hooks of
     `torch.utils.checkpoint` do."""
     graph = trace.graph()
     # Eager mode overwrites arguments only where autograd adds gradients in place (below), and where
@@ -96,9 +96,8 @@ class _BackwardFormula:
         return node.target == self.target and bool(self.gradients & read)
 
     def has_sum_or_cast(self, node: Node, read: frozenset[int]) -> bool:
-        """True if a node that reads the values `read` of the backward sums or casts a gradient of
-        this formula: that of a bias, one that was broadcast, or one that has another dtype than its
-        factor."""
+        """True if a node that reads the values `read` of the backward sums a gradient of this
+        formula, for a bias or a broadcast factor, or casts it to the dtype of its factor."""
         if node.target == _SUM:
             return bool((self.gradients | self.results) & read)
         is_cast = node.target == _CAST and node.results[0].tensor.dtype in self.dtypes
@@ -160,13 +159,14 @@ def _with_gradients_added_in_place(graph: Graph, trace: Trace) -> Graph:
         if not isinstance(augend, Ref) or augend.name not in allocated:
             continue
         value = value_of.get(trace.storage_of[augend.name])
-        if value is not None and _can_overwrite(graph, operations[index], value):
+        if value is not None and _can_add_in_place(graph, operations[index], value):
             operations[index] = replace(operations[index], overwrites=(value,), recomputable=False)
     return replace(graph, operations=tuple(operations))
 
 
-def _can_overwrite(graph: Graph, addition: Operation, value: int) -> bool:
-    """True if `value` is a gradient as large as the sum, and not a result of the step."""
+def _can_add_in_place(graph: Graph, addition: Operation, value: int) -> bool:
+    """True if an addition can write over `value`: a gradient as large as the sum, and not a result
+    of the step."""
     size_bytes = sum(graph.values[v].size_bytes for v in addition.outputs)
     return (
         value in addition.inputs

@@ -57,7 +57,7 @@ def without_recomputation(graph: Graph, schedule: Schedule, op: int) -> tuple[Sc
     each of its runs was.
 
     Readers of a recomputed copy read the first copy instead. Recomputations of other operations
-    that only provided inputs for those of `op` are removed too.
+    that only provided inputs for them are removed too.
     """
     unread = _unread_recomputations(graph, schedule, None, frozenset())
     removed = _unread_recomputations(graph, schedule, op, unread)
@@ -70,9 +70,9 @@ def _unread_recomputations(
 ) -> frozenset[int]:
     """Return the runs that recompute outputs which no other run reads, or only such runs.
 
-    All recomputations of `removed_op` are among them; those of `excluded_runs` are not.
+    All recomputations of `removed_op` are among them; `excluded_runs` are not.
     """
-    first = _first_runs(schedule)
+    first = _first_run_of_operations(schedule)
     unread: set[int] = set()
     read: set[int] = set()  # values whose latest copy a later run reads
     for run in range(len(schedule) - 1, -1, -1):
@@ -144,7 +144,7 @@ def _explain_operation(plan: PlanData, op: int) -> list[str]:
             "  it samples random numbers or reads or writes a mutated buffer: a recomputation "
             "samples the same numbers and does not change the buffer"
         )
-    return lines + _copy_lines(plan, op, timeline)
+    return lines + _output_copy_lines(plan, op, timeline)
 
 
 def _why_recomputed(plan: PlanData, op: int, timeline: Timeline) -> list[str]:
@@ -269,7 +269,7 @@ def _why_not_recomputable(graph: Graph, op: int) -> str:
     return ""
 
 
-def _copy_lines(plan: PlanData, op: int, timeline: Timeline) -> list[str]:
+def _output_copy_lines(plan: PlanData, op: int, timeline: Timeline) -> list[str]:
     """Return a line for each copy of an operation's outputs: from which run to which it is live."""
     graph, lines = plan.graph, list[str]()
     for copy in timeline.copies:
@@ -330,7 +330,7 @@ def _span_time_s(plan: PlanData, span: IdleSpan) -> float:
     return sum(plan.graph.operations[op].cost_s for op in runs)
 
 
-def _first_runs(schedule: Schedule) -> dict[int, int]:
+def _first_run_of_operations(schedule: Schedule) -> dict[int, int]:
     """Return the first run of each operation."""
     first: dict[int, int] = {}
     for run, op in enumerate(schedule.runs):

@@ -105,7 +105,7 @@ class Fit(Described):
             Fact("model", f"{self.model}{batch}, optimizer {self.optimizer}"),
             Fact("device", f"{self.device}, {format_bytes(self.usable_bytes)} usable"),
             Fact("fits", verdict),
-            *facts_of_lines("lengths", list(map(_length_text, self.lengths))),
+            *facts_of_lines("lengths", list(map(_longest_fit_text, self.lengths))),
             *self._reserved_facts(),
             Fact("peak", f"{format_bytes(memory.peak_bytes)} during {place}; of this"),
             *facts_of_parts(memory.parts, memory.peak_bytes),
@@ -158,7 +158,7 @@ class Fit(Described):
         return json.dumps({"fits": self.fits} | asdict(self), indent=2)
 
 
-def _length_text(fit: LongestFit) -> str:
+def _longest_fit_text(fit: LongestFit) -> str:
     how = f"with {fit.option}" if fit.option else "as it is"
     if fit.length is None:
         return f"no length fits {how}"

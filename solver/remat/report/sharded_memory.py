@@ -42,8 +42,8 @@ _ROOT = ""
 def sharded_peak_bytes(
     trace: Trace, graph: Graph, schedule: Schedule, optimizer: OptimizerMemory, gpus: int
 ) -> int:
-    """Return the peak in bytes of each of `gpus` GPUs. `graph` is the trace's, or that of eager
-    mode; `optimizer` is for one GPU."""
+    """Return the peak in bytes of each of `gpus` GPUs. `graph` is the trace's, or eager
+    mode's; `optimizer` is for one GPU."""
     parameters = {p.storage: p for p in trace.placeholders if p.kind == "parameter"}
     trained = {p.storage: p for p in trained_parameters(trace)}
     gathered = _padded_bytes_by_unit(parameters.values(), gpus)

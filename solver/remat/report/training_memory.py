@@ -36,7 +36,7 @@ class TrainingMemory:
     def of(
         cls, trace: Trace, graph: Graph, schedule: Schedule, optimizer: OptimizerMemory
     ) -> TrainingMemory:
-        """Return the memory of the steps of a trace. `graph` is the trace's, or that of eager mode
+        """Return the memory of the steps of a trace. `graph` is the trace's, or eager mode's
         (`eager_graph`)."""
         timeline = simulate(graph, schedule)
         step_bytes = timeline.peak_bytes + optimizer.state_bytes

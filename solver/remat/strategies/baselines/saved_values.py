@@ -85,8 +85,8 @@ class Knapsack(Checked):
 
 
 def _knapsack_items(graph: Graph, count: int) -> list[tuple[int, list[int]]]:
-    """Return each forward operation that the backward pass may have to recompute, with those of its
-    outputs that may be saved: these are needed, and can be recomputed."""
+    """Return each forward operation that the backward pass may have to recompute, with the outputs
+    that may be saved: they are needed, and can be recomputed."""
     builder = ScheduleBuilder(graph)
     for op in range(count):
         builder.run(op)
@@ -159,7 +159,7 @@ class Selective(Checked):
             if saved is None:
                 break
             schedule = save_values(graph, saved)
-            yield f"saves {_saved_size(graph, saved)}", schedule
+            yield f"saves {_saved_size_text(graph, saved)}", schedule
             excess_bytes = peak_and_time(graph, schedule)[0] - (budget_bytes or 0)
             fits = fits or excess_bytes <= 0
             if -_GOOD_ENOUGH_SHARE * (budget_bytes or 0) <= excess_bytes <= 0:
@@ -173,7 +173,7 @@ class Selective(Checked):
             saved = self._select(program, available_bytes, choice, deadline)
             if saved is None:
                 return
-            yield f"saves {_saved_size(graph, saved)}", save_values(graph, saved)
+            yield f"saves {_saved_size_text(graph, saved)}", save_values(graph, saved)
 
     def _select(
         self, program: _SelectionMilp, available_bytes: int, choice: int, deadline: float
@@ -182,11 +182,11 @@ class Selective(Checked):
         return program.select(available_bytes, max(0.1, left_s), self.threads)
 
 
-def _saved_size(graph: Graph, saved: frozenset[int]) -> str:
+def _saved_size_text(graph: Graph, saved: frozenset[int]) -> str:
     return format_bytes(sum(graph.values[v].size_bytes for v in saved))
 
 
-def _read_intervals(
+def _backward_read_intervals(
     graph: Graph, count: int, is_droppable: Sequence[bool]
 ) -> tuple[dict[int, int], dict[int, int]]:
     """Return the first and the last operation of the backward that reads each forward value which
@@ -220,7 +220,7 @@ class _SelectionMilp:
     def __init__(self, graph: Graph, count: int, save_all: Schedule) -> None:
         self._graph, self._count = graph, count
         droppable = ScheduleBuilder(graph).is_droppable
-        self._first_read, self._last_read = _read_intervals(graph, count, droppable)
+        self._first_read, self._last_read = _backward_read_intervals(graph, count, droppable)
         self._values = sorted(self._first_read)
         self._operations = sorted({graph.producer[v] for v in self._values})
         timeline = simulate(graph, save_all)

@@ -89,7 +89,7 @@ class ScheduleBuilder:
         self._retained.difference_update(v for v in values if self.is_droppable[v])
 
     def missing_values(self, values: Iterable[int]) -> list[int]:
-        """Return those of `values` that are not retained: to read them takes a recomputation."""
+        """Return the `values` that are not retained: to read them takes a recomputation."""
         return [v for v in values if v not in self._retained]
 
     def missing_operations(self, values: Iterable[int]) -> list[int]:

@@ -62,8 +62,8 @@ class Pipeline(NamedTuple):
 
 
 def _has_no_start(state: SearchState) -> bool:
-    """True if the search has no schedule to start from. With one, such as that of an annealed
-    order, baselines do not apply, and are slow."""
+    """True if the search has no schedule to start from. With one, such as in an annealed order,
+    baselines do not apply, and are slow."""
     return state.start is None
 
 
@@ -153,17 +153,17 @@ def search(state: SearchState, pipeline: Pipeline) -> Solution:
     """Return the cheapest schedule within the budget or, without a budget, the one with the
     smallest peak. Raises `InfeasibleBudget` or `SolverTimeout`."""
     if state.is_peak_search:
-        return _minimize_peak(state, pipeline)
-    return _minimize_cost(state, pipeline)
+        return _search_smallest_peak(state, pipeline)
+    return _search_least_cost(state, pipeline)
 
 
-def _minimize_peak(state: SearchState, pipeline: Pipeline) -> Solution:
+def _search_smallest_peak(state: SearchState, pipeline: Pipeline) -> Solution:
     run_steps(pipeline.peak, state)
-    is_proved = state.is_within_gap or _is_optimum(state)
+    is_proved = state.is_within_gap or _is_slot_program_optimal(state)
     return Solution(state.best, state.bound, "order", is_proved, state.stats)
 
 
-def _minimize_cost(state: SearchState, pipeline: Pipeline) -> Solution:
+def _search_least_cost(state: SearchState, pipeline: Pipeline) -> Solution:
     graph, budget_bytes = state.task.graph, state.task.budget_bytes
     assert budget_bytes is not None
     keep_all = Schedule.keep_all(graph)
@@ -192,11 +192,11 @@ def _cost_solution(state: SearchState) -> Solution:
         stats["slots_bound"] = min(slots_bound_s, state.objective) / baseline_s - 1
     best, time_s = state.best_overall()
     bound_s = min(state.bound, time_s)
-    is_proved = _is_optimum(state) or state.is_good_enough(time_s)
+    is_proved = _is_slot_program_optimal(state) or state.is_good_enough(time_s)
     return Solution(best, bound_s, "order", is_proved, stats)
 
 
-def _is_optimum(state: SearchState) -> bool:
+def _is_slot_program_optimal(state: SearchState) -> bool:
     """True if the program over complete slots was solved to the requested gap."""
     result = state.slot_result
     return result is not None and result.is_complete and result.outcome is SolverOutcome.OPTIMAL

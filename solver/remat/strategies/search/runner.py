@@ -248,7 +248,7 @@ class MilpRunner:
         self, phase: str, unit: float, offset: int = 0, bound: float | None = None
     ) -> BoundsCallback:
         """Return a function that reports the objective and its bound to the caller: as extra time,
-        or as a peak in bytes. The bound is that of the program, unless another one is passed."""
+        or as a peak in bytes. The bound is the program's, unless another one is passed."""
         scale, shift = (1.0, offset) if phase == "peak" else (self.graph.baseline_time_s or 1.0, -1)
 
         def displayed(objective: float | None) -> float | None:

@@ -62,14 +62,14 @@ def run_steps(steps: Sequence[SearchStep], state: SearchState) -> None:
                 continue
             if step.is_concurrent and state.options.threads > 1:
                 state.stats[f"{step.name}_concurrent"] = 1
-                concurrent_steps.enter_context(_running_concurrently(step, state))
+                concurrent_steps.enter_context(_step_running_concurrently(step, state))
             else:
                 clock = state.clock.limited_to_share(share)
-                _handle_error(step, state, _run_step(step, state, clock))
+                _handle_step_error(step, state, _run_step(step, state, clock))
 
 
 @contextmanager
-def _running_concurrently(step: SearchStep, state: SearchState) -> Iterator[None]:
+def _step_running_concurrently(step: SearchStep, state: SearchState) -> Iterator[None]:
     """Run a step in its own thread while the context is active, then stop it."""
     stop_event = threading.Event()
     errors: list[Exception | None] = []
@@ -84,7 +84,7 @@ def _running_concurrently(step: SearchStep, state: SearchState) -> Iterator[None
     finally:
         stop_event.set()
         thread.join()
-        _handle_error(step, state, errors.pop())
+        _handle_step_error(step, state, errors.pop())
 
 
 def _run_step(step: SearchStep, state: SearchState, clock: Clock) -> Exception | None:
@@ -102,7 +102,7 @@ def _run_step(step: SearchStep, state: SearchState, clock: Clock) -> Exception |
     return None
 
 
-def _handle_error(step: SearchStep, state: SearchState, error: Exception | None) -> None:
+def _handle_step_error(step: SearchStep, state: SearchState, error: Exception | None) -> None:
     """Raise the error of a step that must succeed; warn of any other."""
     if error is None:
         return
