@@ -52,11 +52,11 @@ class OptimizerMemory:
 
 
 _Sizes = tuple[int, ...]
-_Formula = Callable[[Sequence[TensorMeta], bool], tuple[_Sizes, _Sizes]]
+_SizeFormula = Callable[[Sequence[TensorMeta], bool], tuple[_Sizes, _Sizes]]
 """The sizes of state and temporary tensors, from the parameters and whether they are on CUDA."""
 
 
-def _moments(count: int) -> _Formula:
+def _moment_formula(count: int) -> _SizeFormula:
     """Return the formula for `count` moments of each parameter, without temporary tensors."""
 
     def formula(parameters: Sequence[TensorMeta], is_cuda: bool) -> tuple[_Sizes, _Sizes]:
@@ -65,7 +65,7 @@ def _moments(count: int) -> _Formula:
     return formula
 
 
-def _adam(parameters: Sequence[TensorMeta], is_cuda: bool) -> tuple[_Sizes, _Sizes]:
+def _adam_sizes(parameters: Sequence[TensorMeta], is_cuda: bool) -> tuple[_Sizes, _Sizes]:
     """Return the sizes of two moments and of the square roots of the second one: on CUDA of all
     parameters at once, on the CPU of one and a quotient as large."""
     sizes = tuple(map(tensor_bytes, parameters))
@@ -73,9 +73,7 @@ def _adam(parameters: Sequence[TensorMeta], is_cuda: bool) -> tuple[_Sizes, _Siz
     return state, sizes if is_cuda else (max(sizes, default=0),) * 2
 
 
-def _adafactor_state_sizes(
-    parameters: Sequence[TensorMeta], is_cuda: bool
-) -> tuple[_Sizes, _Sizes]:
+def _adafactor_sizes(parameters: Sequence[TensorMeta], is_cuda: bool) -> tuple[_Sizes, _Sizes]:
     """Return the sizes of variances of rows and columns. The update of one parameter is live until
     the update of the next one is computed."""
     state: list[int] = []
@@ -88,7 +86,7 @@ def _adafactor_state_sizes(
     return tuple(state), (first, second)
 
 
-def _adam_8bit(parameters: Sequence[TensorMeta], is_cuda: bool) -> tuple[_Sizes, _Sizes]:
+def _adam_8bit_sizes(parameters: Sequence[TensorMeta], is_cuda: bool) -> tuple[_Sizes, _Sizes]:
     """Return the sizes of two moments in 8 bits, with a scale in float32 for each block."""
     state = list(_8BIT_TABLE_BYTES)
     for parameter in parameters:
@@ -100,26 +98,26 @@ def _adam_8bit(parameters: Sequence[TensorMeta], is_cuda: bool) -> tuple[_Sizes,
     return tuple(state), ()
 
 
-_OPTIMIZERS: dict[str, tuple[str, _Formula]] = {
-    "adamw": ("torch.optim.AdamW(model.parameters())", _adam),
+_OPTIMIZERS: dict[str, tuple[str, _SizeFormula]] = {
+    "adamw": ("torch.optim.AdamW(model.parameters())", _adam_sizes),
     "adamw-fused": (
         "torch.optim.AdamW(model.parameters(), fused=True)",
-        _moments(2),
+        _moment_formula(2),
     ),
-    "adamw-8bit": ("bitsandbytes.optim.AdamW8bit(model.parameters())", _adam_8bit),
-    "adam": ("torch.optim.Adam(model.parameters())", _adam),
+    "adamw-8bit": ("bitsandbytes.optim.AdamW8bit(model.parameters())", _adam_8bit_sizes),
+    "adam": ("torch.optim.Adam(model.parameters())", _adam_sizes),
     "adam-fused": (
         "torch.optim.Adam(model.parameters(), fused=True)",
-        _moments(2),
+        _moment_formula(2),
     ),
-    "adam-8bit": ("bitsandbytes.optim.Adam8bit(model.parameters())", _adam_8bit),
-    "adafactor": ("torch.optim.Adafactor(model.parameters())", _adafactor_state_sizes),
-    "sgd": ("torch.optim.SGD(model.parameters())", _moments(0)),
+    "adam-8bit": ("bitsandbytes.optim.Adam8bit(model.parameters())", _adam_8bit_sizes),
+    "adafactor": ("torch.optim.Adafactor(model.parameters())", _adafactor_sizes),
+    "sgd": ("torch.optim.SGD(model.parameters())", _moment_formula(0)),
     "sgd-momentum": (
         "torch.optim.SGD(model.parameters(), momentum=0.9)",
-        _moments(1),
+        _moment_formula(1),
     ),
-    "none": ("", _moments(0)),
+    "none": ("", _moment_formula(0)),
 }
 
 OPTIMIZERS = tuple(_OPTIMIZERS)

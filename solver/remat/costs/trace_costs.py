@@ -82,7 +82,7 @@ def with_roofline_costs(trace: Trace, roofline: Roofline) -> Trace:
         _warn_once(warning)
     metas = trace.tensors
     source = roofline_source(roofline)
-    device = _workspace_device(trace, roofline)
+    device = _device_of_workspaces(trace, roofline)
 
     def cost(node: Node) -> OperationCost:
         cost_s = max(MIN_COST_S, operation_seconds(node, metas, roofline))
@@ -94,7 +94,7 @@ def with_roofline_costs(trace: Trace, roofline: Roofline) -> Trace:
     return with_costs(trace, {node.name: cost(node) for node in trace.nodes if not node.view})
 
 
-def _workspace_device(trace: Trace, roofline: Roofline) -> DeviceSpec | None:
+def _device_of_workspaces(trace: Trace, roofline: Roofline) -> DeviceSpec | None:
     """Return the CUDA device whose kernels decide the workspaces: the roofline's, or the
     trace's for a roofline of custom rates. None if the step does not run on CUDA."""
     if trace.device.partition(":")[0] != "cuda":
@@ -115,7 +115,7 @@ def device_mismatch_warning(trace: Trace, roofline: Roofline) -> str | None:
         return (
             f"this trace was made for {trace.gpu} and is estimated for {roofline.name}: which "
             "kernels torch runs depends on the GPU (compute capability "
-            f"{_dotted(traced_capability)} and {_dotted(capability)}), and so do memory and time; "
+            f"{_dotted_capability(traced_capability)} and {_dotted_capability(capability)}), and so do memory and time; "
             f"trace it with device={roofline.name!r}"
         )
     if trace.device.partition(":")[0] != "cpu":
@@ -132,7 +132,7 @@ def device_mismatch_warning(trace: Trace, roofline: Roofline) -> str | None:
     )
 
 
-def _dotted(capability: tuple[int, int]) -> str:
+def _dotted_capability(capability: tuple[int, int]) -> str:
     return ".".join(map(str, capability))
 
 
@@ -172,11 +172,11 @@ def with_costs(trace: Trace, costs: Mapping[str, OperationCost]) -> Trace:
 
     return trace.replace(
         nodes=tuple(update(node) for node in trace.nodes),
-        storage_bytes=_storage_bytes(trace, costs),
+        storage_bytes=_measured_storage_bytes(trace, costs),
     )
 
 
-def _storage_bytes(trace: Trace, costs: Mapping[str, OperationCost]) -> tuple[int, ...]:
+def _measured_storage_bytes(trace: Trace, costs: Mapping[str, OperationCost]) -> tuple[int, ...]:
     """Return the sizes of the storages: the measured ones if these are larger."""
     sizes = list(trace.storage_bytes)
     for node in trace.nodes:

@@ -138,38 +138,40 @@ def _accept_whole_floats(schema: object) -> None:
     if isinstance(schema, list):
         for part in schema:
             _accept_whole_floats(part)
-    if not isinstance(schema, dict) or _is_converted(schema):
+    if not isinstance(schema, dict) or _is_converted_schema(schema):
         return
     for key, part in schema.items():
-        if schema.get("type") == "union" and key == "choices" and _has_float(part):
+        if schema.get("type") == "union" and key == "choices" and _has_float_schema(part):
             continue
         if isinstance(part, dict) and part.get("type") == "int":
-            schema[key] = _with_whole_floats(part)
+            schema[key] = _schema_with_whole_floats(part)
         elif isinstance(part, list):
-            part[:] = [_with_whole_floats(item) if _is_int(item) else item for item in part]
+            part[:] = [
+                _schema_with_whole_floats(item) if _is_int_schema(item) else item for item in part
+            ]
             _accept_whole_floats(part)
         else:
             _accept_whole_floats(part)
 
 
-def _is_int(schema: object) -> bool:
+def _is_int_schema(schema: object) -> bool:
     return isinstance(schema, dict) and schema.get("type") == "int"
 
 
-def _has_float(choices: Any) -> bool:
+def _has_float_schema(choices: Any) -> bool:
     return any(isinstance(choice, dict) and choice.get("type") == "float" for choice in choices)
 
 
-def _is_converted(schema: dict[str, Any]) -> bool:
+def _is_converted_schema(schema: dict[str, Any]) -> bool:
     function = schema.get("function")
-    return isinstance(function, dict) and function.get("function") is _whole_number
+    return isinstance(function, dict) and function.get("function") is _to_whole_number
 
 
-def _with_whole_floats(schema: Any) -> Any:
-    return core_schema.with_info_before_validator_function(_whole_number, schema)
+def _schema_with_whole_floats(schema: Any) -> Any:
+    return core_schema.with_info_before_validator_function(_to_whole_number, schema)
 
 
-def _whole_number(value: object, info: ValidationInfo) -> object:
+def _to_whole_number(value: object, info: ValidationInfo) -> object:
     """Return the integer that a float of a JSON document stands for; any other value unchanged."""
     if type(value) is float and info.mode == "json" and value.is_integer():
         return int(value)

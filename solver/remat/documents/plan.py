@@ -137,9 +137,9 @@ class PlanDocument(Document):
                 schedule=Schedule(self.runs),
                 graph=self.graph.to_graph(),
                 candidates=tuple(CandidateResult(**dict(record)) for record in self.candidates),
-                **_parts_of(self.stats),
+                **_plan_parts_of(self.stats),
             )
-            _check_numbers(plan)
+            _check_plan_numbers(plan)
         except DocumentError:
             raise
         except ValidationError as error:
@@ -155,7 +155,7 @@ _SHARED_FIELDS = (PlanDocument.model_fields.keys() & {field.name for field in fi
 """The fields that a plan and its document have in common, with the same type."""
 
 
-def _parts_of(stats: Mapping[str, Stat]) -> dict[str, Any]:
+def _plan_parts_of(stats: Mapping[str, Stat]) -> dict[str, Any]:
     """Return the typed parts of a plan from its statistics. Raises `ValidationError`."""
     solve, parts = dict(stats), dict[str, object]()
     for name, kind in PLAN_PARTS.items():
@@ -165,7 +165,7 @@ def _parts_of(stats: Mapping[str, Stat]) -> dict[str, Any]:
     return {"solve": solve, **parts}
 
 
-def _check_numbers(plan: PlanData) -> None:
+def _check_plan_numbers(plan: PlanData) -> None:
     """Raise `DocumentError` if a peak, a time or the bound contradicts the plan's schedule."""
     timeline = plan.timeline()
     baseline = baseline_of(plan.graph)

@@ -96,7 +96,7 @@ def evict(
     return Schedule.of(attempt.runs) if attempt.run_to_end(max_time_s, stop) else None
 
 
-_Rank = tuple[float, int, float, float, bool]
+_EvictionRank = tuple[float, int, float, float, bool]
 """The place of a value among those to evict, the smallest first, the value, the benefit of evicting
 it, its next use, and True if the place is that of its cost, and not of a lower bound."""
 
@@ -160,7 +160,7 @@ class _EvictionAttempt:
                 if stop() or operations is None or len(self.runs) + len(operations) > limit:
                     return False
                 first_run = len(self.runs)
-                has_run = self._run_all(operations, stage)
+                has_run = self._run_operations(operations, stage)
                 recomputations = self.runs[first_run:-1] if has_run else self.runs[first_run:]
                 remaining_s -= sum(self.graph.operations[op].cost_s for op in recomputations)
                 if remaining_s < 0 or (
@@ -168,21 +168,21 @@ class _EvictionAttempt:
                 ):
                     return False
                 if not has_run:
-                    self._evict_all(stage)
+                    self._evict_recomputable(stage)
                     has_restarted = True
         return True
 
-    def _run_all(self, operations: Sequence[int], stage: int) -> bool:
+    def _run_operations(self, operations: Sequence[int], stage: int) -> bool:
         """Run these operations in order, as long as they fit; True if all do."""
         for op in operations:
             for v in self.graph.operations[op].inputs:
                 self.pending_reads[v] += 1
-        has_run = all(self._run(op, stage) for op in operations)
+        has_run = all(self._run_operation(op, stage) for op in operations)
         if not has_run:
             self.pending_reads = [0] * len(self.pending_reads)
         return has_run
 
-    def _evict_all(self, stage: int) -> None:
+    def _evict_recomputable(self, stage: int) -> None:
         """Evict everything that can be recomputed, because a group of operations does not fit next
         to what the last of them reads. The group then restarts from nothing, so this needs no more
         memory than recomputing everything."""
@@ -217,7 +217,7 @@ class _EvictionAttempt:
                     stack.append(producer_op)
         return sorted(required)
 
-    def _run(self, op: int, stage: int) -> bool:
+    def _run_operation(self, op: int, stage: int) -> bool:
         """Run an operation and update the memory; False if it does not fit."""
         operation = self.graph.operations[op]
         for v in operation.outputs:
@@ -297,14 +297,14 @@ class _EvictionAttempt:
                 self.next_uses.indirect[v] = indirect_use
         return True
 
-    def _rank_evictable(self, stage: int) -> tuple[list[int], list[_Rank]]:
+    def _rank_evictable(self, stage: int) -> tuple[list[int], list[_EvictionRank]]:
         """Return the values in memory that nothing uses any more, and the ranks of the others that
         may be evicted."""
         if not self.costs.holds_for_all_uses:
-            return self._rank_by_uses(stage)
+            return self._rank_by_next_uses(stage)
         # Much of the time of a plan is spent in this loop, so it calls little.
         unused: list[int] = []
-        ranked: list[_Rank] = []
+        ranked: list[_EvictionRank] = []
         pending_reads, score_factor, idle_benefit = (
             self.pending_reads, self.score_factor, self.idle_benefit,
         )  # fmt: skip
@@ -326,10 +326,10 @@ class _EvictionAttempt:
                 ranked.append((-benefit / divisors[v], v, benefit, next_use, False))
         return unused, ranked
 
-    def _rank_by_uses(self, stage: int) -> tuple[list[int], list[_Rank]]:
+    def _rank_by_next_uses(self, stage: int) -> tuple[list[int], list[_EvictionRank]]:
         """`_rank_evictable` of a graph in which costs depend on the next use of a value."""
         unused: list[int] = []
-        ranked: list[_Rank] = []
+        ranked: list[_EvictionRank] = []
         for v in self.evictable:
             if self.pending_reads[v]:
                 continue
@@ -343,7 +343,7 @@ class _EvictionAttempt:
                 ranked.append((-benefit / divisor, v, benefit, next_use, False))
         return unused, ranked
 
-    def _take_best(self, ranked: list[_Rank], excess: int, stage: int) -> list[int]:
+    def _take_best(self, ranked: list[_EvictionRank], excess: int, stage: int) -> list[int]:
         """Take the best values of at least `excess` bytes from a heap, or all. Costs of the first
         ones only are computed: the others have a bound that ranks them behind."""
         best: list[int] = []

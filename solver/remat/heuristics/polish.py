@@ -75,7 +75,7 @@ def _with_more_retained(graph: Graph, schedule: Schedule, budget_bytes: int) -> 
             copy_index = before[copy_index]
         return copy_index
 
-    for run in _recomputations(graph, schedule):
+    for run in _recomputations_by_cost(graph, schedule):
         # Unread copies need not be retained, and the first copy of a result is retained anyway.
         read = [
             copy_index
@@ -102,7 +102,7 @@ def _with_more_retained(graph: Graph, schedule: Schedule, budget_bytes: int) -> 
     return Schedule.of(op for run, op in enumerate(schedule.runs) if run not in removed_runs)
 
 
-def _recomputations(graph: Graph, schedule: Schedule) -> list[int]:
+def _recomputations_by_cost(graph: Graph, schedule: Schedule) -> list[int]:
     """Return the runs that are recomputations and take time, the most expensive first."""
     seen: set[int] = set()
     recomputations: list[tuple[float, int]] = []

@@ -45,7 +45,7 @@ class RecomputeCosts:
         self._cached: dict[int, _CachedCost] = {}
         self._dependents: list[set[int]] = [set() for _ in graph.values]
         """The values whose cached costs or bounds depend on whether a value is in memory."""
-        self._least_s = [_least_cost_s(graph, v) for v in range(len(graph.values))]
+        self._least_s = [_least_recompute_cost_s(graph, v) for v in range(len(graph.values))]
         self._bounds_s = list(self._least_s)
         self._min_cost_s, self._exponent = min_cost_s, exponent
         self._least_divisors = [self.divisor(cost_s) for cost_s in self._least_s]
@@ -118,7 +118,7 @@ class RecomputeCosts:
         return cost_s
 
 
-def _least_cost_s(graph: Graph, v: int) -> float:
+def _least_recompute_cost_s(graph: Graph, v: int) -> float:
     """Return the cost of recomputing a value from inputs that are in memory."""
     operation = graph.operations[graph.producer[v]]
     return operation.cost_s * _ROUNDED_DOWN if operation.recomputable else _INFINITE

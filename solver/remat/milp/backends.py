@@ -59,12 +59,16 @@ def run(
     """
     start = None if incumbent is None else start_values(model, incumbent)
     if not pulp_solvers.is_highs(solver):
-        return _run_pulp(model, solver, highs, start)
+        return _run_through_pulp(model, solver, highs, start)
     answer = replace(highs, start=start).run(model.arrays)
-    return answer if answer.objective is None else replace(answer, schedule=_schedule(model))
+    return (
+        answer if answer.objective is None else replace(answer, schedule=_solution_schedule(model))
+    )
 
 
-def _run_pulp(model: MilpModel, name: str, options: HighsSolver, start: Values | None) -> SolverRun:
+def _run_through_pulp(
+    model: MilpModel, name: str, options: HighsSolver, start: Values | None
+) -> SolverRun:
     gap, time_limit, is_cancelled = options.gap, options.time_limit, options.is_cancelled
     started_at = time.monotonic()
     backend = pulp_solvers.open_solver(
@@ -76,7 +80,7 @@ def _run_pulp(model: MilpModel, name: str, options: HighsSolver, start: Values |
     )
     try:
         with (
-            _temporary_folder(backend),
+            _command_folder(backend),
             interrupt_commands_when(is_cancelled),
             warnings.catch_warnings(),
         ):
@@ -90,7 +94,7 @@ def _run_pulp(model: MilpModel, name: str, options: HighsSolver, start: Values |
             return SolverRun(SolverOutcome.UNKNOWN, None, None, None, 0, seconds, "cancelled")
         raise SolverError(
             f"{name} ({backend.name}) stopped without an answer: "
-            f"{_describe_error(error, backend)}. Check its installation, and that its licence "
+            f"{_describe_solver_error(error, backend)}. Check its installation, and that its licence "
             f"allows {len(model.program.columns):,} variables and {len(model.program.rows):,} "
             f"rows; or {pulp_solvers.DEFAULT}"
         ) from error
@@ -121,7 +125,7 @@ def _run_pulp(model: MilpModel, name: str, options: HighsSolver, start: Values |
         bound = min(bound, objective)
     return SolverRun(
         outcome=outcome,
-        schedule=_schedule(model) if objective is not None else None,
+        schedule=_solution_schedule(model) if objective is not None else None,
         objective=objective,
         bound=bound,
         nodes=0,
@@ -131,7 +135,7 @@ def _run_pulp(model: MilpModel, name: str, options: HighsSolver, start: Values |
 
 
 @contextmanager
-def _temporary_folder(backend: pulp.LpSolver) -> Iterator[None]:
+def _command_folder(backend: pulp.LpSolver) -> Iterator[None]:
     """Provide a folder for the files that PuLP exchanges with a command: PuLP leaves those of a
     command that dies."""
     if not isinstance(backend, pulp.LpSolver_CMD):
@@ -142,7 +146,7 @@ def _temporary_folder(backend: pulp.LpSolver) -> Iterator[None]:
         yield
 
 
-def _describe_error(error: Exception, backend: pulp.LpSolver) -> str:
+def _describe_solver_error(error: Exception, backend: pulp.LpSolver) -> str:
     if isinstance(error, pulp.PulpSolverError) and isinstance(backend, pulp.LpSolver_CMD):
         return "its command failed or was killed"  # PuLP's message has only its path
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
@@ -164,7 +168,7 @@ def _objective_value(model: MilpModel) -> float:
     return program.offset + sum(cost * value_of(x) for x, cost in program.costs.items())
 
 
-def _schedule(model: MilpModel) -> Schedule:
+def _solution_schedule(model: MilpModel) -> Schedule:
     return model.slots.schedule(slot for slot, run in model.run_columns.items() if run.is_one)
 
 

@@ -206,9 +206,7 @@ def relax_offload_cut(
     )
 
 
-def candidate_operations(
-    during_bytes: tuple[int, ...], budget_bytes: int, pieces: int
-) -> list[int]:
+def candidate_cuts(during_bytes: tuple[int, ...], budget_bytes: int, pieces: int) -> list[int]:
     """Return operations at which a cut is promising, the most promising first.
 
     Memory without recomputation (`during_bytes`, by operation) peaks at them, in each of `pieces`
@@ -224,7 +222,7 @@ def candidate_operations(
 
 
 @dataclass
-class _Span:
+class _CutSpan:
     """The stretch between two cuts, by their indices, with the operations that are recomputed for
     it: variables in `recomputed`, and in `pending` those whose inputs have no rows yet."""
 
@@ -253,7 +251,7 @@ class _CutRelaxation:
         self.retained: list[dict[int, Column]] = [{} for _ in self.operations]
         self.recomputed: list[dict[int, Column]] = [{} for _ in self.operations]
         self.offloaded: dict[int, Column] = {}
-        self._spans: list[_Span] = []
+        self._spans: list[_CutSpan] = []
         self._may_offload = frozenset[int]() if limits is None else limits.values
         self._recomputes = recomputes
         self._cost_unit_s = cost_unit_s(graph)
@@ -362,7 +360,7 @@ class _CutRelaxation:
     def _add_span(self, start: int, end: int, end_operation: int) -> None:
         """Add the rows of the span from cut `start` to cut `end`, before the first run of
         `end_operation`."""
-        span = _Span(start, end)
+        span = _CutSpan(start, end)
         cut = self.operations[start]
         producer = self.graph.producer
         renewed = {v for v, op in self.graph.renewal.items() if cut <= op < end_operation}
@@ -396,15 +394,17 @@ class _CutRelaxation:
                     readers.setdefault(v, op)
         return readers
 
-    def _add_demand(self, span: _Span, value: int, condition: Column | None) -> None:
+    def _add_demand(self, span: _CutSpan, value: int, condition: Column | None) -> None:
         """Add the row that `value` is retained at the start of the span, on the host, or recomputed
         in the span: always, or if `condition` is 1."""
         graph, program = self.graph, self.program
         if value in graph.results or graph.values[value].size_bytes == 0:
             return
-        terms = {self._column(self.retained[span.start], f"h{span.start}_{value}", value): 1.0}
+        terms = {
+            self._shared_binary(self.retained[span.start], f"h{span.start}_{value}", value): 1.0
+        }
         if value in self._may_offload:
-            terms[self._column(self.offloaded, f"o{value}", value)] = 1.0
+            terms[self._shared_binary(self.offloaded, f"o{value}", value)] = 1.0
         op = graph.producer[value]
         is_recomputable = graph.operations[op].recomputable
         if condition is None:  # a first run reads it, at the end of such a span perhaps
@@ -442,9 +442,9 @@ class _CutRelaxation:
 
     def _recomputed_column(self, cut: int, op: int) -> Column:
         """Return the variable for recomputing `op` between a cut and the next."""
-        return self._column(self.recomputed[cut], f"x{cut}_{op}", op)
+        return self._shared_binary(self.recomputed[cut], f"x{cut}_{op}", op)
 
-    def _column(self, columns: dict[int, Column], name: str, key: int) -> Column:
+    def _shared_binary(self, columns: dict[int, Column], name: str, key: int) -> Column:
         if key not in columns:
             columns[key] = self.program.add_binary(name)
         return columns[key]

@@ -66,8 +66,8 @@ def find_identical_blocks(graph: Graph, min_blocks: int) -> IdenticalBlocks | No
     if boundary is None:
         return None
     keys = [_operation_key(graph, op) for op in range(len(graph))]
-    period = _find_period(keys[:boundary], min_blocks)
-    backward_period = _find_period(keys[boundary:], min_blocks)
+    period = _find_block_period(keys[:boundary], min_blocks)
+    backward_period = _find_block_period(keys[boundary:], min_blocks)
     if period is None or backward_period is None:
         return None
 
@@ -78,7 +78,7 @@ def find_identical_blocks(graph: Graph, min_blocks: int) -> IdenticalBlocks | No
             for v, p in producers
         ]
 
-    forward = _longest_run(
+    forward = _longest_block_run(
         [
             (keys[op], tuple(forward_sources(op, _MAX_PERIODS_BACK * period)))
             for op in range(boundary)
@@ -108,13 +108,13 @@ def find_identical_blocks(graph: Graph, min_blocks: int) -> IdenticalBlocks | No
                 )
         return (keys[op], tuple(sources))
 
-    backward = _longest_run(
+    backward = _longest_block_run(
         [backward_key(op) for op in range(boundary, len(graph))], backward_period, boundary
     )
-    return _pair_runs(graph, forward, backward, min_blocks)
+    return _pair_block_runs(graph, forward, backward, min_blocks)
 
 
-def _pair_runs(
+def _pair_block_runs(
     graph: Graph, forward: _BlockRun, backward: _BlockRun, min_blocks: int
 ) -> IdenticalBlocks | None:
     """Return the blocks that are in both runs. A backward block belongs to the forward block that
@@ -158,7 +158,7 @@ def _output_index(graph: Graph, value: int) -> int:
     return graph.operations[graph.producer[value]].outputs.index(value)
 
 
-def _find_period(keys: Sequence[Hashable], min_blocks: int) -> int | None:
+def _find_block_period(keys: Sequence[Hashable], min_blocks: int) -> int | None:
     """Return the smallest period of the run that covers the most operations; None if no run is long
     enough."""
     last: dict[Hashable, int] = {}
@@ -168,7 +168,7 @@ def _find_period(keys: Sequence[Hashable], min_blocks: int) -> int | None:
             gaps[position - last[key]] += 1
         last[key] = position
     candidates = sorted(gaps, key=lambda gap: -gaps[gap] * gap)[:_MAX_PERIODS]
-    numbers = _numbers_of(keys)
+    numbers = _numbered_keys(keys)
     covered = {
         gap: _longest_repetition(numbers, gap)[1] + gap
         for gap in candidates
@@ -182,12 +182,12 @@ def _find_period(keys: Sequence[Hashable], min_blocks: int) -> int | None:
     )
 
 
-def _longest_run(keys: Sequence[Hashable], period: int, offset: int) -> _BlockRun:
-    start, length = _longest_repetition(_numbers_of(keys), period)
+def _longest_block_run(keys: Sequence[Hashable], period: int, offset: int) -> _BlockRun:
+    start, length = _longest_repetition(_numbered_keys(keys), period)
     return _BlockRun(offset + start, period, length // period + 1 if length else 0)
 
 
-def _numbers_of(items: Sequence[Hashable]) -> NDArray[np.int64]:
+def _numbered_keys(items: Sequence[Hashable]) -> NDArray[np.int64]:
     number_of: dict[Hashable, int] = {}
     return np.array([number_of.setdefault(item, len(number_of)) for item in items], dtype=np.int64)
 
@@ -203,7 +203,7 @@ def _longest_repetition(numbers: NDArray[np.int64], lag: int) -> tuple[int, int]
     return int(starts[best]), int(ends[best] - starts[best])
 
 
-def merge_neighbours(blocks: IdenticalBlocks, width: int) -> IdenticalBlocks:
+def merge_neighbouring_blocks(blocks: IdenticalBlocks, width: int) -> IdenticalBlocks:
     """Return blocks of `width` neighbouring blocks each; those that are left over at the start are
     in none."""
     skipped = blocks.count % width

@@ -82,7 +82,7 @@ class MilpModel:
         self.slots = slots
         self.program = Program()
         self.unit_bytes = size_unit_bytes(
-            _total_bytes(graph) if budget_bytes is None else budget_bytes
+            _total_graph_bytes(graph) if budget_bytes is None else budget_bytes
         )
         self.cost_unit_s = cost_unit_s(graph)
         self._shared = shared
@@ -146,13 +146,13 @@ class MilpModel:
             for value in operation.inputs:
                 if not self._has_no_column(value):
                     old, new = self._write_consume(slot, run, value)
-                    constant += self._add_change(change, value, old, new)
+                    constant += self._add_byte_change(change, value, old, new)
             if overwrites:  # whether an overwritten value is retained is decided now
                 self._write_peak(run, op, overwrites)
             for value in operation.outputs:
                 if not self._has_no_column(value):
                     old, new = self._write_produce(slot, run, value)
-                    constant += self._add_change(change, value, old, new)
+                    constant += self._add_byte_change(change, value, old, new)
                 elif isinstance(run, int):
                     constant += self._sizes[value]
             self._write_balance(slot, change, constant)
@@ -178,7 +178,7 @@ class MilpModel:
             if len(group) < 2 or not all(self._has_rows(slot) for slot in group):
                 continue
             runs = [self.run_columns[slot] for slot in group]
-            self._add_le(runs, [], 1)
+            self._add_at_most(runs, [], 1)
             operation = self.graph.operations[self.slots.operations[group[0]]]
             for value in operation.inputs:
                 if self._has_no_column(value):
@@ -192,9 +192,9 @@ class MilpModel:
                     producer_runs = [
                         self.run_columns[q] for q in producer_slots if group[0] < q < last_slot
                     ]
-                    self._add_le(runs[:count], [retained, *producer_runs])
+                    self._add_at_most(runs[:count], [retained, *producer_runs])
 
-    def _add_le(self, left: Iterable[Term], right: Iterable[Term], rhs: int = 0) -> None:
+    def _add_at_most(self, left: Iterable[Term], right: Iterable[Term], rhs: int = 0) -> None:
         """Write the row: sum(left) <= sum(right) + rhs."""
         if self._writes_rows:
             terms = [*((1.0, term) for term in left), *((-1.0, term) for term in right)]
@@ -204,14 +204,14 @@ class MilpModel:
         old = self._retained_now[value]
         self._retained_before[slot, value] = old
         if not isinstance(run, int):
-            self._add_le([run], [old])
+            self._add_at_most([run], [old])
         elif not isinstance(old, int):
             old.lower = 1
         if slot >= self._last_reader[value]:
             return old, self._set_retained(slot, value, 0)
         new = self._retention_column(slot, value)
         if not isinstance(old, int):
-            self._add_le([new], [old])
+            self._add_at_most([new], [old])
         return old, self._set_retained(slot, value, new)
 
     def _write_produce(self, slot: int, run: Term, value: int) -> tuple[Term, Term]:
@@ -220,8 +220,8 @@ class MilpModel:
             return old, self._set_retained(slot, value, 0)
         new = self._retention_column(slot, value)
         if not isinstance(run, int):
-            self._add_le([new], [old, run])
-            self._add_le([run, old], [], 1)
+            self._add_at_most([new], [old, run])
+            self._add_at_most([run, old], [], 1)
         return old, self._set_retained(slot, value, new)
 
     def _write_peak(self, run: Term, op: int, overwrites: tuple[int, ...]) -> None:
@@ -269,7 +269,9 @@ class MilpModel:
         self.program.add_row({**terms, live: -1.0}, EQUAL, -self._live_constant)
         self._live, self._live_constant = {live: 1.0}, 0.0
 
-    def _add_change(self, change: dict[Column, float], value: int, old: Term, new: Term) -> float:
+    def _add_byte_change(
+        self, change: dict[Column, float], value: int, old: Term, new: Term
+    ) -> float:
         constant = 0.0
         for sign, term in ((1.0, new), (-1.0, old)):
             if isinstance(term, int):
@@ -312,5 +314,5 @@ class MilpModel:
         return column
 
 
-def _total_bytes(graph: Graph) -> int:
+def _total_graph_bytes(graph: Graph) -> int:
     return graph.constant_bytes + sum(value.size_bytes for value in graph.values) or 1

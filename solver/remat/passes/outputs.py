@@ -31,18 +31,18 @@ def unreturned_bytes(trace: Trace) -> int:
 
 def returns_loss(trace: Trace) -> bool:
     """True if gradients come from an output of one element."""
-    return _loss(trace) is not None
+    return _loss_output(trace) is not None
 
 
 def loss_code(trace: Trace) -> str:
     """Return the code that takes the loss from what the model returns: `.loss`, `["loss"]`, `[0]`.
     The trace is one that `returns_loss`."""
-    loss = _loss(trace)
+    loss = _loss_output(trace)
     assert loss is not None
     return trace.result.access_of(loss)
 
 
-def _loss(trace: Trace) -> int | None:
+def _loss_output(trace: Trace) -> int | None:
     """Return the number of the first output of one element that gradients come from."""
     shapes = (trace.tensors[o.name].shape if o.tangent else None for o in trace.outputs)
     return next(

@@ -72,7 +72,7 @@ class TraceWriter:
     ) -> None:
         """Add an operation with one result. It belongs to the module and the pass of `like`, and to
         the piece that is being written."""
-        name = self.new_name(f"{result.name}_op") if self._is_taken(result) else result.name
+        name = self.new_name(f"{result.name}_op") if self._is_name_taken(result) else result.name
         self.add(
             Node(
                 name=name,
@@ -88,7 +88,7 @@ class TraceWriter:
             )
         )
 
-    def _is_taken(self, result: Result) -> bool:
+    def _is_name_taken(self, result: Result) -> bool:
         """True if an operation that stays has the result's name."""
         return result.name in self._node_names
 

@@ -84,7 +84,7 @@ def test_pulps_solver_classes_report_their_status(solver: Callable[[], pulp.LpSo
 def test_pulp_starts_from_values_and_counts_the_constant() -> None:
     program = small().arrays()
     start = dict(zip(program.columns, (1.0, 1.5, 1.0), strict=True))
-    problem, variables = pulp_solvers.to_problem(program, start)
+    problem, variables = pulp_solvers.to_pulp_problem(program, start)
     assert [v.varValue for v in variables] == [1.0, 1.5, 1.0]
     assert pulp.value(problem.objective) == 11.0
 

@@ -102,7 +102,7 @@ def peak_workspace_bytes(allocations: Allocations) -> int:
     """Return the peak of the allocated bytes of a call, less those that remain afterwards."""
     current_bytes = peak_bytes = 0
     for size_bytes in allocations:
-        current_bytes += _rounded(size_bytes)
+        current_bytes += _allocator_bytes(size_bytes)
         peak_bytes = max(peak_bytes, current_bytes)
     return peak_bytes - current_bytes
 
@@ -112,7 +112,7 @@ def buffers_at_peak(allocations: Allocations) -> list[int]:
     allocator counts."""
     live: list[int] = []
     at_peak: list[int] = []
-    for size_bytes in map(_rounded, allocations):
+    for size_bytes in map(_allocator_bytes, allocations):
         if size_bytes > 0:
             live.append(size_bytes)
         elif size_bytes:
@@ -125,7 +125,7 @@ def buffers_at_peak(allocations: Allocations) -> list[int]:
     return at_peak
 
 
-def _rounded(size_bytes: int) -> int:
+def _allocator_bytes(size_bytes: int) -> int:
     """Return the bytes that the allocator counts for an allocation, or a free if negative."""
     rounded_bytes = -(-abs(size_bytes) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
     return rounded_bytes if size_bytes > 0 else -rounded_bytes
@@ -136,7 +136,7 @@ def contiguous_copy_bytes(meta: TensorMeta) -> int:
     return 0 if is_contiguous(meta) else tensor_bytes(meta)
 
 
-def during(buffers: Iterable[int], allocations: Allocations = ()) -> Allocations:
+def buffers_during(buffers: Iterable[int], allocations: Allocations = ()) -> Allocations:
     """Yield allocations between the allocation of temporary buffers and their release."""
     sizes = [size for size in buffers if size]
     yield from sizes
@@ -144,11 +144,11 @@ def during(buffers: Iterable[int], allocations: Allocations = ()) -> Allocations
     yield from (-size for size in sizes)
 
 
-def results_and(buffers: Callable[[OperatorCall], Iterable[int]]) -> Formula:
+def results_and_buffers(buffers: Callable[[OperatorCall], Iterable[int]]) -> Formula:
     """Return the formula of an operator that allocates its results, then these buffers at once."""
 
     def formula(call: OperatorCall) -> Allocations:
         yield from call.result_bytes
-        yield from during(buffers(call))
+        yield from buffers_during(buffers(call))
 
     return formula

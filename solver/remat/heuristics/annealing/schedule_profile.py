@@ -98,8 +98,8 @@ class ScheduleProfile:
         for v, size in enumerate(self.size):
             for start, end in self._copy_lifetimes(v):
                 over[start : end + 1] += size
-        self.excess_bytes = _total_excess(over)
-        self._reset()
+        self.excess_bytes = _total_excess_bytes(over)
+        self._clear_changes()
 
     @property
     def runs(self) -> list[int]:
@@ -114,7 +114,7 @@ class ScheduleProfile:
         """Set another budget for the same runs."""
         self.excess_by_slot += self.budget_bytes - budget_bytes
         self.budget_bytes = budget_bytes
-        self.excess_bytes = _total_excess(self.excess_by_slot)
+        self.excess_bytes = _total_excess_bytes(self.excess_by_slot)
 
     def move(self, slot: int, target: int) -> None:
         """Prepare moving the run in `slot` to `target`, which is empty."""
@@ -200,9 +200,9 @@ class ScheduleProfile:
         for slot, size in points:
             new[slot - low] += size
         self._low, self._new = low, new
-        delta = _total_excess(new)
+        delta = _total_excess_bytes(new)
         if self.excess_bytes:
-            delta -= _total_excess(old)
+            delta -= _total_excess_bytes(old)
         self._delta = delta
         return delta
 
@@ -218,16 +218,16 @@ class ScheduleProfile:
                 self.repeated.append(op)
             elif target < 0:
                 self.repeated.remove(op)
-        self._reset()
+        self._clear_changes()
 
     def revert(self) -> None:
         """Discard the change."""
         self._pending = None
         for op, slot, target in reversed(self._applied):
-            self._move_run(op, target, slot)
-        self._reset()
+            self._move_run_in_lists(op, target, slot)
+        self._clear_changes()
 
-    def _reset(self) -> None:
+    def _clear_changes(self) -> None:
         self._spans: list[Span] = []
         self._points: list[tuple[int, float]] = []
         self._pending: _RunChange | None = None
@@ -237,11 +237,11 @@ class ScheduleProfile:
     def apply_pending(self) -> None:
         """Enter the last prepared change into the lists, so that the next one can build on it."""
         if self._pending is not None:
-            self._move_run(*self._pending)
+            self._move_run_in_lists(*self._pending)
             self._applied.append(self._pending)
             self._pending = None
 
-    def _move_run(self, op: int, slot: int, target: int) -> None:
+    def _move_run_in_lists(self, op: int, slot: int, target: int) -> None:
         reads = self.reader_slots
         if slot >= 0:
             self.slots[slot] = -1
@@ -315,7 +315,7 @@ class ScheduleProfile:
         return [(slot, last_reader(copies, readers, copy)) for copy, slot in enumerate(copies)]
 
 
-def _total_excess(over: np.ndarray) -> float:
+def _total_excess_bytes(over: np.ndarray) -> float:
     return float(np.add.reduce(np.maximum(over, 0.0)))
 
 

@@ -71,7 +71,7 @@ class HighsSolver:
                 np.array([i for i, _ in entries], dtype=np.int32),
                 np.array([x for _, x in entries], dtype=np.float64),
             )
-        callback_errors = self._subscribe(highs)
+        callback_errors = self._subscribe_callbacks(highs)
         status = highs.run()
         if status == highspy.HighsStatus.kError and not callback_errors:
             # A process has one pool of HiGHS threads, and another solve has set its size
@@ -101,7 +101,7 @@ class HighsSolver:
         for name, value in options.items():
             highs.setOptionValue(name, value)
 
-    def _subscribe(self, highs: highspy.Highs) -> list[BaseException]:
+    def _subscribe_callbacks(self, highs: highspy.Highs) -> list[BaseException]:
         """Subscribe to HiGHS's callbacks.
 
         An exception in a callback ends the run and is appended to the list that is returned: HiGHS
@@ -121,7 +121,9 @@ class HighsSolver:
             data = event.data_out
             try:
                 if self.report is not None and not callback_errors:
-                    self.report(_finite(data.mip_primal_bound), _finite(data.mip_dual_bound))
+                    self.report(
+                        _finite_or_none(data.mip_primal_bound), _finite_or_none(data.mip_dual_bound)
+                    )
             except BaseException as error:
                 callback_errors.append(error)
 
@@ -187,7 +189,9 @@ def _read_answer(highs: highspy.Highs, program: ProgramArrays) -> SolverRun:
         outcome=outcome,
         schedule=None,
         objective=objective,
-        bound=_finite(info.mip_dual_bound) if is_mip else (objective if is_optimal else None),
+        bound=_finite_or_none(info.mip_dual_bound)
+        if is_mip
+        else (objective if is_optimal else None),
         nodes=max(0, int(info.mip_node_count)) if is_mip else 0,
         seconds=highs.getRunTime(),
         message=highs.modelStatusToString(status),
@@ -206,5 +210,5 @@ def _run_without_columns(program: ProgramArrays) -> SolverRun:
     return SolverRun(SolverOutcome.INFEASIBLE, None, None, None, 0, 0.0, "Empty")
 
 
-def _finite(number: float) -> float | None:
+def _finite_or_none(number: float) -> float | None:
     return number if math.isfinite(number) and abs(number) < 1e100 else None

@@ -49,19 +49,19 @@ def probe(class_name: str) -> dict[str, str | bool]:
             if not backend.available():
                 messages = [str(w.message) for w in caught_warnings if w.category is UserWarning]
                 return {"usable": False, "version": "", "reason": "; ".join(messages)}
-        version = _version(backend)
-        _run_program(class_name, 2)
+        version = _solver_version(backend)
+        _solve_trivial_program(class_name, 2)
         usable = True
         if class_name in _TRIAL_LICENCES:
             reason = f"its licence refuses programs of {_TRIAL_LIMIT_VARIABLES:,} variables: "
-            _run_program(class_name, _TRIAL_LIMIT_VARIABLES)
+            _solve_trivial_program(class_name, _TRIAL_LIMIT_VARIABLES)
     except Exception as error:
         words = " ".join(f"{type(error).__name__}: {error}".split())
         return {"usable": usable, "version": version, "reason": reason + words}
     return {"usable": True, "version": version, "reason": ""}
 
 
-def _run_program(class_name: str, count: int) -> None:
+def _solve_trivial_program(class_name: str, count: int) -> None:
     """Solve a program with that many variables and rows, which any presolve removes."""
     problem = pulp.LpProblem("probe", pulp.LpMinimize)
     chosen = [problem.add_variable(f"x{i:05d}", 0, 1, pulp.LpInteger) for i in range(count)]
@@ -79,7 +79,7 @@ def _run_program(class_name: str, count: int) -> None:
         raise RuntimeError(f"a program of {count:,} variables has the status {word!r}")
 
 
-def _version(backend: pulp.LpSolver) -> str:
+def _solver_version(backend: pulp.LpSolver) -> str:
     package = _PACKAGES.get(backend.name)
     if package is not None:
         try:

@@ -30,7 +30,7 @@ def interrupt_commands_when(is_over: Callable[[], bool] | None) -> Iterator[None
     caller = threading.get_native_id()
     watcher = threading.Thread(
         target=_interrupt_started_processes,
-        args=(is_over, finished, caller, set(_started_by(caller))),
+        args=(is_over, finished, caller, set(_processes_started_by(caller))),
         daemon=True,
     )
     watcher.start()
@@ -43,7 +43,7 @@ def interrupt_commands_when(is_over: Callable[[], bool] | None) -> Iterator[None
 
 def kill_child_processes() -> None:
     """Kill every process that this one has started, and their children, before exiting at once."""
-    for pid in _descendants(_children(os.getpid())):
+    for pid in _descendant_processes(_child_processes(os.getpid())):
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 
@@ -57,7 +57,7 @@ def _interrupt_started_processes(
             continue
         is_first = kill_at is None
         kill_at = time.monotonic() + _KILL_DELAY_S if kill_at is None else kill_at
-        for pid in _descendants(set(_started_by(caller)) - earlier_pids):
+        for pid in _descendant_processes(set(_processes_started_by(caller)) - earlier_pids):
             with suppress(ProcessLookupError):
                 if is_first:
                     os.kill(pid, signal.SIGINT)
@@ -65,24 +65,24 @@ def _interrupt_started_processes(
                     os.kill(pid, signal.SIGKILL)
 
 
-def _descendants(pids: set[int]) -> list[int]:
+def _descendant_processes(pids: set[int]) -> list[int]:
     """Return these processes and all that they have started."""
     descendants: list[int] = []
     pending = sorted(pids)
     while pending:
         descendants.append(pending.pop())
-        pending += _children(descendants[-1])
+        pending += _child_processes(descendants[-1])
     return descendants
 
 
-def _children(pid: int) -> set[int]:
+def _child_processes(pid: int) -> set[int]:
     with suppress(OSError):
         tasks = os.listdir(f"/proc/{pid}/task")
-        return {child for task in tasks for child in _started_by(int(task), pid)}
+        return {child for task in tasks for child in _processes_started_by(int(task), pid)}
     return set()
 
 
-def _started_by(thread: int, pid: int | None = None) -> list[int]:
+def _processes_started_by(thread: int, pid: int | None = None) -> list[int]:
     """Return the processes that a thread of a process has started."""
     owner = "self" if pid is None else str(pid)
     with suppress(OSError):

@@ -110,12 +110,12 @@ def offloaded_values(graph: Graph) -> tuple[OffloadedValue, ...]:
     return tuple(sorted(offloaded, key=lambda o: o.offload))
 
 
-def count_without_copies(graph: Graph) -> int:
+def count_without_offload_copies(graph: Graph) -> int:
     """Return the number of operations that neither start a copy nor wait for one."""
     return len(graph) - len({op for o in offloaded_values(graph) for op in o.operations})
 
 
-def without_copies(graph: Graph) -> Graph:
+def without_offload_copies(graph: Graph) -> Graph:
     """Return the graph of the step in which offloaded values stay on the device. Operations write
     over what came back from the host, but not over what the forward of such a step saves."""
     offloaded = offloaded_values(graph)

@@ -41,7 +41,7 @@ def with_moved_slices(trace: Trace) -> Trace:
         return trace
     moved = trace
     while (first := first_layer_slice(moved)) is not None:
-        moved = _Rewriting(moved, first).trace()
+        moved = _SliceRewriting(moved, first).trace()
     return moved
 
 
@@ -92,11 +92,11 @@ def first_layer_slice(trace: Trace) -> LayerSlice | None:
     slices = [n for n, node in enumerate(nodes) if node.target == "aten.slice.Tensor"]
     if not slices:
         return None
-    finder = _Finder(trace)
+    finder = _LayerSliceFinder(trace)
     return next((item for n in slices if (item := finder.find(n)) is not None), None)
 
 
-class _Finder:
+class _LayerSliceFinder:
     """Finds slices of linear layers' results in a trace."""
 
     def __init__(self, trace: Trace) -> None:
@@ -118,12 +118,14 @@ class _Finder:
             return None
         part = LayerSlice(shape, *sliced_range)
         forward = self._chain_to_product(part, source, number)
-        copy = self._copy_of(node)
+        copy = self._contiguous_copy_of(node)
         if not forward or (copy is None and not node.results[0].tensor.is_row_major()):
             return None
         result = replace(part, forward=(number, *forward), copy=copy)
         gradients = (
-            self._gradient_of(result, n) for n, other in enumerate(trace.nodes) if other.backward
+            self._with_gradient_from(result, n)
+            for n, other in enumerate(trace.nodes)
+            if other.backward
         )
         return next((item for item in gradients if item is not None), None)
 
@@ -150,7 +152,7 @@ class _Finder:
             name = node.operand_names[0]
         return ()
 
-    def _copy_of(self, node: Node) -> int | None:
+    def _contiguous_copy_of(self, node: Node) -> int | None:
         """Return the node that copies a slice, its only reader, into a contiguous tensor."""
         readers = self.index.consumers.get(node.results[0].name, [])
         if len(readers) != 1 or not self._is_read_by(node.results[0].name, readers):
@@ -159,7 +161,7 @@ class _Finder:
         is_copy = copy.target == "aten.clone.default" and copy.results[0].tensor.is_row_major()
         return readers[0] if is_copy and copy.results[0].name not in self.returned else None
 
-    def _gradient_of(self, part: LayerSlice, number: int) -> LayerSlice | None:
+    def _with_gradient_from(self, part: LayerSlice, number: int) -> LayerSlice | None:
         """Return the slice with the nodes of its gradient, which begin with this one; None if they
         do not."""
         trace, node = self.trace, self.trace.nodes[number]
@@ -256,7 +258,7 @@ def _sliced_range(node: Node, first: int, shape: Sequence[int]) -> tuple[int, in
     return (dimension, start, end) if step == 1 and is_part else None
 
 
-class _Rewriting:
+class _SliceRewriting:
     """The trace with one slice moved to the input of its layer."""
 
     def __init__(self, trace: Trace, part: LayerSlice) -> None:
@@ -282,7 +284,7 @@ class _Rewriting:
             elif number == part.backward[-1]:
                 self._write_gradient()
             if number in part.gradients:
-                self._write_reader(node)
+                self._write_gradient_reader(node)
             elif number not in self.removed:
                 is_changed = not self.names.keys().isdisjoint(node.operand_names)
                 self.writer.add(node.with_operands(self.names) if is_changed else node)
@@ -297,7 +299,9 @@ class _Rewriting:
         results = [sliced.results[0]]
         if part.copy is None:
             last_storage = old.storage_of[source]
-            writer.storage_bytes[last_storage] = self._scaled(writer.storage_bytes[last_storage])
+            writer.storage_bytes[last_storage] = self._slice_bytes(
+                writer.storage_bytes[last_storage]
+            )
         else:
             results += old.nodes[part.copy].results
             last_storage = results[-1].storage
@@ -313,23 +317,27 @@ class _Rewriting:
         part, meta, like = self.part, self.old.tensors[self.rows], self.product
         storage = self.old.storage_of[self.rows]
         shape = (*part.shape[:-1], meta.shape[1])
-        whole = _row_major(meta, shape)
-        name = self._write(like, "aten.view.default", (Ref(self.rows), shape), whole, storage)
+        whole = _row_major_meta(meta, shape)
+        name = self._write_node(like, "aten.view.default", (Ref(self.rows), shape), whole, storage)
         sliced = part.sliced(shape)
         assert sliced is not None
         offset = part.start * whole.stride[part.dimension]
         tensor = whole.model_copy(update={"shape": sliced, "offset": offset})
         args: Args = (Ref(name), part.dimension, part.start, part.end)
-        name = self._write(like, "aten.slice.Tensor", args, tensor, storage)
-        copied = self.writer.new_storage(self._scaled(self._size_bytes(self.rows)))
+        name = self._write_node(like, "aten.slice.Tensor", args, tensor, storage)
+        copied = self.writer.new_storage(self._slice_bytes(self._elements_bytes(self.rows)))
         contiguous: Kwargs = {"memory_format": Literal("memory_format", "contiguous_format")}
-        tensor = _row_major(meta, sliced)
-        name = self._write(like, "aten.clone.default", (Ref(name),), tensor, copied, contiguous)
+        tensor = _row_major_meta(meta, sliced)
+        name = self._write_node(
+            like, "aten.clone.default", (Ref(name),), tensor, copied, contiguous
+        )
         flat = (part.slice_rows, meta.shape[1])
         args = (Ref(name), flat)
-        return self._write(like, "aten.view.default", args, _row_major(meta, flat), copied)
+        return self._write_node(
+            like, "aten.view.default", args, _row_major_meta(meta, flat), copied
+        )
 
-    def _size_bytes(self, name: str) -> int:
+    def _elements_bytes(self, name: str) -> int:
         """Return the bytes of the elements of a tensor that fills its storage."""
         old = self.old
         elements = prod(old.tensors[name].shape)
@@ -347,7 +355,7 @@ class _Rewriting:
             current = node.results[0].name
         self.names[current] = name
 
-    def _write_reader(self, node: Node) -> None:
+    def _write_gradient_reader(self, node: Node) -> None:
         """Write a node that reads the gradient of the product, or a transpose of it."""
         operand = node.operand_names[0]
         (result,) = node.results
@@ -357,7 +365,7 @@ class _Rewriting:
             shape = (words, self.part.slice_rows)
             tensor = result.tensor.model_copy(update={"shape": shape, "stride": (1, words)})
             storage = self.writer.storage_of(self.names[operand])
-            name = self._write(node, node.target, changed.args, tensor, storage)
+            name = self._write_node(node, node.target, changed.args, tensor, storage)
             self.names[result.name] = name
         elif node.target == "aten.mm.default" and operand == self.gradient:
             self._write_padded(node)
@@ -369,20 +377,22 @@ class _Rewriting:
         """Write the gradient of the layer's input: zero in the rows that the slice leaves out."""
         part = self.part
         (result,) = node.results
-        storage = self.writer.new_storage(self._scaled(self._size_bytes(result.name)))
+        storage = self.writer.new_storage(self._slice_bytes(self._elements_bytes(result.name)))
         args: Args = (Ref(self.names[self.gradient]), *node.args[1:])
         width = result.tensor.shape[1]
-        meta = _row_major(result.tensor, (part.slice_rows, width))
-        name = self._write(node, node.target, args, meta, storage)
+        meta = _row_major_meta(result.tensor, (part.slice_rows, width))
+        name = self._write_node(node, node.target, args, meta, storage)
         shape = (*part.shape[:-1], width)
         sliced = part.sliced(shape)
         assert sliced is not None
         args = (Ref(name), sliced)
-        name = self._write(node, "aten.view.default", args, _row_major(meta, sliced), storage)
+        name = self._write_node(
+            node, "aten.view.default", args, _row_major_meta(meta, sliced), storage
+        )
         after = part.shape[part.dimension] - part.end
         pads = (*(0, 0) * (len(shape) - 1 - part.dimension), part.start, after)
-        args, meta = (Ref(name), pads, 0.0), _row_major(meta, shape)
-        name = self._write(node, "aten.constant_pad_nd.default", args, meta, result.storage)
+        args, meta = (Ref(name), pads, 0.0), _row_major_meta(meta, shape)
+        name = self._write_node(node, "aten.constant_pad_nd.default", args, meta, result.storage)
         self.writer.add(
             unmeasured(
                 node, name=self.writer.new_name(f"{result.name}{MOVED_SUFFIX}"), view=True,
@@ -399,14 +409,16 @@ class _Rewriting:
         assert shape is not None
         if result.storage not in storages:
             size_bytes = self.old.storage_bytes[result.storage]
-            storages[result.storage] = self.writer.new_storage(self._scaled(size_bytes))
+            storages[result.storage] = self.writer.new_storage(self._slice_bytes(size_bytes))
         args = node.with_operands(names).args
         if node.target in VIEWS:
             args = (args[0], shape)
-        meta = _row_major(result.tensor, shape)
-        return self._write(node, node.target, args, meta, storages[result.storage], node.kwargs)
+        meta = _row_major_meta(result.tensor, shape)
+        return self._write_node(
+            node, node.target, args, meta, storages[result.storage], node.kwargs
+        )
 
-    def _write(
+    def _write_node(
         self,
         like: Node,
         target: str,
@@ -427,12 +439,12 @@ class _Rewriting:
         )  # fmt: skip
         return name
 
-    def _scaled(self, size_bytes: int) -> int:
+    def _slice_bytes(self, size_bytes: int) -> int:
         """Return the bytes of the slice's rows, from the bytes of all rows."""
         return size_bytes * self.part.slice_rows // self.part.rows
 
 
-def _row_major(tensor: TensorMeta, shape: Sequence[int]) -> TensorMeta:
+def _row_major_meta(tensor: TensorMeta, shape: Sequence[int]) -> TensorMeta:
     """Return the metadata of a contiguous tensor of this shape."""
     stride = tuple(prod(shape[d + 1 :]) for d in range(len(shape)))
     return tensor.model_copy(update={"shape": tuple(shape), "stride": stride, "offset": 0})

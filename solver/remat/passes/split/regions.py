@@ -20,7 +20,7 @@ from remat.documents.trace import Trace
 from remat.passes.split.rules import split_call
 from remat.passes.split.states import (
     WHOLE,
-    Call,
+    CallToSplit,
     PartialSum,
     Rows,
     SplitCall,
@@ -98,7 +98,7 @@ def find_region(
     """Return the region around the tensor `seed`, split along these of its dimensions; None if the
     operation that produces it cannot be split so, or if the region has more than `max_nodes`
     operations and views."""
-    growth = _Growth(index, seed, rows, max_nodes)
+    growth = _RegionGrowth(index, seed, rows, max_nodes)
     if not growth.grow():
         return None
     split_calls = dict(sorted(growth.split_calls.items()))
@@ -106,7 +106,7 @@ def find_region(
 
 
 @dataclass
-class _Growth:
+class _RegionGrowth:
     """A region while it grows."""
 
     index: TraceIndex
@@ -123,38 +123,42 @@ class _Growth:
         self.produced: set[str] = set()
         shape = self.metas[self.seed].shape
         self.rows = math.prod(shape[dimension] for dimension in self.seed_rows.dimensions)
-        self.least_elements = MIN_SHARE * self._elements(self.seed)
+        self.least_elements = MIN_SHARE * self._element_count(self.seed)
 
     def grow(self) -> bool:
         """Add all operations of the region. Return False if there is none, or too many."""
         if self.seed not in self.producer:
             return False
-        if not self._add(self.producer[self.seed], {self.seed: self.seed_rows}):
+        if not self._add_operation(self.producer[self.seed], {self.seed: self.seed_rows}):
             return False
-        pending = [self.seed, *self._read_by(self.producer[self.seed])]
+        pending = [self.seed, *self._tensors_read_by(self.producer[self.seed])]
         visited: set[str] = set()
         while pending and len(self.split_calls) <= self.max_nodes:
             name = pending.pop()
             if name in visited or not isinstance(self.states.get(name), Rows):
                 continue
             visited.add(name)
-            if self._elements(name) <= self.least_elements:
+            if self._element_count(name) <= self.least_elements:
                 continue
             for index in (self.producer.get(name), *self.consumers.get(name, ())):
-                if index is not None and index not in self.split_calls and self._add(index, {}):
-                    pending.extend(self._read_by(index))
+                if (
+                    index is not None
+                    and index not in self.split_calls
+                    and self._add_operation(index, {})
+                ):
+                    pending.extend(self._tensors_read_by(index))
                     pending.extend(r.name for r in self.trace.nodes[index].results)
         if len(self.split_calls) <= self.max_nodes:
             self._add_bridges()
         return len(self.split_calls) <= self.max_nodes
 
-    def _elements(self, name: str) -> int:
+    def _element_count(self, name: str) -> int:
         return math.prod(self.metas[name].shape)
 
-    def _read_by(self, index: int) -> list[str]:
+    def _tensors_read_by(self, index: int) -> list[str]:
         return list(dict.fromkeys(self.trace.operands[index]))
 
-    def _add(self, index: int, wanted: Mapping[str, State]) -> bool:
+    def _add_operation(self, index: int, wanted: Mapping[str, State]) -> bool:
         """Add an operation if its rule accepts states of its arguments that agree with the region,
         and produces `wanted`. Return True if it was added."""
         node = self.trace.nodes[index]
@@ -163,12 +167,14 @@ class _Growth:
         if any(self.trace.storage_of[n] in self.index.mutated for n in self.trace.operands[index]):
             return False
         fixed = {**self.states, **wanted}
-        for states in islice(self._combinations(index), _MAX_COMBINATIONS):
-            split = split_call(Call(node, self.metas, states, self.rows))
+        for states in islice(self._state_combinations(index), _MAX_COMBINATIONS):
+            split = split_call(CallToSplit(node, self.metas, states, self.rows))
             if split is None:
                 continue
             results = {r.name: s for r, s in zip(node.results, split.results, strict=True)}
-            if any(name in fixed and _is_conflict(fixed[name], s) for name, s in results.items()):
+            if any(
+                name in fixed and _is_state_conflict(fixed[name], s) for name, s in results.items()
+            ):
                 continue
             if any(not self._has_piece_layout(name, state) for name, state in results.items()):
                 continue
@@ -178,14 +184,14 @@ class _Growth:
             return True
         return False
 
-    def _combinations(self, index: int) -> Iterator[dict[str, State]]:
+    def _state_combinations(self, index: int) -> Iterator[dict[str, State]]:
         """Yield possible states of the tensors that an operation reads."""
-        names = self._read_by(index)
-        choices = [list(self._choices(name)) for name in names]
+        names = self._tensors_read_by(index)
+        choices = [list(self._state_choices(name)) for name in names]
         for states in product(*choices):
             yield dict(zip(names, states, strict=True))
 
-    def _choices(self, name: str) -> Iterator[State]:
+    def _state_choices(self, name: str) -> Iterator[State]:
         """Yield the states that a tensor may have for one more reader."""
         if name in self.states and name in self.produced:
             state = self.states[name]
@@ -223,7 +229,7 @@ class _Growth:
             leading |= self._ancestors_of_region(True, readers)
             for index in readers:
                 if index in leading and index not in self.split_calls:
-                    added |= self._add(index, {})
+                    added |= self._add_operation(index, {})
 
     def _ancestors_of_region(self, backward: bool, readers: Sequence[int]) -> set[int]:
         """Return the operations of a pass, from the first of `readers` on, on which one of the
@@ -241,7 +247,7 @@ class _Growth:
         return ancestors
 
 
-def _is_conflict(state: State, result: State) -> bool:
+def _is_state_conflict(state: State, result: State) -> bool:
     """True if a tensor in this state cannot be the result of an operation in another. A sum is
     whole once it is complete, so it can be read as a whole."""
     return state != result and not (state == WHOLE and isinstance(result, PartialSum))

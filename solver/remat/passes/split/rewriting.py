@@ -22,7 +22,7 @@ from remat.documents.targets import ADD_PRODUCT_TARGET, ADD_TARGET, WRITE_ROWS_T
 from remat.documents.trace import Trace
 from remat.errors import RematError
 from remat.passes.split.regions import Region
-from remat.passes.split.stages import completed_tensors, ordered_groups, split_bytes
+from remat.passes.split.stages import completed_tensors, ordered_stage_groups, split_bytes
 from remat.passes.split.states import (
     PartialSum,
     Rows,
@@ -59,11 +59,11 @@ def split_regions(regions: Sequence[Region], pieces: Sequence[int]) -> Trace:
     }
     writer = TraceWriter(old, frozenset(replaced))
     rewritings = [
-        _Rewriting(region, completed, _piece_rows(region.rows, number), writer)
+        _RegionRewriting(region, completed, _piece_rows(region.rows, number), writer)
         for region, (completed, _), number in zip(regions, parts, pieces, strict=True)
     ]
     all_kept_views = {index for _, kept_views in parts for index in kept_views}
-    for group, members in ordered_groups(regions, all_kept_views):
+    for group, members in ordered_stage_groups(regions, all_kept_views):
         if group.kind == "stage":
             rewritings[group.region].write_stage(members)
         else:
@@ -88,7 +88,7 @@ class _Piece:
     is_last: bool
 
 
-class _Rewriting:
+class _RegionRewriting:
     """The state of a region's rewriting: what was written so far of each piece and of each whole.
 
     `completed` are the tensors that are needed whole.
@@ -130,12 +130,12 @@ class _Rewriting:
             dimension_count=region.seed_rows.count,
             rows=region.rows,
             pieces=len(self.pieces),
-            module=self._module(),
+            module=self._largest_module(),
             split_bytes=split_bytes(region),
             with_previous=with_previous,
         )
 
-    def _module(self) -> str:
+    def _largest_module(self) -> str:
         """Return the module to which most bytes of the split tensors belong, if there is one: a
         loss is often computed outside of any."""
         sizes_bytes: Counter[str] = Counter()
@@ -155,7 +155,7 @@ class _Rewriting:
         if split.scaled is not None:
             args = self._with_scaled_argument(node, args, split.scaled, piece)
         renamed = {
-            name: self._piece_of(name, piece, node)
+            name: self._piece_of_tensor(name, piece, node)
             for name in node.operand_names
             if isinstance(self.region.states[name], Rows)
         }
@@ -169,8 +169,8 @@ class _Rewriting:
         ).with_operands(renamed)
         states = dict(zip((r.name for r in node.results), split.results, strict=True))
         sums = [r for r in node.results if isinstance(states[r.name], PartialSum)]
-        if self._adds_product(node, sums, piece):
-            self._add_product(call, sums[0], piece)
+        if self._can_add_product(node, sums, piece):
+            self._write_added_product(call, sums[0], piece)
             return
         source = next(iter(renamed.values())) if node.view else ""
         results = tuple(self._piece_result(r, states[r.name], piece, source) for r in node.results)
@@ -179,11 +179,11 @@ class _Rewriting:
             if result.storage in self.scalar_bytes:
                 self._copy_scalar(node, result, piece)
             if isinstance(states[result.name], PartialSum):
-                self._add(node, result, piece)
+                self._add_summand(node, result, piece)
             elif result.name in self.completed:
-                self._put(node, result, states[result.name], piece)
+                self._append_piece(node, result, states[result.name], piece)
         if piece.is_last:
-            self._divide(node, states)
+            self._divide_sums(node, states)
 
     def _piece_result(self, result: Result, state: State, piece: _Piece, source: str) -> Result:
         """Return the result of a piece, and remember its name. A view is in the storage of the
@@ -217,7 +217,7 @@ class _Rewriting:
             )
         return self.storage_of_piece[key]
 
-    def _piece_of(self, name: str, piece: _Piece, like: Node) -> str:
+    def _piece_of_tensor(self, name: str, piece: _Piece, like: Node) -> str:
         """Return the name of a tensor's piece; write the views that select it from a tensor of
         another operation."""
         key = name, piece.number
@@ -246,12 +246,12 @@ class _Rewriting:
 
     # -- wholes -----------------------------------------------------------------------------------
 
-    def _adds_product(self, node: Node, sums: Sequence[Result], piece: _Piece) -> bool:
+    def _can_add_product(self, node: Node, sums: Sequence[Result], piece: _Piece) -> bool:
         """True if a piece's matrix product can be added to the sum by the kernel that computes
         it."""
         return bool(node.target == "aten.mm.default" and sums and piece.number and node.backward)
 
-    def _add_product(self, call: Node, result: Result, piece: _Piece) -> None:
+    def _write_added_product(self, call: Node, result: Result, piece: _Piece) -> None:
         whole = self._partial_result(result, piece)
         args: Args = (Ref(self.total[result.name]), *call.args)
         update = {"target": ADD_PRODUCT_TARGET, "args": args, "results": (whole,)}
@@ -267,7 +267,7 @@ class _Rewriting:
         self.writer.append(node, "aten.clone.default", (Ref(large),), scalar)
         self.piece_name[result.name, piece.number] = name
 
-    def _add(self, node: Node, result: Result, piece: _Piece) -> None:
+    def _add_summand(self, node: Node, result: Result, piece: _Piece) -> None:
         """Add a piece's summand."""
         name = self.piece_name[result.name, piece.number]
         if not piece.number:
@@ -290,7 +290,7 @@ class _Rewriting:
         name = self.writer.new_name(f"{result.name}_partial_{piece.number}")
         return Result(name=name, tensor=result.tensor, storage=storage)
 
-    def _divide(self, node: Node, states: Mapping[str, State]) -> None:
+    def _divide_sums(self, node: Node, states: Mapping[str, State]) -> None:
         """Divide sums by their divisors."""
         for result in node.results:
             state = states[result.name]
@@ -305,7 +305,7 @@ class _Rewriting:
             whole = result.model_copy(update={"position": -1})
             self.writer.append(node, target, args, whole)
 
-    def _put(self, node: Node, result: Result, state: State, piece: _Piece) -> None:
+    def _append_piece(self, node: Node, result: Result, state: State, piece: _Piece) -> None:
         """Append a piece: write it into the result's buffer (in the backward), or concatenate all
         after the last one (in the forward)."""
         assert isinstance(state, Rows)
@@ -318,9 +318,9 @@ class _Rewriting:
             self.writer.append(node, WRITE_ROWS_TARGET, args, whole)
             self.total[result.name] = whole.name
         elif piece.is_last:
-            self._concatenate(node, result, state)
+            self._concatenate_pieces(node, result, state)
 
-    def _concatenate(self, node: Node, result: Result, state: Rows) -> None:
+    def _concatenate_pieces(self, node: Node, result: Result, state: Rows) -> None:
         parts = tuple(Ref(self.piece_name[result.name, p.number]) for p in self.pieces)
         whole = result.model_copy(update={"position": -1})
         dimension = state.dimensions[-1]

@@ -105,13 +105,13 @@ def find_peak_region(index: TraceIndex, operation: int, max_nodes: float = inf) 
     by_size = sorted(operands, key=lambda v: -values[v].size_bytes)
     for value in by_size[:_MAX_SEEDS]:
         regions = _regions_around(index, values[value].name, max_nodes)
-        best = max(regions, key=_preference, default=None)
+        best = max(regions, key=_region_preference, default=None)
         if best is not None and split_bytes(best):
             return best
     return None
 
 
-def _preference(region: Region) -> tuple[int, int, int]:
+def _region_preference(region: Region) -> tuple[int, int, int]:
     """Return the sort key of a region; the largest is the best."""
     nodes = region.trace.nodes
     forward_sums = (
@@ -159,17 +159,17 @@ def with_recorded_splits(trace: Trace, splits: Iterable[AnySplit]) -> Trace:
     Raises `RematError` if an operation does not exist, or has fewer rows than pieces, or if splits
     that were made at once have tensors in common.
     """
-    groups = _groups_of(splits)
+    groups = _splits_made_at_once(splits)
     if groups:
         trace = with_moved_slices(trace)
     for together in groups:
         index = TraceIndex(trace)
-        regions = [_region_of(index, split) for split in together]
+        regions = [_recorded_region(index, split) for split in together]
         trace = split_regions(regions, [split.pieces for split in together])
     return trace
 
 
-def _groups_of(splits: Iterable[AnySplit]) -> list[list[AnySplit]]:
+def _splits_made_at_once(splits: Iterable[AnySplit]) -> list[list[AnySplit]]:
     """Group the splits that were made at once."""
     groups: list[list[AnySplit]] = []
     for split in splits:
@@ -180,7 +180,7 @@ def _groups_of(splits: Iterable[AnySplit]) -> list[list[AnySplit]]:
     return groups
 
 
-def _region_of(index: TraceIndex, split: AnySplit) -> Region:
+def _recorded_region(index: TraceIndex, split: AnySplit) -> Region:
     rows = Rows(split.first_dimension, split.dimension_count)
     tensor = index.trace.tensors.get(split.seed)
     dimensions = 0 if tensor is None else len(tensor.shape)

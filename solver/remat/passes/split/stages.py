@@ -22,7 +22,7 @@ class Group(NamedTuple):
     region: int = -1
 
 
-def stages(region: Region) -> dict[int, int]:
+def operation_stages(region: Region) -> dict[int, int]:
     """Return the stage of each operation of the region, by its index in `trace.nodes`.
 
     An operation that reads a tensor which an earlier stage completes is in a later stage.
@@ -86,7 +86,7 @@ def split_bytes(region: Region) -> int:
     return sum(trace.storage_bytes[storage] for storage in storages)
 
 
-def ordered_groups(
+def ordered_stage_groups(
     regions: Sequence[Region], kept_views: Iterable[int]
 ) -> list[tuple[Group, list[int]]]:
     """Return the operations of a trace in a valid order: the operations of a stage of a region in
@@ -97,7 +97,7 @@ def ordered_groups(
     group_of = {
         index: Group("stage", stage, number)
         for number, region in enumerate(regions)
-        for index, stage in stages(region).items()
+        for index, stage in operation_stages(region).items()
     }
     members: dict[Group, list[int]] = {}
     for index in range(len(nodes)):
@@ -116,12 +116,12 @@ def ordered_groups(
         waits_for[group] = {
             by_piece[name] if name in in_pieces else whole[name] for name in read if name in whole
         } - {group}
-    _order_mutations(trace, members, waits_for)
+    _keep_mutation_order(trace, members, waits_for)
     priority = {g: (nodes[i[0]].backward, i[0]) for g, i in members.items()}
-    return _topological(members, waits_for, priority)
+    return _topological_groups(members, waits_for, priority)
 
 
-def _order_mutations(
+def _keep_mutation_order(
     trace: Trace,
     members: Mapping[Group, Sequence[int]],
     waits_for: Mapping[Group, set[Group]],
@@ -142,7 +142,7 @@ def _order_mutations(
                     waits_for[two].add(one)
 
 
-def _topological(
+def _topological_groups(
     members: Mapping[Group, list[int]],
     waits_for: Mapping[Group, set[Group]],
     priority: Mapping[Group, tuple[bool, int]],

@@ -50,7 +50,7 @@ WHOLE, SUM = Whole(), PartialSum()
 
 
 @dataclass(frozen=True)
-class Call:
+class CallToSplit:
     """An operation, the metadata of all tensors, and the states of the ones that it reads."""
 
     node: Node

@@ -122,7 +122,7 @@ def identical_blocks_schedule(
 
 def _levels(graph: Graph, blocks: IdenticalBlocks, slot_set: Slots) -> Iterator[SharedDecisions]:
     """Yield shared decisions of more and more, smaller and smaller groups."""
-    pairs = identical_blocks.merge_neighbours(blocks, _MERGED_BLOCKS)
+    pairs = identical_blocks.merge_neighbouring_blocks(blocks, _MERGED_BLOCKS)
     inner = pairs.count - 2
     for count in _GROUP_COUNTS:
         if inner < 2 * count:
