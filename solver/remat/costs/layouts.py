@@ -52,7 +52,8 @@ def is_contiguous_in_order(meta: TensorMeta, order: Sequence[int]) -> bool:
 
 
 def channels_last_order(meta: TensorMeta) -> tuple[int, ...]:
-    """Return the dimensions of an image batch with the channels as the fastest one."""
+    """Return the dimensions of an image batch in the order of the memory format channels-last, the
+    fastest last."""
     return (0, *range(2, len(meta.shape)), 1)
 
 
@@ -80,7 +81,7 @@ def dense_meta(like: TensorMeta, shape: Sequence[int], dtype: str | None = None)
 
 
 def contiguous_meta(meta: TensorMeta) -> TensorMeta:
-    """Return the metadata of a tensor after `contiguous()`."""
+    """Return the metadata of a tensor after `contiguous()`: unchanged if it is contiguous."""
     return meta if is_contiguous(meta) else dense_meta(meta, meta.shape)
 
 

@@ -57,7 +57,8 @@ _SizeFormula = Callable[[Sequence[TensorMeta], bool], tuple[_Sizes, _Sizes]]
 
 
 def _moment_formula(count: int) -> _SizeFormula:
-    """Return the formula for `count` moments of each parameter, without temporary tensors."""
+    """Return the formula of an optimizer with `count` tensors of state for each parameter, and no
+    temporary tensors."""
 
     def formula(parameters: Sequence[TensorMeta], is_cuda: bool) -> tuple[_Sizes, _Sizes]:
         return tuple(tensor_bytes(p) for p in parameters for _ in range(count)), ()
@@ -66,16 +67,17 @@ def _moment_formula(count: int) -> _SizeFormula:
 
 
 def _adam_sizes(parameters: Sequence[TensorMeta], is_cuda: bool) -> tuple[_Sizes, _Sizes]:
-    """Return the sizes of two moments and of the square roots of the second one: on CUDA of all
-    parameters at once, on the CPU of one and a quotient as large."""
+    """Return the sizes of state and temporary tensors of Adam: two moments, and the square roots of
+    the second one. On CUDA the roots of all parameters exist at once, on the CPU the root of one
+    parameter and a quotient as large."""
     sizes = tuple(map(tensor_bytes, parameters))
     state = tuple(size for size in sizes for _ in range(2))
     return state, sizes if is_cuda else (max(sizes, default=0),) * 2
 
 
 def _adafactor_sizes(parameters: Sequence[TensorMeta], is_cuda: bool) -> tuple[_Sizes, _Sizes]:
-    """Return the sizes of variances of rows and columns. The update of one parameter is live until
-    the update of the next one is computed."""
+    """Return the sizes of state and temporary tensors of Adafactor: variances of rows and columns,
+    and the updates of two successive parameters, since one is live until the next is computed."""
     state: list[int] = []
     for parameter in parameters:
         size, shape = tensor_bytes(parameter), parameter.shape
@@ -87,7 +89,8 @@ def _adafactor_sizes(parameters: Sequence[TensorMeta], is_cuda: bool) -> tuple[_
 
 
 def _adam_8bit_sizes(parameters: Sequence[TensorMeta], is_cuda: bool) -> tuple[_Sizes, _Sizes]:
-    """Return the sizes of two moments in 8 bits, with a scale in float32 for each block."""
+    """Return the sizes of state and temporary tensors of Adam in 8 bits: two moments with a scale
+    in float32 for each block, in float32 for small parameters; no temporary tensors."""
     state = list(_8BIT_TABLE_BYTES)
     for parameter in parameters:
         elements = prod(parameter.shape)
@@ -144,7 +147,7 @@ def optimizer_memory(
 
 def smaller_optimizers(name: str) -> tuple[str, ...]:
     """Return the names of optimizers with the same update rule and less memory, the closest first:
-    fused before 8 bits, which rounds the moments."""
+    fused before 8 bits, which rounds the moments. () without any."""
     base = name.partition("-")[0]
     order = (base, f"{base}-fused", f"{base}-8bit")
     smaller = order[order.index(name) + 1 :] if name in order else ()

@@ -46,6 +46,7 @@ def count_flops(target: str, args: Sequence[object]) -> int:
 
 
 def _argument_shape(argument: object) -> Sequence[int]:
+    """Return the shape of an argument. Raises TypeError if it has none."""
     if not isinstance(argument, HasShape):
         raise TypeError(f"expected a tensor, got {argument!r}")
     return argument.shape
@@ -57,18 +58,22 @@ def _matmul_flops(a: Sequence[int], b: Sequence[int]) -> int:
 
 
 def _mm_flops(args: Sequence[object]) -> int:
+    """Return the FLOPs of a matrix product, batched or not."""
     return _matmul_flops(_argument_shape(args[0]), _argument_shape(args[1]))
 
 
 def _addmm_flops(args: Sequence[object]) -> int:
+    """Return the FLOPs of a matrix product that is added to the first argument."""
     return _matmul_flops(_argument_shape(args[1]), _argument_shape(args[2]))
 
 
 def _matrix_vector_flops(args: Sequence[object]) -> int:
+    """Return the FLOPs of a product with a vector."""
     return 2 * prod(_argument_shape(args[0]))
 
 
 def _linear_flops(args: Sequence[object]) -> int:
+    """Return the FLOPs of a linear layer, without its bias."""
     return 2 * prod(_argument_shape(args[0])) * _argument_shape(args[1])[0]
 
 
@@ -99,6 +104,7 @@ def _repeated_integers(argument: object, count: int) -> list[int]:
 
 
 def _convolution_flops(args: Sequence[object]) -> int:
+    """Return the FLOPs of `aten.convolution`."""
     transposed = bool(args[6])
     out = [] if transposed else _convolution_output_shape(args)
     return _convolution_shape_flops(
@@ -108,7 +114,7 @@ def _convolution_flops(args: Sequence[object]) -> int:
 
 def _convolution_backward_flops(args: Sequence[object]) -> int:
     """Return the FLOPs of a convolution's backward: as many as the forward for the input's
-    gradient, and as many for the weight's."""
+    gradient, and as many for the weight's, if it computes them."""
     output_mask = args[10]
     gradient_count = 2
     if isinstance(output_mask, (list, tuple)):
@@ -118,7 +124,8 @@ def _convolution_backward_flops(args: Sequence[object]) -> int:
 
 
 def _attention_flops(args: Sequence[object], start: int = 0) -> int:
-    """Return the FLOPs of attention: query times key, and probabilities times value."""
+    """Return the FLOPs of attention: query times key, and probabilities times value. Query, key and
+    value are the arguments from `start` on."""
     return sum(_attention_matmul_flops(args, start))
 
 
@@ -321,9 +328,10 @@ def operation_flops(node: Node, meta_of: Callable[[str], TensorMeta]) -> int:
 
 def traffic_bytes(node: Node, metas: Mapping[str, TensorMeta]) -> int:
     """Return the bytes that an operation must read and write: each operand and result once; of a
-    buffer, the rows that are written into it."""
+    buffer or table, the elements that are written or looked up. 0 for copies to the host or back,
+    which run during other operations."""
     if node.target in OFFLOAD_TARGETS:
-        return 0  # a link copies, while other operations run
+        return 0
     if node.target == WRITE_ROWS_TARGET:
         return 2 * sum(tensor_traffic_bytes(metas[n]) for n in referenced_names(node.args[1]))
     written_bytes = sum(tensor_traffic_bytes(result.tensor) for result in node.results)

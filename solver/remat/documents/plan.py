@@ -156,7 +156,8 @@ _SHARED_FIELDS = (PlanDocument.model_fields.keys() & {field.name for field in fi
 
 
 def _plan_parts_of(stats: Mapping[str, Stat]) -> dict[str, Any]:
-    """Return the typed parts of a plan from its statistics. Raises `ValidationError`."""
+    """Return the fields of a plan that a document has as statistics: its typed parts (see
+    `PLAN_PARTS`), and the others as `solve`. Raises `ValidationError`."""
     solve, parts = dict(stats), dict[str, object]()
     for name, kind in PLAN_PARTS.items():
         figures = {f.name: solve.pop(f.name) for f in fields(kind) if f.name in solve}
@@ -166,7 +167,8 @@ def _plan_parts_of(stats: Mapping[str, Stat]) -> dict[str, Any]:
 
 
 def _check_plan_numbers(plan: PlanData) -> None:
-    """Raise `DocumentError` if a peak, a time or the bound contradicts the plan's schedule."""
+    """Raise `DocumentError` if a peak, a time, the bound or the status contradicts the plan's
+    schedule, or if the peak is over the budget."""
     timeline = plan.timeline()
     baseline = baseline_of(plan.graph)
     pairs = (

@@ -153,7 +153,8 @@ def _check_input_placeholders(program: Program) -> None:
 
 
 def _check_accumulation(program: Program, parameters: set[str]) -> None:
-    """Raise ValueError unless each `remat.accumulate` names a parameter, as lowering requires."""
+    """Raise ValueError unless each `remat.accumulate` is in the backward of a program that
+    accumulates gradients, and has a parameter and a gradient, as lowering requires."""
     if any(s.target == ACCUMULATE_TARGET for s in program.forward):
         raise ValueError(f"{ACCUMULATE_TARGET} is for the backward")
     for statement in program.backward:
@@ -166,7 +167,8 @@ def _check_accumulation(program: Program, parameters: set[str]) -> None:
 
 
 def _may_overwrite(statement: Statement, inputs: set[str]) -> bool:
-    """True if the result of a statement may be written over the argument that it names."""
+    """True if the statement's one result may be written over the argument that it names: the first
+    one, if it is not among the `inputs` of the phase, and if the operator can do that."""
     match statement.args, statement.results:
         case (Ref(name), *_), ((Binding(position=-1),) | ()):  # none if nothing reads it
             is_temporary = name == statement.overwrites and name not in inputs
@@ -218,8 +220,8 @@ def _check_statements(phase: str, statements: tuple[Statement, ...], inputs: set
 
 
 def _check_offload_copies(program: Program) -> None:
-    """Raise ValueError unless every copy has ended before its tensors are freed, read or written
-    over."""
+    """Raise ValueError unless every copy to the host or back has ended before its tensors are
+    freed, read or written over."""
     sent: dict[str, str] = {}  # the tensor of each handle, until it is released
     stored: set[str] = set()
     buffers: set[str] = set()

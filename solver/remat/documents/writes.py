@@ -125,5 +125,6 @@ def call_of_write(
 
 
 def _integer_items(items: Argument) -> _IntList:
+    """Return the integers of an argument that is a tuple of them."""
     assert isinstance(items, tuple)
     return tuple(item for item in items if isinstance(item, int))

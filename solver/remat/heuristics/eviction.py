@@ -38,8 +38,9 @@ multiplied by them."""
 def advice_to_retain(
     shares_before: Iterable[tuple[int, Mapping[int, float]]], factor: float
 ) -> EvictionAdvice:
-    """Return advice to retain, up to each of these operations, the shares (0 to 1) of values.
-    `factor` multiplies the score of a value that is retained fully."""
+    """Return advice to retain values: `shares_before` has pairs of an operation and the share (0 to
+    1) of each value to retain until then. `factor` multiplies the eviction score of a value that is
+    retained fully."""
     return [(op, {v: factor**share for v, share in shares.items()}) for op, shares in shares_before]
 
 
@@ -89,16 +90,16 @@ def evict(
     """Return a schedule with a peak of at most `budget_bytes`, constant memory included, or None.
 
     `weights` multiply the scores of the values: one with a large weight is evicted sooner. The
-    attempt is given up when it takes more than `max_time_s`, or when `stop` returns True: on a
-    large graph the bad attempts take the longest, and even a good one takes seconds.
+    attempt is given up when the schedule takes more than `max_time_s`, or when `stop` returns True:
+    on a large graph the bad attempts take the longest, and even a good one takes seconds.
     """
     attempt = _EvictionAttempt(graph, budget_bytes - graph.constant_bytes, rule, weights, advice)
     return Schedule.of(attempt.runs) if attempt.run_to_end(max_time_s, stop) else None
 
 
 _EvictionRank = tuple[float, int, float, float, bool]
-"""The place of a value among those to evict, the smallest first, the value, the benefit of evicting
-it, its next use, and True if the place is that of its cost, and not of a lower bound."""
+"""The rank of a value for eviction (the smallest is evicted first), the value, the benefit of
+evicting it, its next use, and True if the rank is by its cost, and not by a lower bound of that."""
 
 
 class _EvictionAttempt:
@@ -146,7 +147,8 @@ class _EvictionAttempt:
         self.runs: list[int] = []
 
     def run_to_end(self, max_time_s: float, stop: Callable[[], bool]) -> bool:
-        """Walk over all stages; True if that succeeds. `runs` then holds the sequence."""
+        """Walk over all stages; True if that succeeds: `runs` then has the sequence. False if it
+        does not fit, has too many runs, takes more than `max_time_s`, or `stop` returns True."""
         count = len(self.graph)
         remaining_s = max_time_s - self.graph.total_cost_s
         limit = (MAX_RUN_FACTOR if count <= LARGE_GRAPH else MAX_RUN_FACTOR_LARGE) * count + 100
@@ -183,9 +185,9 @@ class _EvictionAttempt:
         return has_run
 
     def _evict_recomputable(self, stage: int) -> None:
-        """Evict everything that can be recomputed, because a group of operations does not fit next
-        to what the last of them reads. The group then restarts from nothing, so this needs no more
-        memory than recomputing everything."""
+        """Evict every value of the forward that can be recomputed, because a group of operations
+        does not fit next to what the last of them reads. The group then restarts from nothing, so
+        this needs no more memory than recomputing everything."""
         for v in sorted(self.evictable):
             next_use = self.next_uses.of(v, stage)
             if not self.is_backward[v] and self.costs.cost_s(v, stage, next_use) < _INFINITE:
@@ -327,7 +329,8 @@ class _EvictionAttempt:
         return unused, ranked
 
     def _rank_by_next_uses(self, stage: int) -> tuple[list[int], list[_EvictionRank]]:
-        """`_rank_evictable` of a graph in which costs depend on the next use of a value."""
+        """Return the same as `_rank_evictable`, for a graph in which the cost of recomputing a
+        value depends on its next use."""
         unused: list[int] = []
         ranked: list[_EvictionRank] = []
         for v in self.evictable:
@@ -344,8 +347,9 @@ class _EvictionAttempt:
         return unused, ranked
 
     def _take_best(self, ranked: list[_EvictionRank], excess: int, stage: int) -> list[int]:
-        """Take the best values of at least `excess` bytes from a heap, or all. Costs of the first
-        ones only are computed: the others have a bound that ranks them behind."""
+        """Remove the best values of at least `excess` bytes from the heap `ranked`, or all, and
+        return them. Only the first values need their exact costs: a bound ranks the others
+        behind."""
         best: list[int] = []
         while excess > 0 and ranked:
             _, v, benefit, next_use, is_exact = heappop(ranked)
@@ -388,7 +392,8 @@ class NextUses:
             self.read_at[v] = users[position] if position < len(users) else _INFINITE
 
     def of(self, v: int, stage: int) -> float:
-        """Return the stage at which `v` is next read, directly or to recompute another value."""
+        """Return the stage at which `v` is next read, directly or to recompute another value;
+        infinity if never."""
         if self.indirect[v] < stage:
             self.find_indirect(v, stage)
         return min(self.direct(v, stage), self.indirect[v])
@@ -400,7 +405,7 @@ class NextUses:
         return _INFINITE if self._is_renewed(v, stage, next_use) else next_use
 
     def find_indirect(self, v: int, stage: int) -> None:
-        """Find the next use of `v` for another value, if any is recomputed from it."""
+        """Set `indirect[v]` to the next stage that recomputes an evicted value from `v`."""
         self.indirect[v] = min(self._indirect_uses(v, stage), default=_INFINITE)
 
     def note_eviction(self, v: int, stage: int, next_use: float) -> None:

@@ -65,10 +65,10 @@ def smallest_peak_schedule(
     max_runs: int | None = None,
     stop: Callable[[], bool] = lambda: False,
 ) -> EvaluatedSchedule:
-    """Return the schedule with the smallest peak that the search finds.
+    """Return the schedule with the smallest peak that many attempts of eviction find.
 
-    Ends at the first peak of at most `target_bytes`: a budget, or a lower bound. `start` is a
-    schedule to improve on.
+    Ends at the first peak of at most `target_bytes` (a budget, or a lower bound), after `max_runs`
+    operations, or when `stop` returns True. `start` is a schedule to improve on.
     """
     best = EvaluatedSchedule.of(graph, Schedule.keep_all(graph))
     if start is not None:
@@ -156,7 +156,7 @@ Proposal = tuple[EvictionRule, list[float] | None, EvictionAdvice]
 
 
 class _EvictionProposals:
-    """Iterates over the attempts to make.
+    """Iterates over the attempts of eviction to make.
 
     First the first rule; then all advice, and for each piece as many attempts without it; these are
     the other rules, and then random weights around the proposal that was last accepted. Those go on
@@ -191,6 +191,7 @@ class _EvictionProposals:
         yield from without_advice
 
     def _proposals_without_advice(self) -> Iterator[Proposal]:
+        """Yield each rule, then random weights around the accepted proposal, without end."""
         for rule in EVICTION_RULES:
             yield self._unweighted_proposal(rule, ())
         attempt_number = 0
@@ -203,6 +204,7 @@ class _EvictionProposals:
             yield rule, weights.tolist(), advice_item
 
     def _unweighted_proposal(self, rule: EvictionRule, advice_item: EvictionAdvice) -> Proposal:
+        """Return a proposal without weights, and remember it as the latest."""
         self._latest = (rule, self._ones, advice_item)
         return rule, None, advice_item
 

@@ -13,8 +13,9 @@ from remat.simulate import overwritten_in_run, simulate
 
 
 def prune(graph: Graph, schedule: Schedule) -> Schedule:
-    """Return the schedule without the recomputations whose outputs nothing reads, or whose earlier
-    copies take no bytes. Neither peak nor cost rises."""
+    """Return the schedule without the recomputations whose outputs nothing reads, except
+    for results and values without bytes, whose earlier copies are still in memory. Neither peak nor
+    cost rises."""
     run_count = Counter(schedule.runs)
     is_read_later = [False] * len(graph.values)
     remaining: list[int] = []
@@ -41,7 +42,7 @@ def polish(graph: Graph, schedule: Schedule, budget_bytes: int) -> Schedule:
     budget.
 
     The most expensive are tried first; no recomputation that takes time and could be avoided
-    remains. If the schedule does not fit `budget_bytes`, it is only pruned.
+    remains. Where the schedule is over `budget_bytes`, nothing more is retained.
     """
     schedule = prune(graph, schedule)
     while (improved := _with_more_retained(graph, schedule, budget_bytes)) != schedule:
@@ -50,8 +51,9 @@ def polish(graph: Graph, schedule: Schedule, budget_bytes: int) -> Schedule:
 
 
 def _with_more_retained(graph: Graph, schedule: Schedule, budget_bytes: int) -> Schedule:
-    """Try to remove each recomputation once. Memory that its inputs then no longer take is
-    available to the next."""
+    """Return the schedule after trying to remove each recomputation once. Values are retained
+    instead, where memory is free; what the removed runs no longer read is freed by the next
+    call."""
     timeline = simulate(graph, schedule)
     is_small = max(budget_bytes, timeline.peak_bytes) < 2**62
     during_bytes = np.array(timeline.during_bytes, dtype=np.int64 if is_small else object)

@@ -53,7 +53,7 @@ class RecomputeCosts:
         self.holds_for_all_uses = not self._renewal and not self._no_recompute_spans
 
     def divisor(self, cost_s: float) -> float:
-        """Return what the score of a value with this cost is divided by."""
+        """Return the divisor of the eviction score of a value with this cost of recomputation."""
         if cost_s == _INFINITE:
             return _INFINITE
         return (cost_s + self._min_cost_s) ** self._exponent
@@ -73,7 +73,8 @@ class RecomputeCosts:
                 self.divisors[dependent] = self.divisor(self._bounds_s[dependent])
 
     def bound_s(self, v: int, stage: int, next_use: float) -> float:
-        """Return the cost, or a lower bound if the cost is not cached."""
+        """Return the cost of recomputing `v` for `next_use`, or a lower bound if it is not
+        cached."""
         cached = self._cached.get(v)
         if cached is not None and stage < cached.end and cached.next_use in (None, next_use):
             return cached.cost_s
@@ -119,6 +120,7 @@ class RecomputeCosts:
 
 
 def _least_recompute_cost_s(graph: Graph, v: int) -> float:
-    """Return the cost of recomputing a value from inputs that are in memory."""
+    """Return a lower bound on the cost of recomputing a value: all inputs are in memory. Infinity
+    if it cannot be recomputed."""
     operation = graph.operations[graph.producer[v]]
     return operation.cost_s * _ROUNDED_DOWN if operation.recomputable else _INFINITE

@@ -94,7 +94,7 @@ def _run_through_pulp(
             return SolverRun(SolverOutcome.UNKNOWN, None, None, None, 0, seconds, "cancelled")
         raise SolverError(
             f"{name} ({backend.name}) stopped without an answer: "
-            f"{_describe_solver_error(error, backend)}. Check its installation, and that its licence "
+            f"{_solver_error_text(error, backend)}. Check its installation, and that its licence "
             f"allows {len(model.program.columns):,} variables and {len(model.program.rows):,} "
             f"rows; or {pulp_solvers.DEFAULT}"
         ) from error
@@ -136,8 +136,8 @@ def _run_through_pulp(
 
 @contextmanager
 def _command_folder(backend: pulp.LpSolver) -> Iterator[None]:
-    """Provide a folder for the files that PuLP exchanges with a command: PuLP leaves those of a
-    command that dies."""
+    """Provide a folder for the files that PuLP exchanges with a command, and delete it at the end:
+    PuLP leaves the files of a command that dies. Does nothing for a solver without a command."""
     if not isinstance(backend, pulp.LpSolver_CMD):
         yield
         return
@@ -146,14 +146,15 @@ def _command_folder(backend: pulp.LpSolver) -> Iterator[None]:
         yield
 
 
-def _describe_solver_error(error: Exception, backend: pulp.LpSolver) -> str:
+def _solver_error_text(error: Exception, backend: pulp.LpSolver) -> str:
+    """Return text for messages that says how a solver failed."""
     if isinstance(error, pulp.PulpSolverError) and isinstance(backend, pulp.LpSolver_CMD):
         return "its command failed or was killed"  # PuLP's message has only its path
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
 def _has_solution(model: MilpModel) -> bool:
-    """True if the columns have values that are a solution."""
+    """True if the values that the solver gave to the columns are a solution."""
     columns = model.arrays.columns
     if any(columns[i].value is None for i in set(model.arrays.indices.tolist())):
         return False
@@ -162,6 +163,7 @@ def _has_solution(model: MilpModel) -> bool:
 
 
 def _objective_value(model: MilpModel) -> float:
+    """Return the objective of the solution. Raises `SolverError` if columns have no values."""
     program = model.program
     if any(column.value is None for column in program.costs):
         raise SolverError("the solver claims a solution but returned no values")
@@ -169,6 +171,7 @@ def _objective_value(model: MilpModel) -> float:
 
 
 def _solution_schedule(model: MilpModel) -> Schedule:
+    """Return the schedule of the slots whose variables are 1 in the solution."""
     return model.slots.schedule(slot for slot, run in model.run_columns.items() if run.is_one)
 
 

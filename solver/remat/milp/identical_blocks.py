@@ -60,8 +60,8 @@ class _BlockRun:
 
 
 def find_identical_blocks(graph: Graph, min_blocks: int) -> IdenticalBlocks | None:
-    """Return the longest run of identical blocks with their backward; None if there are fewer than
-    `min_blocks`."""
+    """Return the longest sequence of identical blocks with their backward; None if there are fewer
+    than `min_blocks`, or if the graph has no boundary."""
     boundary = graph.boundary
     if boundary is None:
         return None
@@ -117,8 +117,8 @@ def find_identical_blocks(graph: Graph, min_blocks: int) -> IdenticalBlocks | No
 def _pair_block_runs(
     graph: Graph, forward: _BlockRun, backward: _BlockRun, min_blocks: int
 ) -> IdenticalBlocks | None:
-    """Return the blocks that are in both runs. A backward block belongs to the forward block that
-    it mostly reads."""
+    """Return the blocks that have a forward and a backward: a backward block belongs to the forward
+    block that it mostly reads. None if there are fewer than `min_blocks`."""
     block_sums: Counter[int] = Counter()
     for op in range(backward.first, backward.first + backward.period * backward.count):
         for v in graph.operations[op].inputs:
@@ -159,8 +159,8 @@ def _output_index(graph: Graph, value: int) -> int:
 
 
 def _find_block_period(keys: Sequence[Hashable], min_blocks: int) -> int | None:
-    """Return the smallest period of the run that covers the most operations; None if no run is long
-    enough."""
+    """Return the number of operations of a block: the smallest period whose repetitions cover
+    (almost) the most keys. None if no period repeats `min_blocks` times."""
     last: dict[Hashable, int] = {}
     gaps: Counter[int] = Counter()
     for position, key in enumerate(keys):
@@ -183,17 +183,21 @@ def _find_block_period(keys: Sequence[Hashable], min_blocks: int) -> int | None:
 
 
 def _longest_block_run(keys: Sequence[Hashable], period: int, offset: int) -> _BlockRun:
+    """Return the longest sequence of blocks of `period` keys; the first key is operation
+    `offset`."""
     start, length = _longest_repetition(_numbered_keys(keys), period)
     return _BlockRun(offset + start, period, length // period + 1 if length else 0)
 
 
 def _numbered_keys(items: Sequence[Hashable]) -> NDArray[np.int64]:
+    """Return a number for each item, the same for equal ones."""
     number_of: dict[Hashable, int] = {}
     return np.array([number_of.setdefault(item, len(number_of)) for item in items], dtype=np.int64)
 
 
 def _longest_repetition(numbers: NDArray[np.int64], lag: int) -> tuple[int, int]:
-    """Return the start and the length of the longest stretch that equals the one `lag` later."""
+    """Return the start and the length of the longest stretch that equals the one `lag` later; (0,
+    0) without any."""
     is_equal = np.concatenate(([False], numbers[:-lag] == numbers[lag:], [False]))
     edges = np.flatnonzero(is_equal[1:] != is_equal[:-1])
     starts, ends = edges[::2], edges[1::2]
@@ -204,8 +208,8 @@ def _longest_repetition(numbers: NDArray[np.int64], lag: int) -> tuple[int, int]
 
 
 def merge_neighbouring_blocks(blocks: IdenticalBlocks, width: int) -> IdenticalBlocks:
-    """Return blocks of `width` neighbouring blocks each; those that are left over at the start are
-    in none."""
+    """Return blocks that consist of `width` neighbouring blocks each. Blocks that are left over at
+    the start are in none."""
     skipped = blocks.count % width
     positions = max(blocks.position_of) + 1
     pairs = [

@@ -14,7 +14,7 @@ Variables
                       where it is a short sum)
     b >= 0            the budget, only where the peak itself is minimised
 
-Minimise the sum of cost_{op(s)} r_s (`remat.milp.model`) subject to
+Minimise the sum of cost_{op(s)} r_s subject to
     consume   r_s <= h_{d,e-1},  h_{d,e} <= h_{d,e-1}             d an input of s
     produce   h_{d,e} <= h_{d,e-1} + r_s,  r_s + h_{d,e-1} <= 1   d an output of s
     balance   u_{s+1} = u_s + sum_d size_d (h_{d,e} - h_{d,e-1})  d touched at s
@@ -124,8 +124,8 @@ class MilpModel:
         return self.program.arrays()
 
     def _has_no_column(self, value: int) -> bool:
-        """True if no decision on retaining the value is needed: results, and values without
-        bytes."""
+        """True for results, which are always retained, and for values without bytes: no variable
+        decides on them."""
         return value in self.graph.results or self._sizes[value] == 0
 
     def _has_rows(self, slot: int) -> bool:
@@ -201,6 +201,8 @@ class MilpModel:
             self.program.add_terms(terms, AT_MOST, rhs)
 
     def _write_consume(self, slot: int, run: Term, value: int) -> tuple[Term, Term]:
+        """Write the rows `consume` of an input of a slot. Return the terms for retaining the value
+        before and after the slot."""
         old = self._retained_now[value]
         self._retained_before[slot, value] = old
         if not isinstance(run, int):
@@ -215,6 +217,8 @@ class MilpModel:
         return old, self._set_retained(slot, value, new)
 
     def _write_produce(self, slot: int, run: Term, value: int) -> tuple[Term, Term]:
+        """Write the rows `produce` of an output of a slot. Return the terms for retaining the value
+        before and after the slot."""
         old = self._retained_now[value]
         if slot >= self._last_reader[value]:
             return old, self._set_retained(slot, value, 0)
@@ -225,6 +229,7 @@ class MilpModel:
         return old, self._set_retained(slot, value, new)
 
     def _write_peak(self, run: Term, op: int, overwrites: tuple[int, ...]) -> None:
+        """Write the row `peak` of a slot, whose operation writes over the values `overwrites`."""
         if not self._writes_rows:
             return
         operation = self.graph.operations[op]

@@ -114,7 +114,8 @@ class RetentionAdvisor:
         incumbent: Schedule | None,
         stop: Callable[[], bool],
     ) -> CheckpointCuts | None:
-        """Solve the integer program at these cuts; record its bound and its implied schedule."""
+        """Solve the integer program at these cuts, record its bound and its implied schedule, and
+        return the solution. None if the time is up, `stop` returns True, or nothing fits."""
         limit_s = min(time_limit, self._clock.remaining_s)
         if limit_s <= 0 or stop():
             return None
@@ -133,7 +134,8 @@ class RetentionAdvisor:
         return cuts
 
     def _worst_operation(self, schedule: Schedule) -> int | None:
-        """Return the operation whose first run is furthest over the budget; None if all fit."""
+        """Return the operation whose first run is furthest over the budget. None if all fit, or if
+        the schedule is invalid because it recomputes a value that is on the host."""
         try:
             during_bytes = simulate(self._graph, schedule).during_bytes
         except GraphError:  # it recomputes a value that is being offloaded
@@ -178,4 +180,5 @@ def implied_schedule(graph: Graph, cuts: CheckpointCuts) -> Schedule:
 
 
 def _advice_of_cuts(cuts: CheckpointCuts) -> EvictionAdvice:
+    """Return the advice to retain across each cut what the solution retains."""
     return advice_to_retain(zip(cuts.operations, cuts.retained, strict=True), _RETENTION_FACTOR)

@@ -197,10 +197,9 @@ def _may_recompute(graph: Graph, op: int, affordable_s: float) -> bool:
 def _idle_reads(
     graph: Graph, stride: int, min_idle: int, block_of: Sequence[int] | None = None
 ) -> Iterator[tuple[int, set[int]]]:
-    """Yield (stage, values): values that the stage and the operations shortly after it read after a
-    long idle time.
-
-    With `block_of`, values of two blocks are not put together.
+    """Yield (stage, values): values that nothing used for more than `min_idle` operations, and that
+    the stage reads, or one of the next operations with such inputs. `stride` of them are put
+    together, if they are near; with `block_of`, only operations of one block.
     """
     last_event = list(graph.producer)
     stage = -1
@@ -228,7 +227,8 @@ def _recomputable_ancestors(
     graph: Graph, values: set[int], max_distance: int, *, before: int
 ) -> set[int]:
     """Return the recomputable operations before `before` from which the values can be recomputed,
-    at most `max_distance` before the values' producers."""
+    at most `max_distance` before the values' producers. Results, and inputs that are renewed before
+    `before`, count as live."""
     earliest: dict[int, int] = {}
     heap = sorted((graph.producer[v] for v in values), reverse=True)
     for op in heap:
@@ -275,8 +275,9 @@ def _build_slots(
     required: Schedule | None = None,
     is_complete: bool = False,
 ) -> Slots:
-    """Return the slots for recomputations of `by_stage`, in groups that allow the schedule
-    `required`."""
+    """Return the slots of all first runs, and of the recomputations that `by_stage` has for each
+    stage, in groups that allow the schedule `required`. Slots whose outputs no later slot reads are
+    left out."""
     sequence: list[tuple[int, int, bool]] = []
     for stage, ops in enumerate(by_stage):
         sequence += [(op, stage, True) for op in sorted(ops) if graph.may_recompute(op, stage)]

@@ -43,7 +43,7 @@ def program_on_device(program: Program, device: str) -> Program:
 
 
 def results_on_cpu(trace: Trace, storages: set[int]) -> Trace:
-    """Return the trace with all results in the storages with these indices on the CPU."""
+    """Return the trace in which all results whose storages have these indices are on the CPU."""
     if not storages:
         return trace
     nodes = tuple(
@@ -72,7 +72,7 @@ def _device_replacement(old: str, new: str) -> Callable[[str], str]:
 
 
 def _with_devices(item: T, device_of: Callable[[str], str]) -> T:
-    """Return a record or an argument with `device_of(device)` in place of each device."""
+    """Return a record or an argument with `device_of(device)` in place of each device in it."""
     result: Any = item
     match item:
         case Literal("device", name):

@@ -33,17 +33,19 @@ _FLOAT_BYTES = 4
 
 
 def _round_up_to(number: int, multiple: int) -> int:
+    """Return the smallest multiple of `multiple` that is at least `number`."""
     return -(-number // multiple) * multiple
 
 
 def _token_major_copy_bytes(x: TensorMeta) -> int:
-    """Return the bytes of the copy that makes (batch, heads, tokens, size) contiguous in the order
-    (batch, tokens, heads, size), in which the kernels work; 0 if it is."""
+    """Return the bytes of the copy that makes a tensor (batch, heads, tokens, size) contiguous in
+    the order (batch, tokens, heads, size), in which the kernels work; 0 if it is already."""
     return 0 if is_contiguous_in_order(x, (0, 2, 1, 3)) else tensor_bytes(x)
 
 
 def _flash_forward_workspace(call: OperatorCall) -> Allocations:
-    """Flash attention: partial outputs if several blocks share the keys of one query."""
+    """Yield the allocations of flash attention: partial outputs if several thread blocks share the
+    keys of one query; with dropout, a random state."""
     query, key = call.tensor(0), call.tensor(1)
     dropout_p = call.argument(3, 0.0)
     batch, heads, queries, head_size = query.shape
@@ -68,8 +70,9 @@ def _flash_forward_workspace(call: OperatorCall) -> Allocations:
 
 
 def _key_splits(blocks: int, multiprocessors: int, key_blocks: int) -> int:
-    """Return the number of thread blocks among which flash attention splits the keys: the smallest
-    whose use of the multiprocessors is at least 85% of the best."""
+    """Return the number of thread blocks among which flash attention divides the keys of one query:
+    1 if its `blocks` fill the multiprocessors; else the smallest number with at least 85% of the
+    best use of them."""
     if blocks >= 0.8 * multiprocessors:
         return 1
     most = min(128, multiprocessors, key_blocks)
@@ -87,8 +90,9 @@ def _key_splits(blocks: int, multiprocessors: int, key_blocks: int) -> int:
 
 
 def _flash_backward_workspace(call: OperatorCall) -> Allocations:
-    """The backward of flash attention: the query's gradient in float32, and the gradients of keys
-    and values for each query head, if heads share them."""
+    """Yield the allocations of the backward of flash attention: row sums and the query's gradient
+    in float32; if query heads share keys and values, the gradients of these for each query head and
+    their sum; and copies of operands."""
     grad_out, query, key, out = (call.tensor(i) for i in (0, 1, 2, 4))
     batch, heads, queries, head_size = query.shape
     keys, key_heads = key.shape[2], key.shape[1]
@@ -123,8 +127,8 @@ _ANY_SIZE = 1 << 16
 
 
 def _backward_tiles(dtype: str, capability: tuple[int, int]) -> list[_BackwardTile]:
-    """Return the kernels that can run for any head size. The first one with a sufficient head size
-    runs, if its shared memory fits."""
+    """Return the kernels of the backward for a dtype and a compute capability, in torch's order.
+    The first one with a sufficient head size runs, if its shared memory fits."""
     is_half = dtype in HALF_DTYPES
 
     def tile(queries: int, keys: int, head_size: int) -> _BackwardTile:
@@ -144,8 +148,9 @@ _LARGE_SHARED_MEMORY = ((8, 0), (9, 0), (10, 0), (10, 3))
 
 
 def _efficient_backward_workspace(call: OperatorCall) -> Allocations:
-    """The backward of memory-efficient attention: row sums, and the query's gradient in float32
-    tiles, with the gradients of keys and values where registers do not hold them."""
+    """Yield the allocations of the backward of memory-efficient attention: row sums, and the
+    query's gradient in float32 tiles, with the gradients of keys and values where registers do not
+    hold them."""
     grad_out, query, value = call.tensor(0), call.tensor(1), call.tensor(3)
     batch, heads, queries, _ = query.shape
     capability = call.device.capability or (0, 0)
@@ -197,7 +202,8 @@ def _tile_workspace_bytes(tile: _BackwardTile, call: OperatorCall) -> int:
 
 
 def _efficient_forward_workspace(call: OperatorCall) -> Allocations:
-    """Memory-efficient attention: the output in float32, where registers do not hold it."""
+    """Yield the allocations of memory-efficient attention: the output in float32, if it is computed
+    in half precision and a head is too large for registers."""
     query, value = call.tensor(0), call.tensor(2)
     yield from call.result_bytes
     if query.dtype in HALF_DTYPES and max(query.shape[3], value.shape[3]) > 128:
@@ -206,7 +212,8 @@ def _efficient_forward_workspace(call: OperatorCall) -> Allocations:
 
 
 def _bias_gradient_storage(call: OperatorCall) -> tuple[int, ...]:
-    """Return the bytes of the storage of the bias's gradient, whose rows are padded to 16."""
+    """Return the bytes of the storages of the backward's results: of the bias's gradient, whose
+    rows are padded to 16 elements. () if it is not computed."""
     bias, mask = call.optional_tensor(4), call.argument(10)
     if bias is None or not isinstance(mask, tuple) or not mask[3]:
         return ()

@@ -37,7 +37,7 @@ class OperatorCall:
         return argument
 
     def optional_tensor(self, index: int) -> TensorMeta | None:
-        """Return the tensor at a position, or None if there is another argument or none."""
+        """Return the tensor at a position; None if another argument is there, or none."""
         argument = self.argument(index)
         return argument if isinstance(argument, TensorMeta) else None
 
@@ -99,7 +99,8 @@ def operator_call(node: Node, metas: Mapping[str, TensorMeta], device: DeviceSpe
 
 
 def peak_workspace_bytes(allocations: Allocations) -> int:
-    """Return the peak of the allocated bytes of a call, less those that remain afterwards."""
+    """Return the peak of the bytes that a call allocates, less the bytes that remain afterwards,
+    such as results."""
     current_bytes = peak_bytes = 0
     for size_bytes in allocations:
         current_bytes += _allocator_bytes(size_bytes)
@@ -137,7 +138,8 @@ def contiguous_copy_bytes(meta: TensorMeta) -> int:
 
 
 def buffers_during(buffers: Iterable[int], allocations: Allocations = ()) -> Allocations:
-    """Yield allocations between the allocation of temporary buffers and their release."""
+    """Yield the allocation of temporary buffers, then `allocations`, then the release of the
+    buffers. Buffers of 0 bytes are left out."""
     sizes = [size for size in buffers if size]
     yield from sizes
     yield from allocations
@@ -145,7 +147,8 @@ def buffers_during(buffers: Iterable[int], allocations: Allocations = ()) -> All
 
 
 def results_and_buffers(buffers: Callable[[OperatorCall], Iterable[int]]) -> Formula:
-    """Return the formula of an operator that allocates its results, then these buffers at once."""
+    """Return the formula of an operator that allocates its results, then these buffers, which are
+    live at the same time and freed at the end."""
 
     def formula(call: OperatorCall) -> Allocations:
         yield from call.result_bytes

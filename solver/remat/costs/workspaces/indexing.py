@@ -77,7 +77,8 @@ def _is_vector(x: TensorMeta) -> bool:
 
 
 def _cumulative_workspace(call: OperatorCall) -> Iterator[int]:
-    """A cumulative sum or product: of a vector by CUB, else without storage."""
+    """Yield the buffers of a cumulative sum or product: converted and contiguous copies of the
+    operand if it needs them, and for a vector the storage of a scan."""
     x, dtype = call.tensor(0), call.results[0].tensor.dtype
     if x.dtype != dtype:
         yield tensor_bytes(x, dtype)
@@ -94,8 +95,8 @@ def _dimension_length(call: OperatorCall, dim: object) -> int:
 
 
 def _sort_workspace(call: OperatorCall) -> list[int]:
-    """A sort: of a short dimension in place, of a vector by a radix sort, else of all elements by
-    value and then by the place that they belong to."""
+    """Return the buffers of a sort along one dimension: none but indices if it is short; for a
+    vector or a very long dimension the storage of a radix sort; else a sort of all elements."""
     x = call.tensor(0)
     length = _dimension_length(call, call.kwargs.get("dim", call.argument(1, -1)))
     count, key = prod(x.shape), item_bytes(x.dtype)
@@ -112,8 +113,8 @@ _TOPK_LENGTHS = ((20, 20_000), (40, 10_000), (80, 8_000), (199, 5_000), (799, 3_
 
 
 def _topk_workspace(call: OperatorCall) -> list[int]:
-    """The largest elements of each slice: by one thread block if it is short, else by several,
-    which count the digits of their elements."""
+    """Return the buffers of selecting the largest elements of each slice: a contiguous copy, and
+    for long slices, which several thread blocks share, counts of digits and a scan."""
     x = call.tensor(0)
     length = _dimension_length(call, call.argument(2, -1))
     slices = prod(x.shape) // max(length, 1)
@@ -140,13 +141,13 @@ def _bit_count(number: int) -> int:
 
 
 def _embedding_workspace(call: OperatorCall) -> Allocations:
-    """Look up rows: a copy of indices that are not contiguous."""
+    """Yield the allocations of looking up rows: a copy of indices that are not contiguous."""
     yield from buffers_during([contiguous_copy_bytes(call.tensor(1))], call.result_bytes)
 
 
 def _embedding_backward_workspace(call: OperatorCall) -> Allocations:
-    """The gradient of an embedding table. Many indices are sorted, and their rows are added in
-    groups of ten, at most one group more for each row of the table."""
+    """Yield the allocations of the gradient of an embedding table. Many indices are sorted, and
+    their rows are added in groups of ten, at most one group more for each row of the table."""
     grad, indices = call.tensor(0), call.tensor(1)
     rows, is_scaled = call.integer(2), call.argument(4) is True
     count, width = prod(indices.shape), grad.shape[-1]
@@ -182,6 +183,7 @@ def _embedding_backward_workspace(call: OperatorCall) -> Allocations:
 
 
 def _index_tensors(call: OperatorCall) -> list[TensorMeta]:
+    """Return the index tensors of a call, without the dimensions that are not indexed."""
     indices = call.argument(1)
     items: Sequence[object] = indices if isinstance(indices, tuple) else ()
     return [item for item in items if isinstance(item, TensorMeta)]
@@ -205,8 +207,8 @@ def _broadcast_strides(meta: TensorMeta, shape: Sequence[int]) -> tuple[int, ...
 
 
 def _index_copy_bytes(indices: Sequence[TensorMeta]) -> list[int]:
-    """Return the bytes of the copies of index tensors: several ones with different strides are
-    made contiguous, and 32-bit indices become 64-bit ones."""
+    """Return the bytes of the copies of index tensors: 32-bit ones are converted to 64 bits, and if
+    their strides differ after broadcasting, all that are not contiguous are copied."""
     shape = _broadcast_shape(indices)
     size = INDEX_BYTES * prod(shape)
     converted = [tensor_bytes(t, "int64") for t in indices if t.dtype == "int32"]
@@ -217,12 +219,13 @@ def _index_copy_bytes(indices: Sequence[TensorMeta]) -> list[int]:
 
 
 def _index_workspace(call: OperatorCall) -> Allocations:
-    """Look up elements by index tensors."""
+    """Yield the allocations of looking up elements by index tensors: copies of these."""
     yield from buffers_during(_index_copy_bytes(_index_tensors(call)), call.result_bytes)
 
 
 def _index_put_workspace(call: OperatorCall) -> Allocations:
-    """Write or add elements by index tensors. To add, the indices are sorted."""
+    """Yield the allocations of writing or adding elements by index tensors: copies of these; to
+    add, copies of the values and of the operand, and a sort of the indices."""
     x, values, indices = call.tensor(0), call.tensor(2), _index_tensors(call)
     yield from call.result_bytes
     if call.argument(3) is not True:
@@ -257,7 +260,9 @@ def _value_copy_bytes(
     indexed: Sequence[int],
     is_split: bool,
 ) -> int:
-    """Return the bytes of the copy that makes the added values contiguous in their full shape."""
+    """Return the bytes of the copy that makes the added values contiguous in their full shape; 0 if
+    they are. The dimensions `indexed` of `x` are replaced by the index shape: at their place, or in
+    front if other dimensions are between them (`is_split`)."""
     others = [size for dim, size in enumerate(x.shape) if dim not in indexed]
     start = 0 if is_split else indexed[0]
     shape = (*others[:start], *index_shape, *others[start:])
@@ -267,7 +272,8 @@ def _value_copy_bytes(
 
 
 def _masked_scatter_workspace(call: OperatorCall) -> list[int]:
-    """Copy elements where a mask is true: a scan of the mask, as 64-bit integers."""
+    """Return the buffers of copying elements where a mask is true: the mask as 64-bit integers, and
+    the storage of a scan of it."""
     count = prod(call.tensor(1).shape)
     return [INDEX_BYTES * count, scan_bytes(count, INDEX_BYTES)]
 

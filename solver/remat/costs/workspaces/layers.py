@@ -43,7 +43,8 @@ CopyBytes = Callable[[TensorMeta], int]
 
 
 def _image_copy_bytes(meta: TensorMeta) -> int:
-    """Return the bytes of the copy of an image batch: 0 if it is contiguous or channels-last."""
+    """Return the bytes of the copy of an image batch for kernels that need it contiguous or
+    channels-last: 0 if it is either."""
     is_supported = is_contiguous(meta) or is_contiguous_in_order(meta, channels_last_order(meta))
     return 0 if is_supported else tensor_bytes(meta)
 
@@ -104,13 +105,15 @@ _COPIES: Mapping[str, Mapping[int, CopyBytes]] = {
 
 
 def _operand_copy_bytes(call: OperatorCall, copies: Mapping[int, CopyBytes]) -> Iterator[int]:
+    """Yield the bytes of the copies of operands; `copies` has a function for each position."""
     for position, copy_bytes in copies.items():
         if (meta := call.optional_tensor(position)) is not None:
             yield copy_bytes(meta)
 
 
 def _adaptive_max_pool_workspace(call: OperatorCall) -> Iterator[int]:
-    """Pool a contiguous copy into contiguous results, which are copied if theirs are not."""
+    """Yield the copies of adaptive max pooling: the operand, if it is not contiguous, and each
+    result that is not, for an image in a supported format."""
     x = call.tensor(0)
     yield contiguous_copy_bytes(x)
     for result in call.results if _image_copy_bytes(x) == 0 else ():
@@ -118,21 +121,23 @@ def _adaptive_max_pool_workspace(call: OperatorCall) -> Iterator[int]:
 
 
 def _roll_workspace(call: OperatorCall) -> list[int]:
-    """Roll dimensions one after the other: a tensor for each but the last."""
+    """Return the buffer of a roll, which rolls dimensions one after the other: an intermediate
+    tensor for several dimensions, or a contiguous copy for one."""
     x, dims = call.tensor(0), call.argument(2, ())
     count = len(dims) if isinstance(dims, (list, tuple)) else 1
     return [tensor_bytes(x)] if count > 1 else [contiguous_copy_bytes(x)]
 
 
 def _im2col_workspace(call: OperatorCall) -> list[int]:
-    """Unfold an image: a contiguous copy of it, and one more as a batch."""
+    """Return the buffers of unfolding an image: a tensor of its size, and a contiguous copy unless
+    it is contiguous."""
     x = call.tensor(0)
     return [tensor_bytes(x), contiguous_copy_bytes(x)]
 
 
 def _grouped_matmul_workspace(call: OperatorCall) -> list[int]:
-    """Matrix products of several groups: pointers and shapes of each group, and descriptors for
-    each multiprocessor. Recorded for Hopper."""
+    """Return the buffers of a product of several groups of matrices: pointers and shapes of each
+    group, and descriptors for each multiprocessor. Recorded for Hopper."""
     offsets = call.optional_tensor(2)
     groups = offsets.shape[0] if offsets is not None else call.tensor(0).shape[0]
     return [60 * groups, 512 * call.device.multiprocessors]
@@ -148,8 +153,8 @@ _MAX_SUM_BLOCKS = 32768
 
 
 def _layer_norm_backward_workspace(call: OperatorCall) -> Allocations:
-    """The backward of layer norm and RMS norm. With many short rows, the gradients of weight and
-    bias are sums of partial sums over 32 rows each."""
+    """Yield the allocations of the backward of layer norm and RMS norm: contiguous copies, and with
+    many short rows partial sums over 32 rows each for the gradients of weight and bias."""
     grad, x = call.tensor(0), call.tensor(1)
     axes = call.argument(2)
     width = prod(axis for axis in axes if isinstance(axis, int)) if isinstance(axes, tuple) else 1
@@ -177,7 +182,8 @@ def _layer_norm_backward_workspace(call: OperatorCall) -> Allocations:
 
 
 def _group_norm_workspace(call: OperatorCall) -> list[int]:
-    """Group norm: a scale and a shift for each channel of each sample, in float32."""
+    """Return the buffers of group norm: a contiguous copy, statistics of half precision in float32,
+    and a scale and a shift for each channel of each sample, if there is a weight or a bias."""
     x = call.tensor(0)
     batch, channels, area, groups = (call.integer(i) for i in (3, 4, 5, 6))
     item = accumulator_bytes(x.dtype)
@@ -190,7 +196,8 @@ def _group_norm_workspace(call: OperatorCall) -> list[int]:
 
 
 def _group_norm_backward_workspace(call: OperatorCall) -> list[int]:
-    """The backward of group norm: sums over each channel, and coefficients for each group."""
+    """Return the buffers of the backward of group norm: contiguous copies, coefficients for each
+    group, and sums over each channel of more than one pixel."""
     grad, x = call.tensor(0), call.tensor(1)
     batch, channels, area, groups = (call.integer(i) for i in (5, 6, 7, 8))
     item = accumulator_bytes(x.dtype)
@@ -207,8 +214,8 @@ def _is_channels_last(x: TensorMeta) -> bool:
 
 
 def _batch_norm_workspace(call: OperatorCall) -> list[int]:
-    """torch's own batch norm in training: four partial sums for each channel of channels-last
-    images."""
+    """Return the buffers of torch's own batch norm: in training, partial sums for each channel of
+    channels-last images with many rows; else none."""
     x = call.tensor(0)
     if call.argument(5) is not True or not _is_channels_last(x):
         return []
@@ -224,14 +231,16 @@ def _batch_norm_workspace(call: OperatorCall) -> list[int]:
 
 
 def _batch_norm_backward_workspace(call: OperatorCall) -> Allocations:
-    """torch's own batch norm: two sums for each channel."""
+    """Yield the allocations of the backward of torch's own batch norm: two sums for each channel of
+    channels-last images."""
     x = call.tensor(1)
     sums = accumulator_bytes(x.dtype) * x.shape[1] if _is_channels_last(x) else 0
     yield from buffers_during([sums] * 2, call.result_bytes)
 
 
 def _softmax_backward_workspace(call: OperatorCall) -> list[int]:
-    """The gradient of softmax: the product of gradient and output, next to their copies."""
+    """Return the buffers of the gradient of softmax: the product of gradient and output, and
+    contiguous copies of both."""
     grad, output = call.tensor(0), call.tensor(1)
     return [tensor_bytes(grad), contiguous_copy_bytes(grad), contiguous_copy_bytes(output)]
 
@@ -242,7 +251,8 @@ _MEAN = 1
 
 
 def _elementwise_loss_meta(call: OperatorCall) -> TensorMeta:
-    """Return the metadata of the loss of each element, with the shape of both operands."""
+    """Return the metadata of the element-wise loss: its shape is both operands' after
+    broadcasting."""
     x, y = call.tensor(0), call.tensor(1)
     if x.shape == y.shape and is_contiguous(x):
         return x
@@ -251,17 +261,19 @@ def _elementwise_loss_meta(call: OperatorCall) -> TensorMeta:
 
 
 def _is_reduced_loss(call: OperatorCall, position: int) -> bool:
-    """True if a loss is a mean or a sum."""
+    """True if a loss is a mean or a sum, by its argument `reduction` at this position."""
     return call.argument(position, _MEAN) != 0
 
 
 def _loss_reduction_buffers(call: OperatorCall, loss: TensorMeta) -> Allocations:
+    """Yield the buffers of the mean or sum of an element-wise loss."""
     return reduction_buffers(call, loss, (), accumulator_bytes(loss.dtype))
 
 
 def _resized_loss_workspace(call: OperatorCall, position: int, is_copied: bool) -> Allocations:
-    """A loss whose result is the resized element-wise loss. Its mean is of another element-wise
-    loss, or `is_copied` into it."""
+    """Yield the allocations of a loss whose result is the resized element-wise loss. `position` is
+    the one of the argument `reduction`. A mean or sum is over a second element-wise loss, or if
+    `is_copied`, it is computed apart and copied into the result."""
     loss = _elementwise_loss_meta(call)
     yield tensor_bytes(loss)
     if _is_reduced_loss(call, position):
@@ -270,7 +282,7 @@ def _resized_loss_workspace(call: OperatorCall, position: int, is_copied: bool) 
 
 
 def _huber_loss_workspace(call: OperatorCall) -> Allocations:
-    """A loss whose element-wise loss is freed."""
+    """Yield the allocations of the Huber loss: its element-wise loss is freed if it is reduced."""
     loss = _elementwise_loss_meta(call)
     if not _is_reduced_loss(call, 2):
         return [tensor_bytes(loss)]
@@ -280,7 +292,8 @@ def _huber_loss_workspace(call: OperatorCall) -> Allocations:
 
 
 def _bce_with_logits_workspace(call: OperatorCall) -> Allocations:
-    """Binary cross entropy of logits: two element-wise tensors, and one more to weigh positives."""
+    """Yield the allocations of binary cross entropy of logits: two element-wise tensors, and two
+    more for a while if positives have a weight."""
     loss = _elementwise_loss_meta(call)
     size = tensor_bytes(loss)
     is_reduced = _is_reduced_loss(call, 4)
@@ -294,7 +307,8 @@ def _bce_with_logits_workspace(call: OperatorCall) -> Allocations:
 
 
 def _soft_margin_backward_workspace(call: OperatorCall) -> list[int]:
-    """The gradient of the soft margin loss: two tensors as large as the input."""
+    """Return the buffers of the gradient of the soft margin loss: two tensors as large as the
+    input."""
     return [tensor_bytes(call.tensor(1))] * 2
 
 
@@ -309,12 +323,14 @@ the mean is copied into that loss."""
 
 
 def _loss_storage(call: OperatorCall, position: int) -> tuple[int, ...]:
-    """Return the bytes of the storage of a loss: the storage of the element-wise loss."""
+    """Return the bytes of the storage of a mean or sum: as many as of the element-wise loss. () for
+    a loss that is not reduced. `position` is the one of the argument `reduction`."""
     return (tensor_bytes(_elementwise_loss_meta(call)),) if _is_reduced_loss(call, position) else ()
 
 
 def _col2im_storage(call: OperatorCall) -> tuple[int, ...]:
-    """Return the bytes of the storage of a folded image, which is as large as its columns."""
+    """Return the bytes of the storage of a folded image, which is as large as the columns that it
+    is folded from."""
     return (tensor_bytes(call.tensor(0)),)
 
 

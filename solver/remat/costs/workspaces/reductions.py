@@ -73,7 +73,8 @@ class ReduceIteration:
         )
 
     def parts(self) -> Iterator[ReduceIteration]:
-        """Yield the parts that torch reduces one after the other: each fits into 32-bit offsets."""
+        """Yield the parts of the iteration space that torch reduces one after the other: itself if
+        it fits into 32-bit offsets, else parts that do."""
         if self.fits_32_bit:
             yield self
             return
@@ -152,7 +153,8 @@ def _iteration_order(
 def _coalesced_dimensions(
     shape: Sequence[int], operand_strides: Sequence[Sequence[int]]
 ) -> tuple[list[int], list[list[int]]]:
-    """Return the dimensions with neighbours joined where all operands allow it."""
+    """Return the sizes of the dimensions and the strides of each operand, with neighbouring
+    dimensions joined where the strides of all operands allow it."""
     sizes: list[int] = []
     strides: list[list[int]] = [[] for _ in operand_strides]
     for dim, size in enumerate(shape):
@@ -283,7 +285,7 @@ _INDEX_BYTES = 8
 
 
 def accumulator_bytes(dtype: str) -> int:
-    """Return the bytes of the type in which torch adds elements of `dtype`."""
+    """Return the bytes of one element of the type in which torch adds elements of `dtype`."""
     return 4 if dtype in HALF_DTYPES else item_bytes(dtype)
 
 
@@ -298,6 +300,7 @@ def _welford_bytes(dtype: str) -> int:
 
 
 def _mask_bytes(_: str) -> int:
+    """Return the bytes of an element of a boolean mask, whatever the dtype of the input is."""
     return 1
 
 
@@ -335,7 +338,8 @@ def reduction_buffers(
 
 
 def argument_dimensions(argument: object) -> tuple[int, ...]:
-    """Return the dimensions of an argument: an integer, a list, or none for all."""
+    """Return the dimensions that an argument lists: one for an integer, () for None, which means
+    all."""
     if isinstance(argument, int) and not isinstance(argument, bool):
         return (argument,)
     if isinstance(argument, (list, tuple)):
@@ -351,8 +355,10 @@ def _reduction_workspace(
     is_cast: bool = False,
     is_flattened: bool = False,
 ) -> Allocations:
-    """Yield the allocations of a reduction. `is_cast` if it first converts its input to the dtype
-    of its result, `is_flattened` if it first makes it contiguous, to reduce all elements."""
+    """Yield the allocations of a reduction. `accumulator` returns the bytes of a partial result for
+    a dtype; dimensions and `keepdim` are the arguments at these positions. `is_cast` if it first
+    converts its input to the dtype of its result, `is_flattened` if it first makes an input
+    contiguous of which it reduces all elements."""
     x = call.tensor(0)
     dtype = call.results[0].tensor.dtype
     is_converted = is_cast and x.dtype != dtype
@@ -380,7 +386,8 @@ def _reduction_workspace(
 
 
 def _count_nonzero_workspace(call: OperatorCall) -> Allocations:
-    """Count the non-zero elements: a sum of a boolean mask, converted to integers."""
+    """Yield the allocations of counting non-zero elements: a boolean mask, and its conversion to
+    integers, which are summed."""
     x = call.tensor(0)
     counted = converted_meta(x, "int64")
     yield tensor_bytes(x, "bool")
@@ -393,7 +400,8 @@ def _count_nonzero_workspace(call: OperatorCall) -> Allocations:
 
 
 def _logsumexp_workspace(call: OperatorCall) -> Allocations:
-    """Subtract the maximum, then sum the exponentials: a difference as large as the input."""
+    """Yield the allocations of log-sum-exp: the maximum, the difference to it, which is as large as
+    the input, and the sum of its exponentials."""
     x, dims = call.tensor(0), argument_dimensions(call.argument(1))
     result = sum(call.result_bytes)
     outputs = prod(call.results[0].tensor.shape)
@@ -407,7 +415,7 @@ def _logsumexp_workspace(call: OperatorCall) -> Allocations:
 
 
 def _norm_workspace(call: OperatorCall) -> Allocations:
-    """The norm of a tensor: (self, order, dimensions, keepdim)."""
+    """Yield the allocations of a norm, whose arguments are (self, order, dimensions, keepdim)."""
     return _reduction_workspace(call, accumulator_bytes, 2, 3, is_cast=True)
 
 

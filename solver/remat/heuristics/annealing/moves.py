@@ -35,7 +35,7 @@ _MAX_TRIES = 40
 
 
 def relocate_run(profile: ScheduleProfile, random: Random) -> bool:
-    """Move a random run to another slot between the copies that it reads and its readers."""
+    """Move a random run to another slot behind the copies that it reads and before its readers."""
     return _relocate_within_copies(profile, random, _random_occupied_slot(profile.slots, random))
 
 
@@ -46,6 +46,7 @@ def shift_repeated_run(profile: ScheduleProfile, random: Random) -> bool:
 
 
 def _relocate_within_copies(profile: ScheduleProfile, random: Random, slot: int) -> bool:
+    """Move the run in `slot` like `relocate_run`; False if there is no room."""
     op = profile.slots[slot]
     low, high = _movable_slots(profile, op, slot)
     if high - low < 2:
@@ -76,7 +77,7 @@ def transpose_runs(profile: ScheduleProfile, random: Random) -> bool:
 
 
 def move_neighbouring_runs(profile: ScheduleProfile, random: Random) -> bool:
-    """Move a few consecutive runs together."""
+    """Move a few consecutive runs by the same distance."""
     slots = profile.slots
     slot = _random_occupied_slot(slots, random)
     count = 2 + int(6 * random.random())
@@ -101,8 +102,8 @@ def move_neighbouring_runs(profile: ScheduleProfile, random: Random) -> bool:
 
 
 def add_recomputation(profile: ScheduleProfile, random: Random) -> bool:
-    """Recompute a value before one of its readers, and with it the values that it needs and that
-    are no longer live."""
+    """Recompute a random value before one of its readers, and with it the values that it needs and
+    that are no longer live."""
     slots = profile.slots
     slot = _random_occupied_slot(slots, random)
     inputs = profile.tracked_inputs[slots[slot]]
@@ -161,6 +162,7 @@ def swap_recomputation(profile: ScheduleProfile, random: Random) -> bool:
 
 
 def _random_occupied_slot(slots: list[int], random: Random) -> int:
+    """Return a random slot with a run."""
     while True:
         slot = int(random.random() * len(slots))
         if slots[slot] >= 0:
@@ -195,8 +197,8 @@ def _evict_idle_value(profile: ScheduleProfile, random: Random, slot: int) -> bo
 
 
 def _movable_slots(profile: ScheduleProfile, op: int, slot: int) -> tuple[int, int]:
-    """Return the slots between the copies that the run reads and the first run that reads its
-    own."""
+    """Return the first and the last slot between the copies that the run in `slot` reads and the
+    first reader of its outputs, or its operation's next run."""
     low = max([copy_slot(profile, v, slot) for v in profile.inputs[op]], default=-1) + 1
     high = first_reader(profile, op, slot) - 1
     return low, high
@@ -228,6 +230,8 @@ def _nearest_empty(slots: list[int], target: int, low: int, high: int) -> int:
 def _recompute_before(
     profile: ScheduleProfile, random: Random, v: int, slot: int, depth: int
 ) -> bool:
+    """Recompute `v` before its reader in `slot`, and up to `depth` levels of values that it needs
+    and that are no longer live; False if `v` cannot be recomputed there."""
     op = profile.producer[v]
     if profile.is_result[v] or not profile.graph.operations[op].recomputable:
         return False
@@ -271,7 +275,7 @@ class CoolingSchedule:
 
 
 def mix_of_moves(*weighted_moves: tuple[Move, int]) -> list[Move]:
-    """Return each move to try as often as its relative frequency says."""
+    """Return a list with each move as often as its relative frequency says."""
     return [move for move, count in weighted_moves for _ in range(count)]
 
 
@@ -323,6 +327,6 @@ def anneal(
 
 
 def _inverse_mean(numbers: list[float]) -> float:
-    """Return one over the mean of the numbers that are not zero."""
+    """Return one over the mean of the numbers that are not zero; 1 without any."""
     counted = [x for x in numbers if x]
     return len(counted) / math.fsum(counted) if counted else 1.0

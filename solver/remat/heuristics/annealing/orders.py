@@ -50,7 +50,8 @@ def reorder_graph(
 
 
 def schedule_in_order(schedule: Schedule, order: Sequence[int]) -> Schedule:
-    """Return a schedule of a graph as one of the reordered graph, to start a search there."""
+    """Return a schedule of a graph as a schedule of the graph that `reorder_graph` returns for this
+    order."""
     index = {op: position for position, op in enumerate(order)}
     return Schedule.of(index[op] for op in schedule.runs)
 
@@ -94,6 +95,8 @@ def _with_order_pairs(graph: Graph, pairs: list[tuple[int, int]]) -> Graph:
 
 
 def _boundary_pairs(graph: Graph) -> list[tuple[int, int]]:
+    """Return pairs of operations whose order keeps the forward before the boundary, and the
+    backward after it."""
     boundary = graph.boundary
     if boundary is None:
         return []
@@ -110,6 +113,7 @@ def _boundary_pairs(graph: Graph) -> list[tuple[int, int]]:
 
 
 def _fixed_order_pairs(graph: Graph) -> list[tuple[int, int]]:
+    """Return the pairs of successive operations that run only once or are order-sensitive."""
     ordered = [
         op for op, o in enumerate(graph.operations) if o.order_sensitive or not o.recomputable
     ]
@@ -169,7 +173,8 @@ def small_peak_order(
 
 
 def _list_scheduled_order(graph: Graph, share: float) -> list[int]:
-    """Return a list schedule. Each reader of a value that is not its last is credited with a share
+    """Return an order by list scheduling: of the operations that are ready, the one with the least
+    growth of memory comes next. A reader of a value that is not its last counts as freeing `share`
     of it, divided by the number of remaining readers."""
     size = [0 if v in graph.results else value.size_bytes for v, value in enumerate(graph.values)]
     output_bytes = [

@@ -185,7 +185,8 @@ class _AnnealingSearch:
         return self._fits(self.best) and len(self.best.schedule) == len(self.graph)
 
     def anneal(self, annealing_round: _AnnealingRound, max_moves: int) -> None:
-        """Run one round, and update the best schedule."""
+        """Run one round, and update the best schedule. Does nothing if the best is optimal, if the
+        round is `only_if_infeasible` and something fits, or if `stop` returns True."""
         has_fit = self._fits(self.best)
         if self.is_optimal() or self.stop() or (annealing_round.only_if_infeasible and has_fit):
             return
@@ -235,6 +236,7 @@ class _AnnealingSearch:
         self._accept_if_better(to_original(candidates[0].schedule))
 
     def _accept_if_better(self, schedule: Schedule) -> None:
+        """Make the pruned schedule the best one if it ranks before it."""
         evaluated = EvaluatedSchedule.of(self.graph, prune(self.graph, schedule))
         self.best = min(self.best, evaluated, key=self._rank)
 
@@ -242,4 +244,5 @@ class _AnnealingSearch:
         return evaluated.peak_bytes <= self.budget_bytes
 
     def _rank(self, evaluated: EvaluatedSchedule) -> tuple[int, float, int]:
+        """Return the sort key of a schedule, the smallest the best: what fits, then the fastest."""
         return max(evaluated.peak_bytes, self.budget_bytes), evaluated.time_s, evaluated.peak_bytes

@@ -62,7 +62,8 @@ def _family_status(family: SolverFamily, statuses: dict[str, BackendStatus]) -> 
 
 
 def _probe_classes(pending: list[str]) -> dict[str, BackendStatus]:
-    """Return what the probe reports of each class. It is restarted after a class that kills it."""
+    """Return the status of each of PuLP's classes, as the probe reports it. The probe is restarted
+    after a class that kills it."""
     deadline = time.monotonic() + _TIMEOUT_S
     statuses: dict[str, BackendStatus] = {}
     while pending:
@@ -96,6 +97,7 @@ def _run_probe(names: list[str], seconds: float) -> tuple[str, str]:
 
 
 def _parse_probe_output(output: str) -> dict[str, BackendStatus]:
+    """Return the status of each class that the probe's output has."""
     statuses: dict[str, BackendStatus] = {}
     for line in output.splitlines():
         if line.startswith(_LINE_PREFIX):

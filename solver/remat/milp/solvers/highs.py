@@ -102,10 +102,11 @@ class HighsSolver:
             highs.setOptionValue(name, value)
 
     def _subscribe_callbacks(self, highs: highspy.Highs) -> list[BaseException]:
-        """Subscribe to HiGHS's callbacks.
+        """Subscribe to HiGHS's callbacks for progress and interruption, and return the list of
+        their errors.
 
-        An exception in a callback ends the run and is appended to the list that is returned: HiGHS
-        1.16 would take it for an error of its own.
+        An exception in a callback ends the run and is appended to this list: HiGHS 1.16 would take
+        it for an error of its own.
         """
         callback_errors: list[BaseException] = []
 
@@ -167,6 +168,8 @@ def load_program(highs: highspy.Highs, program: ProgramArrays) -> None:
 
 
 def _read_answer(highs: highspy.Highs, program: ProgramArrays) -> SolverRun:
+    """Return HiGHS's answer, and set the values of the columns if it has a solution. Raises
+    `SolverError` if it has no answer."""
     status = highs.getModelStatus()
     if status == highspy.HighsModelStatus.kNotset:
         raise SolverError("HiGHS stopped without an answer")
@@ -199,8 +202,8 @@ def _read_answer(highs: highspy.Highs, program: ProgramArrays) -> SolverRun:
 
 
 def _run_without_columns(program: ProgramArrays) -> SolverRun:
-    """Return the answer for a program without variables, which HiGHS calls empty and does not
-    check."""
+    """Return the answer for a program without variables: optimal if all its rows hold. HiGHS calls
+    it empty and does not check the rows."""
     is_equal = program.senses == EQUAL
     is_feasible = np.where(is_equal, program.rhs == 0, program.senses * program.rhs <= 0).all()
     if is_feasible:
@@ -211,4 +214,5 @@ def _run_without_columns(program: ProgramArrays) -> SolverRun:
 
 
 def _finite_or_none(number: float) -> float | None:
+    """Return the number, or None for what HiGHS calls infinite."""
     return number if math.isfinite(number) and abs(number) < 1e100 else None

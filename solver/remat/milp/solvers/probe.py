@@ -34,8 +34,8 @@ _OPTIMAL = 1
 
 
 def probe(class_name: str) -> dict[str, str | bool]:
-    """Return `usable`, `version` and `reason` of a class; `reason` is "" if there is nothing to
-    say."""
+    """Try a class of PuLP's, and return `usable`, `version` and `reason`: why it is not usable, or
+    how far its licence goes. Unknown ones are ""."""
     version = ""
     usable = False
     reason = ""
@@ -62,7 +62,8 @@ def probe(class_name: str) -> dict[str, str | bool]:
 
 
 def _solve_trivial_program(class_name: str, count: int) -> None:
-    """Solve a program with that many variables and rows, which any presolve removes."""
+    """Solve a program with `count` variables and rows, which any presolve removes. Raises
+    RuntimeError if the solver does not call it optimal."""
     problem = pulp.LpProblem("probe", pulp.LpMinimize)
     chosen = [problem.add_variable(f"x{i:05d}", 0, 1, pulp.LpInteger) for i in range(count)]
     # The cost of one variable only: looking up the others takes some of PuLP 4's classes a minute.
@@ -80,6 +81,7 @@ def _solve_trivial_program(class_name: str, count: int) -> None:
 
 
 def _solver_version(backend: pulp.LpSolver) -> str:
+    """Return the version of the solver's package, or of the command of CBC; "" if unknown."""
     package = _PACKAGES.get(backend.name)
     if package is not None:
         try:

@@ -70,7 +70,7 @@ _BOUNDS: dict[str, Callable[[Any], float]] = {
 
 
 def is_highs(name: str) -> bool:
-    """True if this is the default solver, which does not go through PuLP's class."""
+    """True if a solver of this name is HiGHS, the default, which runs without PuLP."""
     return name.casefold() == HIGHS.name.casefold()
 
 
@@ -97,7 +97,8 @@ def find_family(name: str) -> SolverFamily:
 def open_solver(
     name: str, *, gap: float, time_limit: float, threads: int, warm_start: bool
 ) -> pulp.LpSolver:
-    """Return the family's first available solver, set up. Raises `SolverError` if there is none."""
+    """Return the first solver of the family `name` that is available, with these options. Raises
+    `SolverError` if none is."""
     family = find_family(name)
     classes = _pulp_classes()
     refusals: list[str] = []
@@ -146,6 +147,7 @@ def _dual_bound(backend: pulp.LpSolver, problem: pulp.LpProblem) -> float | None
 
 
 def _pulp_classes() -> dict[str, type[pulp.LpSolver]]:
+    """Return PuLP's solver classes, by their names without case."""
     return {
         cls.name.casefold(): cls
         for cls in vars(pulp).values()
@@ -185,9 +187,9 @@ _PULP: Any = pulp
 
 
 def _release_import_errors() -> None:
-    """Remove the tracebacks that PuLP's classes store of solvers that are not installed.
-
-    Their frames reference those of all callers: the function that imported remat, with its tensors.
+    """Remove the tracebacks of failed imports, which PuLP's classes store for solvers that are not
+    installed: they reference the frames of all callers, such as the function that imported remat,
+    with its tensors.
     """
     for solver_class in vars(pulp).values():
         if isinstance(error := getattr(solver_class, "err", None), BaseException):
@@ -232,9 +234,10 @@ def to_pulp_problem(
     """Return a program in PuLP's form, and its variables in the order of the columns, with the
     values of `start`.
 
-    Most of PuLP's classes drop the constant of an objective, on which gap and bound depend. Those
-    of PuLP 4 for a solver's own package look every variable up in all of it, 6 s for 8,000
-    variables: there a variable replaces it, which presolve substitutes again.
+    Most of PuLP's classes drop the constant of an objective, on which gap and bound depend: it
+    becomes the cost of a variable that is fixed to 1. With PuLP 4 one variable is the whole
+    objective, by a row that presolve removes: its classes for a solver's own package take 6 s for
+    an objective of 8,000 variables.
     """
     problem = pulp.LpProblem("rematerialization", pulp.LpMinimize)
     variables = [
@@ -291,6 +294,7 @@ def _add_pulp_row(
 
 
 def _outcome_of_stats(stats: Any) -> SolverOutcome:
+    """Return the outcome that the statistics of PuLP 4 report."""
     reasons = _PULP.LpSolveStatus
     if stats.has_solution:
         # No limit other than the gap's is set that could be reached.

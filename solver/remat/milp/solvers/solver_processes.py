@@ -42,7 +42,8 @@ def interrupt_commands_when(is_over: Callable[[], bool] | None) -> Iterator[None
 
 
 def kill_child_processes() -> None:
-    """Kill every process that this one has started, and their children, before exiting at once."""
+    """Kill every process that this one has started, and their children. For a process that is about
+    to exit at once. Does nothing unless on Linux."""
     for pid in _descendant_processes(_child_processes(os.getpid())):
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
@@ -51,6 +52,8 @@ def kill_child_processes() -> None:
 def _interrupt_started_processes(
     is_over: Callable[[], bool], finished: threading.Event, caller: int, earlier_pids: set[int]
 ) -> None:
+    """Wait until `is_over` returns True, then interrupt and later kill what the thread `caller` has
+    started, except `earlier_pids`; until `finished` is set."""
     kill_at: float | None = None
     while not finished.wait(_POLL_INTERVAL_S):
         if not is_over():
@@ -66,7 +69,7 @@ def _interrupt_started_processes(
 
 
 def _descendant_processes(pids: set[int]) -> list[int]:
-    """Return these processes and all that they have started."""
+    """Return these processes and all that they have started, directly or not."""
     descendants: list[int] = []
     pending = sorted(pids)
     while pending:
@@ -76,6 +79,7 @@ def _descendant_processes(pids: set[int]) -> list[int]:
 
 
 def _child_processes(pid: int) -> set[int]:
+    """Return the processes that a process has started; none where there is no /proc."""
     with suppress(OSError):
         tasks = os.listdir(f"/proc/{pid}/task")
         return {child for task in tasks for child in _processes_started_by(int(task), pid)}
@@ -83,7 +87,8 @@ def _child_processes(pid: int) -> set[int]:
 
 
 def _processes_started_by(thread: int, pid: int | None = None) -> list[int]:
-    """Return the processes that a thread of a process has started."""
+    """Return the processes that a thread of a process (by default this one) has started; none where
+    there is no /proc."""
     owner = "self" if pid is None else str(pid)
     with suppress(OSError):
         text = Path(f"/proc/{owner}/task/{thread}/children").read_text()

@@ -75,12 +75,13 @@ class CopyTimes:
 
     @property
     def waiting_s(self) -> float:
-        """The part of `step_s` in which the step waits for copies."""
+        """The seconds of `step_s` in which the step waits for copies."""
         return math.fsum(wait.end_s - wait.start_s for wait in self.waits)
 
     @property
     def copying_s(self) -> float:
-        """The sum of the seconds of all copies; beyond `waiting_s`, they are hidden."""
+        """The sum of the seconds of all copies. Operations run at the same time, except in the
+        seconds of `waiting_s`."""
         return sum(copy.end_s - copy.start_s for copy in self.copies)
 
     @property

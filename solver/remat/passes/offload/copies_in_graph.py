@@ -91,7 +91,8 @@ def offload_values(
 
 
 def _needed_before(graph: Graph, stay: HostStay, span: IdleSpan | None) -> int:
-    """Return the first operation that needs the value of a stay after it."""
+    """Return the first operation that needs a value after its stay on the host. Raises `RematError`
+    if the value cannot be offloaded, or if none does."""
     name = graph.values[stay.value].name
     if span is None or stay.value in graph.results:
         raise RematError(f"{name} cannot be offloaded: it is a result, or read at once")
@@ -105,7 +106,7 @@ def _needed_before(graph: Graph, stay: HostStay, span: IdleSpan | None) -> int:
 
 
 class _CopyPositions(NamedTuple):
-    """Where a value's copies end and start: its memory is free after the operation `released`; the
+    """Positions of a value's copies: its memory is free after the operation `released`; the
     copy back starts before `start`, and has ended before `needed`."""
 
     value: int
@@ -122,8 +123,9 @@ def _copy_positions(
     link: Link,
     recomputed_s: Mapping[str, float],
 ) -> Iterator[_CopyPositions]:
-    """Yield the places of the copies of each value, in the reverse order in which they are
-    needed."""
+    """Yield the positions of the copies of each value, in the reverse order in which the values are
+    needed: `needed` has the operation before which each one is. Values whose copies take too long
+    are left out: they stay on the device."""
     boundary = graph.boundary
     assert boundary is not None
     end_s = [*accumulate(o.cost_s + recomputed_s.get(o.name, 0.0) for o in graph.operations)]
@@ -160,8 +162,9 @@ def _copy_positions(
 def _insert_copies(
     graph: Graph, places: list[_CopyPositions], arrival_overwrites: Mapping[int, int]
 ) -> OffloadedGraph:
-    """Return the graph with the operations of these copies. Copies that start at the same place do
-    so in the reverse order of `places`, and end so."""
+    """Return the graph with the operations of the copies at these positions. Copies back that start
+    before the same operation do so in the reverse order of `places`. `arrival_overwrites` is as in
+    `offload_values`."""
     before: dict[int, list[CopyOperation]] = defaultdict(list)
     after: dict[int, list[CopyOperation]] = defaultdict(list)
     for place in places:
@@ -181,7 +184,8 @@ def _insert_copies(
 
 
 class _CopyInsertion:
-    """The operations and values of a graph with copies, while it is built."""
+    """Builds a graph with copies: its operations and values so far. `overwrites` has the value that
+    an operation of the old graph writes over."""
 
     def __init__(self, graph: Graph, overwrites: Mapping[int, int]) -> None:
         self.old = graph
@@ -221,7 +225,8 @@ class _CopyInsertion:
         return OffloadedGraph(graph, tuple(self.sources))
 
     def _copy_operation(self, copy: CopyOperation) -> Operation:
-        """Return an operation that starts or awaits a copy. It takes no time of the device."""
+        """Return the operation that starts or awaits a copy, and add its output. It takes no time
+        of the device."""
         kind, value = copy
         producer = self.old.operations[self.old.producer[value]]
         handle = replace(self.old.values[value], size_bytes=HANDLE_BYTES)
@@ -255,12 +260,13 @@ class _CopyInsertion:
         )
 
     def _add_copy_output(self, copy: CopyOperation, suffix: str, like: Value) -> int:
-        """Add the output of a copy, and return its index."""
+        """Add the output of a copy, a value like `like` with a suffix, and return its index."""
         self.output[copy] = len(self.values)
         self.values.append(replace(like, name=f"{like.name}_{suffix}"))
         return self.output[copy]
 
     def _new_operation_name(self, name: str) -> str:
+        """Return a name that no operation has: `name`, or that with a number."""
         numbered = (f"{name}_{number}" for number in count(2))
         unique = next(n for n in chain([name], numbered) if n not in self.names)
         self.names.add(unique)

@@ -36,6 +36,7 @@ def with_shorter_waits(graph: Graph, schedule: Schedule, budget_bytes: int, link
 
 
 def _waits_for_copies(graph: Graph, schedule: Schedule, link: Link, operations: set[int]) -> bool:
+    """True if one of these operations waits for a copy in this schedule."""
     names = {graph.operations[op].name for op in operations}
     waits = copy_times(graph, schedule.runs, link).waits
     return any(w.operation in names and w.end_s > w.start_s for w in waits)
@@ -44,8 +45,8 @@ def _waits_for_copies(graph: Graph, schedule: Schedule, link: Link, operations: 
 def _faster_schedule(
     graph: Graph, schedule: Schedule, runs: list[int], budget_bytes: int, link: Link
 ) -> Schedule:
-    """Return the schedule with these runs if it is faster and within the budget; else the one
-    before."""
+    """Return the schedule with these `runs` if it is valid, faster, within the budget or the
+    present peak, and has no more bytes on the host; else `schedule`."""
     moved = Schedule.of(runs)
     limit_bytes = max(budget_bytes, simulate(graph, schedule).peak_bytes)
     try:
@@ -127,14 +128,15 @@ class _CopyMoves:
         return self.end_s[run - 1] if run else 0.0
 
     def _take_memory(self, run: int, size_bytes: int) -> bool:
-        """Allocate memory during a run, if the budget has room for it."""
+        """Count memory as allocated during a run, if the budget has room for it; else return
+        False."""
         if self.during_bytes[run] + size_bytes > self.budget_bytes:
             return False
         self.during_bytes[run] += size_bytes
         return True
 
     def _move_run(self, run: int, new_run: int) -> None:
-        """Move a run that takes no time, and needs what the run that it moved to needs."""
+        """Move a run that takes no time to the position of another one, with the memory of that."""
         if new_run == run:
             return
         during_bytes = self.during_bytes[new_run]

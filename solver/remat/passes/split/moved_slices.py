@@ -35,8 +35,9 @@ _MIN_SHARE = 0.25
 
 
 def with_moved_slices(trace: Trace) -> Trace:
-    """Return the trace with slices of large results of linear layers moved to their inputs; the
-    same trace if there are none. Operations that changed have no costs."""
+    """Return the trace with slices of large results of linear layers moved to the inputs of these
+    layers; the same trace if there are none, or if it has splits. Operations that changed have no
+    costs."""
     if trace.splits:  # it was made of a trace without such slices
         return trace
     moved = trace
@@ -78,7 +79,8 @@ class LayerSlice:
         return self.rows // self.shape[self.dimension] * (self.end - self.start)
 
     def sliced(self, shape: Sequence[int]) -> tuple[int, ...] | None:
-        """Return the shape of a tensor with the slice's rows only; None if it has no such rows."""
+        """Return the shape that a tensor of this shape has with the slice's rows only. Its rows are
+        the leading dimensions, or the first dimension; None if it has other rows."""
         leading = len(self.shape) - 1
         if tuple(shape[:leading]) == self.shape[:-1]:
             size = self.end - self.start
@@ -106,8 +108,8 @@ class _LayerSliceFinder:
         self.least_bytes = _MIN_SHARE * max((trace.storage_bytes[s] for s in produced), default=0)
 
     def find(self, number: int) -> LayerSlice | None:
-        """Return the slice that a node makes of a linear layer's result; None if it makes none, or
-        if it cannot be moved."""
+        """Return the slice of a linear layer's result that the node with this index makes; None if
+        it makes none, or if it cannot be moved."""
         trace, node = self.trace, self.trace.nodes[number]
         source = node.operand_names[0]
         shape = trace.tensors[source].shape
@@ -130,8 +132,9 @@ class _LayerSliceFinder:
         return next((item for item in gradients if item is not None), None)
 
     def _chain_to_product(self, part: LayerSlice, name: str, reader: int) -> tuple[int, ...]:
-        """Return the nodes from the one that produces the slice's source up to the product; none if
-        there are others, or others read their results."""
+        """Return the nodes from the producer of the slice's source `name` up to the product; () if
+        other operations than views and casts are between them, or if others than the next one
+        (first `reader`) read their results."""
         trace, chain = self.trace, list[int]()
         while self._is_read_by(name, [reader]) and name in self.index.producer:
             reader = self.index.producer[name]
@@ -153,7 +156,8 @@ class _LayerSliceFinder:
         return ()
 
     def _contiguous_copy_of(self, node: Node) -> int | None:
-        """Return the node that copies a slice, its only reader, into a contiguous tensor."""
+        """Return the node that copies a slice into a contiguous tensor; None unless it is the only
+        reader of the slice."""
         readers = self.index.consumers.get(node.results[0].name, [])
         if len(readers) != 1 or not self._is_read_by(node.results[0].name, readers):
             return None
@@ -162,8 +166,9 @@ class _LayerSliceFinder:
         return readers[0] if is_copy and copy.results[0].name not in self.returned else None
 
     def _with_gradient_from(self, part: LayerSlice, number: int) -> LayerSlice | None:
-        """Return the slice with the nodes of its gradient, which begin with this one; None if they
-        do not."""
+        """Return the slice with the nodes of its gradient, the first of which has the index
+        `number`; None if that node does not pad the gradient of this slice, or the slice cannot be
+        moved."""
         trace, node = self.trace, self.trace.nodes[number]
         padded = self._padded_gradient(node, part)
         if padded is None or not trace.tensors[padded.gradient].is_row_major():
@@ -189,8 +194,8 @@ class _LayerSliceFinder:
         return replace(padded, backward=tuple(chain), gradients=gradients)
 
     def _padded_gradient(self, node: Node, part: LayerSlice) -> LayerSlice | None:
-        """Return the slice with its gradient if a node pads that with zeros to the gradient of the
-        slice's source."""
+        """Return the slice with its gradient if the node pads it with zeros to the gradient of the
+        slice's source; else None."""
         if node.target not in ("aten.slice_backward.default", "aten.slice_scatter.default"):
             return None
         if _sliced_range(node, 2, part.shape) != (part.dimension, part.start, part.end):
@@ -213,8 +218,8 @@ class _LayerSliceFinder:
         return replace(part, gradient=gradient.name, zeros=None if is_read else number)
 
     def _readers_of_gradient(self, gradient: str, rows: object) -> tuple[int, ...]:
-        """Return the nodes that read the gradient of the product, with those that read its
-        transposes; none if one of them needs rows whose gradient is zero."""
+        """Return the nodes that read the gradient of the product, or its transposes; () if one of
+        them needs the rows whose gradient is zero. `rows` is the layer's input, as an argument."""
         nodes, readers = self.trace.nodes, list[int]()
         for number in self.index.consumers[gradient]:
             node, operand = nodes[number], Ref(gradient)
@@ -239,15 +244,17 @@ class _LayerSliceFinder:
         return tuple(readers)
 
     def _is_read_by(self, name: str, readers: Sequence[int]) -> bool:
-        """True if only these nodes read a tensor, which nothing writes to, and no caller gets."""
+        """True if these are all nodes that read a tensor, nothing writes into it, and it is neither
+        an output nor a gradient of the step."""
         is_mutated = self.trace.storage_of[name] in self.index.mutated
         is_returned = name in self.returned
         return not is_mutated and not is_returned and self.index.consumers.get(name) == [*readers]
 
 
 def _sliced_range(node: Node, first: int, shape: Sequence[int]) -> tuple[int, int, int] | None:
-    """Return dimension, start and end of a slice of a tensor of this shape, from the arguments of
-    a node from `first` on; None for a step, or if the slice is all of it or nothing."""
+    """Return dimension, start and end of a slice of a tensor of this shape. They are the arguments
+    of a node from index `first` on. None for a step other than 1, and for a slice of all elements
+    or none."""
     defaults: list[Any] = [0, None, None, 1]
     values = [*node.args[first : first + 4], *defaults[len(node.args[first : first + 4]) :]]
     dimension, start, end, step = values
@@ -259,7 +266,7 @@ def _sliced_range(node: Node, first: int, shape: Sequence[int]) -> tuple[int, in
 
 
 class _SliceRewriting:
-    """The trace with one slice moved to the input of its layer."""
+    """Writes the trace in which one slice is moved to the input of its layer."""
 
     def __init__(self, trace: Trace, part: LayerSlice) -> None:
         self.old, self.part = trace, part
@@ -291,7 +298,7 @@ class _SliceRewriting:
         return self.writer.trace()
 
     def _write_layer(self) -> None:
-        """Write the slice of the layer's input, and the layer of that."""
+        """Write the slice of the layer's input, and the layer applied to it."""
         part, old, writer = self.part, self.old, self.writer
         self.sliced_rows = self._write_slice()
         sliced = old.nodes[part.forward[0]]
@@ -427,7 +434,7 @@ class _SliceRewriting:
         storage: int,
         kwargs: Kwargs | None = None,
     ) -> str:
-        """Write a node with one result, and return its name."""
+        """Write a node with one result, in the module of `like`, and return the result's name."""
         is_view = target in (*VIEWS, *TRANSPOSES, "aten.slice.Tensor")
         name = self.writer.new_name(f"{like.name}{MOVED_SUFFIX}")
         result = Result(name=name, tensor=tensor, storage=storage)
@@ -440,11 +447,11 @@ class _SliceRewriting:
         return name
 
     def _slice_bytes(self, size_bytes: int) -> int:
-        """Return the bytes of the slice's rows, from the bytes of all rows."""
+        """Return the bytes of the slice's rows of a tensor, from the bytes of all its rows."""
         return size_bytes * self.part.slice_rows // self.part.rows
 
 
 def _row_major_meta(tensor: TensorMeta, shape: Sequence[int]) -> TensorMeta:
-    """Return the metadata of a contiguous tensor of this shape."""
+    """Return the metadata of a tensor like `tensor`, but contiguous and of this shape."""
     stride = tuple(prod(shape[d + 1 :]) for d in range(len(shape)))
     return tensor.model_copy(update={"shape": tuple(shape), "stride": stride, "offset": 0})

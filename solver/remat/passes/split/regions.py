@@ -69,7 +69,7 @@ class Region:
 
 def mutated_storages(trace: Trace, node: Node) -> set[int]:
     """Return the storages that a node without results writes into or frees: a buffer, a sum of
-    gradients, a gradient that is added into `.grad`."""
+    gradients, a gradient that is added into `.grad`. None for a node with results."""
     if node.results or not node.args:
         return set()
     mutated = node.args[1] if node.target == ACCUMULATE_TARGET else node.args[0]
@@ -107,7 +107,8 @@ def find_region(
 
 @dataclass
 class _RegionGrowth:
-    """A region while it grows."""
+    """A region while it grows from the tensor `seed`, to at most `max_nodes` operations and
+    views."""
 
     index: TraceIndex
     seed: str
@@ -126,7 +127,8 @@ class _RegionGrowth:
         self.least_elements = MIN_SHARE * self._element_count(self.seed)
 
     def grow(self) -> bool:
-        """Add all operations of the region. Return False if there is none, or too many."""
+        """Add all operations of the region. Return False if the producer of the seed cannot be
+        split, or if there are too many operations."""
         if self.seed not in self.producer:
             return False
         if not self._add_operation(self.producer[self.seed], {self.seed: self.seed_rows}):
@@ -156,11 +158,12 @@ class _RegionGrowth:
         return math.prod(self.metas[name].shape)
 
     def _tensors_read_by(self, index: int) -> list[str]:
+        """Return the names of the tensors that an operation reads, each once."""
         return list(dict.fromkeys(self.trace.operands[index]))
 
     def _add_operation(self, index: int, wanted: Mapping[str, State]) -> bool:
         """Add an operation if its rule accepts states of its arguments that agree with the region,
-        and produces `wanted`. Return True if it was added."""
+        and gives its results the states `wanted`. Return True if it was added."""
         node = self.trace.nodes[index]
         if node.piece_of:  # pieces are not split further: more pieces would do the same
             return False
@@ -192,7 +195,8 @@ class _RegionGrowth:
             yield dict(zip(names, states, strict=True))
 
     def _state_choices(self, name: str) -> Iterator[State]:
-        """Yield the states that a tensor may have for one more reader."""
+        """Yield the states in which one more operation may read a tensor: its present one (a sum is
+        read whole), or, for a tensor new to the region, whole and by rows."""
         if name in self.states and name in self.produced:
             state = self.states[name]
             yield state if isinstance(state, Rows) else WHOLE
@@ -206,8 +210,8 @@ class _RegionGrowth:
                 yield rows
 
     def _has_piece_layout(self, name: str, state: State, *, is_slice: bool = False) -> bool:
-        """True if pieces of a tensor have a memory layout: of their own, or as slices of a tensor
-        that is there as a whole."""
+        """True if pieces of a tensor in this state have strides: as tensors of their own, or with
+        `is_slice` as slices of the whole tensor."""
         if not isinstance(state, Rows):
             return True
         return piece_meta(self.metas[name], state, 1, is_slice=is_slice) is not None
@@ -232,8 +236,8 @@ class _RegionGrowth:
                     added |= self._add_operation(index, {})
 
     def _ancestors_of_region(self, backward: bool, readers: Sequence[int]) -> set[int]:
-        """Return the operations of a pass, from the first of `readers` on, on which one of the
-        region in that pass depends."""
+        """Return the operations of the forward, or with `backward` of the backward, on which a
+        later operation of the region in the same one depends, from the first of `readers` on."""
         nodes, ancestors = self.trace.nodes, set[int]()
         first = min((i for i in readers if nodes[i].backward == backward), default=len(nodes))
         last = max((i for i in self.split_calls if nodes[i].backward == backward), default=0)
@@ -248,6 +252,6 @@ class _RegionGrowth:
 
 
 def _is_state_conflict(state: State, result: State) -> bool:
-    """True if a tensor in this state cannot be the result of an operation in another. A sum is
-    whole once it is complete, so it can be read as a whole."""
+    """True if a tensor that the region reads in `state` cannot be produced in the state `result`. A
+    sum is whole once it is complete, so it can be read whole."""
     return state != result and not (state == WHOLE and isinstance(result, PartialSum))

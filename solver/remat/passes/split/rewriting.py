@@ -89,9 +89,9 @@ class _Piece:
 
 
 class _RegionRewriting:
-    """The state of a region's rewriting: what was written so far of each piece and of each whole.
+    """Writes the pieces of a region's operations: its state is what exists so far of each tensor.
 
-    `completed` are the tensors that are needed whole.
+    `completed` are the tensors that are needed as a whole.
     """
 
     def __init__(
@@ -122,7 +122,8 @@ class _RegionRewriting:
                 self._write_piece(index, piece)
 
     def record(self, *, with_previous: bool) -> SplitRecord:
-        """Return the record of the split."""
+        """Return the record of the split; `with_previous` if it was made at once with the split
+        before."""
         region = self.region
         return SplitRecord(
             seed=region.seed,
@@ -136,8 +137,8 @@ class _RegionRewriting:
         )
 
     def _largest_module(self) -> str:
-        """Return the module to which most bytes of the split tensors belong, if there is one: a
-        loss is often computed outside of any."""
+        """Return the path of the module to which most bytes of the split tensors belong; "" if all
+        are outside of modules, as a loss often is."""
         sizes_bytes: Counter[str] = Counter()
         for index in self.region.split_calls:
             node = self.old.nodes[index]
@@ -186,8 +187,8 @@ class _RegionRewriting:
             self._divide_sums(node, states)
 
     def _piece_result(self, result: Result, state: State, piece: _Piece, source: str) -> Result:
-        """Return the result of a piece, and remember its name. A view is in the storage of the
-        tensor `source`."""
+        """Return the result of a piece in this state, and remember its name. A view is in the
+        storage of the tensor `source`, which is "" for other operations."""
         name = self.writer.new_name(f"{result.name}_piece_{piece.number}")
         self.piece_name[result.name, piece.number] = name
         if result.storage in self.scalar_bytes:
@@ -209,6 +210,7 @@ class _RegionRewriting:
         return result.model_copy(update={"name": name, "tensor": tensor, "storage": storage})
 
     def _piece_storage(self, storage: int, piece: _Piece) -> int:
+        """Return the storage of a piece of the tensors in `storage`; add it at the first call."""
         key = storage, piece.number
         if key not in self.storage_of_piece:
             whole_bytes = self.old.storage_bytes[storage]
@@ -218,8 +220,8 @@ class _RegionRewriting:
         return self.storage_of_piece[key]
 
     def _piece_of_tensor(self, name: str, piece: _Piece, like: Node) -> str:
-        """Return the name of a tensor's piece; write the views that select it from a tensor of
-        another operation."""
+        """Return the name of a tensor's piece. If the region does not produce the tensor, write the
+        views that select the piece, with the module of `like`."""
         key = name, piece.number
         if key in self.piece_name:
             return self.piece_name[key]
@@ -232,8 +234,8 @@ class _RegionRewriting:
         return piece_name
 
     def _with_scaled_argument(self, node: Node, args: Args, index: int, piece: _Piece) -> Args:
-        """Write the product of an argument and the piece's share of the rows, and return the
-        arguments with it."""
+        """Write the product of the argument with this index and the piece's share of the rows, and
+        return the arguments with it."""
         argument = args[index]
         assert isinstance(argument, Ref)
         name = self.writer.new_name(f"{node.name}_scaled_{piece.number}")
@@ -247,11 +249,12 @@ class _RegionRewriting:
     # -- wholes -----------------------------------------------------------------------------------
 
     def _can_add_product(self, node: Node, sums: Sequence[Result], piece: _Piece) -> bool:
-        """True if a piece's matrix product can be added to the sum by the kernel that computes
-        it."""
+        """True if the kernel of a piece's matrix product can add it to the sum: in the backward,
+        from the second piece on."""
         return bool(node.target == "aten.mm.default" and sums and piece.number and node.backward)
 
     def _write_added_product(self, call: Node, result: Result, piece: _Piece) -> None:
+        """Write the operation that computes a piece's matrix product and adds it to the sum."""
         whole = self._partial_result(result, piece)
         args: Args = (Ref(self.total[result.name]), *call.args)
         update = {"target": ADD_PRODUCT_TARGET, "args": args, "results": (whole,)}
@@ -268,7 +271,7 @@ class _RegionRewriting:
         self.piece_name[result.name, piece.number] = name
 
     def _add_summand(self, node: Node, result: Result, piece: _Piece) -> None:
-        """Add a piece's summand."""
+        """Write the operation that adds a piece's summand to the sum: none for the first piece."""
         name = self.piece_name[result.name, piece.number]
         if not piece.number:
             self.total[result.name] = name
@@ -280,8 +283,8 @@ class _RegionRewriting:
         self.total[result.name] = whole.name
 
     def _partial_result(self, result: Result, piece: _Piece) -> Result:
-        """Return the result that a sum or buffer is after this piece: the tensor itself after the
-        last, unless it is still to be divided."""
+        """Return the tensor that a sum or buffer is after this piece: after the last one `result`
+        itself, unless it is still to be divided; else a new one."""
         state = self.region.produced[result.name]
         is_divided = isinstance(state, PartialSum) and state != PartialSum()
         if piece.is_last and not is_divided:
@@ -291,7 +294,8 @@ class _RegionRewriting:
         return Result(name=name, tensor=result.tensor, storage=storage)
 
     def _divide_sums(self, node: Node, states: Mapping[str, State]) -> None:
-        """Divide sums by their divisors."""
+        """Write the divisions of a node's sums by their divisors; none for sums without a
+        divisor."""
         for result in node.results:
             state = states[result.name]
             if not isinstance(state, PartialSum) or state == PartialSum():
@@ -306,8 +310,8 @@ class _RegionRewriting:
             self.writer.append(node, target, args, whole)
 
     def _append_piece(self, node: Node, result: Result, state: State, piece: _Piece) -> None:
-        """Append a piece: write it into the result's buffer (in the backward), or concatenate all
-        after the last one (in the forward)."""
+        """Append a piece to the whole result: write its rows into a buffer in the backward, or if
+        the result is not row-major; else concatenate all pieces after the last one."""
         assert isinstance(state, Rows)
         if node.backward or not result.tensor.is_row_major():
             whole = self._partial_result(result, piece)
@@ -321,6 +325,7 @@ class _RegionRewriting:
             self._concatenate_pieces(node, result, state)
 
     def _concatenate_pieces(self, node: Node, result: Result, state: Rows) -> None:
+        """Write the concatenation of all pieces of a result."""
         parts = tuple(Ref(self.piece_name[result.name, p.number]) for p in self.pieces)
         whole = result.model_copy(update={"position": -1})
         dimension = state.dimensions[-1]

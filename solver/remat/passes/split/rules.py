@@ -31,8 +31,8 @@ _MAX_INDEX = 2**63 - 1
 
 
 def split_call(call: CallToSplit) -> SplitCall | None:
-    """Return what a call in these states gives; None if it cannot be split so, or if nothing of it
-    is split."""
+    """Return the split call of an operation whose arguments are in these states. None if it cannot
+    be split so, samples random numbers, or reads no tensor by rows."""
     rule = RULES.get(call.node.target)
     is_split = any(isinstance(call.states.get(name), Rows) for name in call.tensors)
     if rule is None or call.node.random or not is_split:
@@ -42,7 +42,7 @@ def split_call(call: CallToSplit) -> SplitCall | None:
 
 
 def _may_overflow(call: CallToSplit, result: SplitCall) -> bool:
-    """True if a mean becomes a sum in float16: torch adds it up in float32."""
+    """True if a mean in float16 becomes a sum, which may overflow: torch adds it up in float32."""
     return any(
         isinstance(state, PartialSum) and state != SUM and item.tensor.dtype == "float16"
         for item, state in zip(call.node.results, result.results, strict=True)
@@ -53,7 +53,8 @@ def _may_overflow(call: CallToSplit, result: SplitCall) -> bool:
 
 
 def _split_elementwise(call: CallToSplit) -> SplitCall | None:
-    """Each element of the results depends on the elements in its place, after broadcasting."""
+    """Split an operator by rows if each element of its results depends only on the elements of the
+    operands at the same index, after broadcasting."""
     shape = call.node.results[0].tensor.shape
     if any(result.tensor.shape != shape for result in call.node.results):
         return None
@@ -132,7 +133,7 @@ def _product_rule(equation: str, first: int = 0) -> Rule:
 
 
 def _split_product_with_bias(call: CallToSplit) -> SplitCall | None:
-    """A matrix product added to a bias: for each row, or one for all. It is split by rows."""
+    """Split a matrix product with a bias, which has a row for each row or one for all, by rows."""
     result, bias = _product_rule("ik,kj->ij", first=1)(call), call.shape(0)
     if result is None or result.results != (Rows(0),):
         return None
@@ -143,7 +144,8 @@ def _split_product_with_bias(call: CallToSplit) -> SplitCall | None:
 
 
 def _split_reduction(call: CallToSplit) -> SplitCall | None:
-    """Other dimensions are reduced, or all rows are summed."""
+    """Split a reduction by rows if it reduces other dimensions only. If it sums or averages all the
+    rows, the pieces are partial sums."""
     rows, shape = call.common_rows(0), call.shape(0)
     if rows is None:
         return None
@@ -169,7 +171,7 @@ def _split_reduction(call: CallToSplit) -> SplitCall | None:
 
 
 def _split_reshape(call: CallToSplit) -> SplitCall | None:
-    """The rows must be a product of dimensions before and after."""
+    """Split a reshape by rows if these are adjacent dimensions of its result, too."""
     rows, result = call.common_rows(0), call.node.results[0].tensor.shape
     if rows is None:
         return None
@@ -181,7 +183,7 @@ def _split_reshape(call: CallToSplit) -> SplitCall | None:
 
 
 def _split_expand(call: CallToSplit) -> SplitCall | None:
-    """Other dimensions than the rows are expanded."""
+    """Split an expansion by rows if only other dimensions are expanded."""
     rows, result = call.common_rows(0), call.node.results[0].tensor.shape
     if rows is None:
         return None
@@ -191,7 +193,8 @@ def _split_expand(call: CallToSplit) -> SplitCall | None:
 
 
 def _split_with_shape(call: CallToSplit, rows: Rows | None) -> SplitCall | None:
-    """Return the call whose result has these rows, and whose argument 1 is its shape."""
+    """Return the split call whose result has these rows, and whose argument 1 is the shape of a
+    piece; None without rows."""
     if rows is None:
         return None
     shape = call.node.results[0].tensor.shape
@@ -199,7 +202,7 @@ def _split_with_shape(call: CallToSplit, rows: Rows | None) -> SplitCall | None:
 
 
 def _split_permute(call: CallToSplit) -> SplitCall | None:
-    """The dimensions of the rows must stay neighbours, in their order."""
+    """Split a permutation by rows if the dimensions of the rows stay neighbours, in their order."""
     rows, dimensions = call.common_rows(0), len(call.shape(0))
     if rows is None:
         return None
@@ -216,7 +219,7 @@ def _split_permute(call: CallToSplit) -> SplitCall | None:
 
 
 def _split_unsqueeze(call: CallToSplit) -> SplitCall | None:
-    """A dimension is added outside of the rows."""
+    """Split by rows if a dimension is added outside of the dimensions of the rows."""
     rows, added = call.common_rows(0), call.argument(1) % (len(call.shape(0)) + 1)
     if rows is None or rows.first < added < rows.dimensions.stop:
         return None
@@ -224,7 +227,7 @@ def _split_unsqueeze(call: CallToSplit) -> SplitCall | None:
 
 
 def _split_squeeze(call: CallToSplit) -> SplitCall | None:
-    """Dimensions of size 1 outside of the rows are removed."""
+    """Split by rows if dimensions of size 1 outside of the rows are removed."""
     rows, shape, argument = call.common_rows(0), call.shape(0), call.argument(1)
     dimensions = {d % len(shape) for d in ((argument,) if isinstance(argument, int) else argument)}
     if rows is None or not dimensions.isdisjoint(rows.dimensions):
@@ -233,7 +236,7 @@ def _split_squeeze(call: CallToSplit) -> SplitCall | None:
 
 
 def _split_select(call: CallToSplit) -> SplitCall | None:
-    """An index of a dimension that is not one of the rows."""
+    """Split the selection of an index by rows, if its dimension is not one of the rows."""
     rows, dimension = call.common_rows(0), call.argument(1, 0) % len(call.shape(0))
     if rows is None or dimension in rows.dimensions:
         return None
@@ -241,7 +244,7 @@ def _split_select(call: CallToSplit) -> SplitCall | None:
 
 
 def _split_slice(call: CallToSplit) -> SplitCall | None:
-    """A part of a dimension that is not one of the rows, or all of them."""
+    """Split a slice by rows, if its dimension is not one of the rows, or if it selects all rows."""
     rows, shape = call.common_rows(0), call.shape(0)
     dimension = call.argument(1, 0) % len(shape)
     if rows is None:
@@ -254,7 +257,7 @@ def _split_slice(call: CallToSplit) -> SplitCall | None:
 
 
 def _split_slice_backward(call: CallToSplit) -> SplitCall | None:
-    """The gradient of a part of a dimension that is not one of the rows: zeros around it."""
+    """Split the gradient of a slice by rows, if the slice's dimension is not one of the rows."""
     split = _row_rule(0, mixed=2)(call)
     return None if split is None else _split_with_shape(call, call.common_rows(0))
 
@@ -263,7 +266,8 @@ def _split_slice_backward(call: CallToSplit) -> SplitCall | None:
 
 
 def _split_nll_loss(call: CallToSplit) -> SplitCall | None:
-    """The mean is the sum divided by the sum of the weights of targets that are not ignored."""
+    """Split a negative log likelihood loss into partial sums, by its first dimension. A mean is
+    divided by the sum of the weights of targets that are not ignored, the second result."""
     kind = call.argument(3)
     if call.common_rows(0, 1) != Rows(0) or kind not in (_MEAN, _SUM):
         return None
@@ -275,14 +279,14 @@ def _split_nll_loss(call: CallToSplit) -> SplitCall | None:
 
 
 def _split_nll_loss_backward(call: CallToSplit) -> SplitCall | None:
-    """The sum of weights is the one of all rows."""
+    """Split the backward of that loss by rows: each piece reads the sum of weights of all rows."""
     is_reduced = call.argument(4) in (_MEAN, _SUM)
     return _row_rule(1, 2)(call) if is_reduced else _row_rule(0, 1, 2)(call)
 
 
 def _elementwise_loss_rule(reduction: int) -> Rule:
-    """Return the rule of a loss between two tensors of one shape, with the index of its argument
-    `reduction`."""
+    """Return the rule of a loss between two tensors of one shape, whose argument with the index
+    `reduction` says if it is a mean, a sum or neither. The first two give partial sums."""
 
     def rule(call: CallToSplit) -> SplitCall | None:
         kind = call.argument(reduction, _MEAN)
@@ -297,8 +301,9 @@ def _elementwise_loss_rule(reduction: int) -> Rule:
 
 
 def _elementwise_loss_backward_rule(reduction: int) -> Rule:
-    """Return the rule of such a loss's backward. Its mean is over the elements of a piece, so the
-    gradient of the loss is multiplied by the piece's share."""
+    """Return the rule of the backward of a loss between two tensors, with the index of its argument
+    `reduction`. The operator divides a mean by the elements of a piece, so the gradient of the loss
+    is multiplied by the piece's share of the rows."""
 
     def rule(call: CallToSplit) -> SplitCall | None:
         kind, rows = call.argument(reduction, _MEAN), call.common_rows(1, 2)
@@ -312,7 +317,8 @@ def _elementwise_loss_backward_rule(reduction: int) -> Rule:
 
 
 def _split_embedding_backward(call: CallToSplit) -> SplitCall | None:
-    """A sum over the rows, unless it is scaled by how often each index is among all rows."""
+    """Split the gradient of an embedding into partial sums over the rows. None if it is scaled by
+    how often each index is among all rows."""
     is_scaled_by_frequency = call.argument(4, False)
     return call.results_in(SUM) if call.common_rows(0, 1) and not is_scaled_by_frequency else None
 

@@ -57,8 +57,9 @@ def split_largest_operations(trace: Trace, pieces: int, max_piece_nodes: float =
 
 
 def _separate_regions(trace: Trace, operations: list[int], max_nodes: float) -> list[Region]:
-    """Return regions around operations, without tensors in common. The search ends at the first
-    operation that cannot be split: the peak stays as large as what that needs."""
+    """Return regions around these operations that have no tensors in common. It ends at the first
+    operation that cannot be split, or only with more than `max_nodes` operations and views: the
+    peak stays as large as what that operation needs."""
     index = TraceIndex(trace)
     graph = trace.graph_of_sizes
     regions: list[Region] = []
@@ -77,8 +78,8 @@ def _separate_regions(trace: Trace, operations: list[int], max_nodes: float) -> 
 
 
 def _split_at_once(regions: list[Region], pieces: int) -> Trace:
-    """Return the trace with regions split; only the first one if there is no order of the pieces of
-    all."""
+    """Return the trace with these regions in `pieces` pieces, or as many as they have rows. Only
+    the first region is split if the pieces of all have no valid order."""
     numbers = [min(pieces, region.rows) for region in regions]
     try:
         return split_regions(regions, numbers)
@@ -112,7 +113,8 @@ def find_peak_region(index: TraceIndex, operation: int, max_nodes: float = inf) 
 
 
 def _region_preference(region: Region) -> tuple[int, int, int]:
-    """Return the sort key of a region; the largest is the best."""
+    """Return the sort key of a region, the largest the best: bytes that are split, fewest elements
+    that the forward sums up, rows."""
     nodes = region.trace.nodes
     forward_sums = (
         prod(result.tensor.shape)
@@ -140,7 +142,8 @@ def operand_bytes(graph: Graph) -> list[int]:
 
 
 def _regions_around(index: TraceIndex, name: str, max_nodes: float) -> list[Region]:
-    """Return a region around a tensor for each number of rows that it can have."""
+    """Return the regions around a tensor, one for each choice of adjacent dimensions as rows that
+    can be split; none for a tensor that no operation produces."""
     if name not in index.producer:  # a tangent
         return []
     shape = index.trace.tensors[name].shape
@@ -170,7 +173,7 @@ def with_recorded_splits(trace: Trace, splits: Iterable[AnySplit]) -> Trace:
 
 
 def _splits_made_at_once(splits: Iterable[AnySplit]) -> list[list[AnySplit]]:
-    """Group the splits that were made at once."""
+    """Return the splits in groups that were made at once."""
     groups: list[list[AnySplit]] = []
     for split in splits:
         if split.with_previous and groups:
@@ -181,6 +184,7 @@ def _splits_made_at_once(splits: Iterable[AnySplit]) -> list[list[AnySplit]]:
 
 
 def _recorded_region(index: TraceIndex, split: AnySplit) -> Region:
+    """Return the region of a recorded split in this trace. Raises `RematError` if it has none."""
     rows = Rows(split.first_dimension, split.dimension_count)
     tensor = index.trace.tensors.get(split.seed)
     dimensions = 0 if tensor is None else len(tensor.shape)

@@ -49,8 +49,9 @@ def operation_stages(region: Region) -> dict[int, int]:
 
 
 def completed_tensors(region: Region) -> tuple[set[str], set[int]]:
-    """Return the region's tensors that are needed as a whole, and the indices of its views of
-    them."""
+    """Return the region's tensors that are needed as a whole: sums, and what operations outside of
+    it or the caller read. And return the indices of its views of them, which are also written as a
+    whole."""
     names_read = {
         name
         for index, operands in enumerate(region.trace.operands)
@@ -126,8 +127,8 @@ def _keep_mutation_order(
     members: Mapping[Group, Sequence[int]],
     waits_for: Mapping[Group, set[Group]],
 ) -> None:
-    """Keep the order between an operation that writes into a tensor and all others that read or
-    write that tensor."""
+    """Add to `waits_for` that an operation which writes into a tensor keeps its order with all
+    others that read or write that tensor."""
     group_of = {i: g for g, indices in members.items() if g.kind != "view" for i in indices}
     touching: dict[int, list[int]] = {}
     for index, node in enumerate(trace.nodes):
@@ -147,7 +148,8 @@ def _topological_groups(
     waits_for: Mapping[Group, set[Group]],
     priority: Mapping[Group, tuple[bool, int]],
 ) -> list[tuple[Group, list[int]]]:
-    """Return the groups in topological order; among groups that are ready, `priority` decides."""
+    """Return the groups in topological order; among groups that are ready, `priority` decides.
+    Raises `RematError` if there is no such order."""
     followers: dict[Group, list[Group]] = {}
     for group, others in waits_for.items():
         for other in others:
