@@ -224,7 +224,7 @@ class Document(Record):
     version: int = 0
 
     def model_post_init(self, context: object, /) -> None:
-        """Set `format` and `version` of documents that do not name them, such as those that are
+        """Set `format` and `version` of documents that do not name them, such as documents that are
         created in Python."""
         for name, value in (("format", self.FORMAT), ("version", self.VERSION)):
             if name not in self.model_fields_set:

@@ -341,7 +341,7 @@ def trained_parameters(trace: Trace) -> list[Placeholder]:
     return [p for p in trace.placeholders if p.kind == "parameter" and p.name in names]
 
 
-def convolutions(trace: Trace) -> list[Node]:
+def convolution_nodes(trace: Trace) -> list[Node]:
     """Return the convolutions of a step, those of the backward too."""
     return [node for node in trace.nodes if "convolution" in node.target and not node.view]
 

@@ -224,4 +224,5 @@ def run_limit(
 
 
 def _time_and_peak(candidate: EvaluatedSchedule) -> tuple[float, int]:
+    """Return the sort key of a schedule, the smallest the best."""
     return candidate.time_s, candidate.peak_bytes

@@ -59,7 +59,8 @@ class RecomputeCosts:
         return (cost_s + self._min_cost_s) ** self._exponent
 
     def note_allocation(self, v: int) -> None:
-        """Forget the costs and bounds of values that are recomputed from `v`."""
+        """Note that `v` is in memory now: forget the costs and bounds of values that are recomputed
+        from it."""
         for dependent in self._dependents[v]:
             self._cached.pop(dependent, None)
             self._bounds_s[dependent] = self._least_s[dependent]
@@ -67,7 +68,8 @@ class RecomputeCosts:
         self._dependents[v].clear()
 
     def note_release(self, v: int) -> None:
-        """Forget the costs of values that are recomputed from `v`; they are bounds now."""
+        """Note that `v` was freed: costs of values that are recomputed from it are lower bounds
+        now."""
         for dependent in self._dependents[v]:
             if self._cached.pop(dependent, None) is not None:
                 self.divisors[dependent] = self.divisor(self._bounds_s[dependent])

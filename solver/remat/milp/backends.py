@@ -44,7 +44,7 @@ up to 1e-5."""
 Values = dict[Column, float]
 
 
-def run(
+def run_model(
     model: MilpModel,
     highs: HighsSolver,
     *,
@@ -69,6 +69,8 @@ def run(
 def _run_through_pulp(
     model: MilpModel, name: str, options: HighsSolver, start: Values | None
 ) -> SolverRun:
+    """Solve the model with a solver of PuLP's, by its name, and correct the outcome that it claims:
+    see the module. Raises `SolverError` if the solver fails."""
     gap, time_limit, is_cancelled = options.gap, options.time_limit, options.is_cancelled
     started_at = time.monotonic()
     backend = pulp_solvers.open_solver(

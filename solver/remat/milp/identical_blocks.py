@@ -155,6 +155,7 @@ def _operation_key(graph: Graph, op: int) -> Hashable:
 
 
 def _output_index(graph: Graph, value: int) -> int:
+    """Return the position of a value among its producer's outputs."""
     return graph.operations[graph.producer[value]].outputs.index(value)
 
 
@@ -296,6 +297,8 @@ class SharedDecisions:
         )
 
     def _slot_key(self, slot: int) -> tuple[int, ...]:
+        """Return a key that is equal for slots that share decisions: the same place in blocks of
+        one group, for the same operation."""
         stage, op = self.stages[slot], self.slots.operations[slot]
         block = self.blocks.block_of[stage]
         place = (

@@ -277,6 +277,8 @@ class MilpModel:
     def _add_byte_change(
         self, change: dict[Column, float], value: int, old: Term, new: Term
     ) -> float:
+        """Add the size of a value to `change` for its new term, and subtract it for the old one.
+        Return the change by terms that are fixed."""
         constant = 0.0
         for sign, term in ((1.0, new), (-1.0, old)):
             if isinstance(term, int):
@@ -286,10 +288,12 @@ class MilpModel:
         return constant
 
     def _set_retained(self, slot: int, value: int, term: Term) -> Term:
+        """Set the term for retaining a value from a slot to its next event, and return it."""
         self._retained_now[value] = self.retained[slot, value] = term
         return term
 
     def _write_objective(self) -> None:
+        """Set the objective: the cost of all runs or, without a budget, the peak."""
         program = self.program
         if isinstance(self._available, Column):
             program.costs = {self._available: 1.0}
@@ -300,10 +304,12 @@ class MilpModel:
         program.offset = self.graph.total_cost_s / self.cost_unit_s
 
     def _run_column(self, slot: int) -> Column:
+        """Return the variable for running a slot."""
         key = None if self._shared is None else self._shared.run_key(slot)
         return self._shared_column(key, f"r{slot:06d}", is_integer=True)
 
     def _retention_column(self, slot: int, value: int) -> Column:
+        """Return the variable for retaining a value from a slot to its next event."""
         key = None if self._shared is None else self._shared.retention_key(slot, value)
         # Sums over many blocks give no cover cuts; the variable is integral without being declared
         # so.
@@ -320,4 +326,5 @@ class MilpModel:
 
 
 def _total_graph_bytes(graph: Graph) -> int:
+    """Return the bytes of all values and of the constant memory; 1 for none."""
     return graph.constant_bytes + sum(value.size_bytes for value in graph.values) or 1

@@ -190,6 +190,7 @@ def build_periodic_slots(
 
 
 def _may_recompute(graph: Graph, op: int, affordable_s: float) -> bool:
+    """True if an operation is recomputable and costs at most `affordable_s`, up to rounding."""
     operation = graph.operations[op]
     return operation.recomputable and operation.cost_s <= affordable_s * (1 + _COST_TOLERANCE)
 

@@ -103,7 +103,7 @@ def test_a_program_without_columns_is_solved() -> None:
     one_operation = Graph((Operation("a", (), (0,), 2.0),), (Value("x", 8),), frozenset({0}))
     model = MilpModel(one_operation, slots.build_complete_slots(one_operation), 8)
     assert not model.program.columns
-    answer = backends.run(model, HighsSolver(gap=0.0, time_limit=10.0, threads=1))
+    answer = backends.run_model(model, HighsSolver(gap=0.0, time_limit=10.0, threads=1))
     assert answer.outcome is SolverOutcome.OPTIMAL
     assert answer.objective == answer.bound == COST_SCALE
     assert answer.schedule is not None

@@ -73,7 +73,7 @@ class ScheduleProfile:
         self.reset(runs, budget_bytes)
 
     def reset(self, runs: Sequence[int], budget_bytes: int) -> None:
-        """Start from these runs, evenly spread."""
+        """Replace everything by these runs, evenly spread over new slots."""
         self.budget_bytes = budget_bytes
         count = SLOTS_PER_RUN * len(runs) + SLOTS_PER_RUN
         self.slots = [-1] * count
@@ -207,7 +207,7 @@ class ScheduleProfile:
         return delta
 
     def commit(self) -> None:
-        """Make the evaluated change."""
+        """Make the prepared changes, after `evaluate`."""
         self.apply_pending()
         low, new = self._low, self._new
         self.excess_by_slot[low : low + len(new)] = new
@@ -221,7 +221,7 @@ class ScheduleProfile:
         self._clear_changes()
 
     def revert(self) -> None:
-        """Discard the change."""
+        """Discard the prepared changes."""
         self._pending = None
         for op, slot, target in reversed(self._applied):
             self._move_run_in_lists(op, target, slot)

@@ -217,7 +217,8 @@ class _AnnealingSearch:
         self._accept_if_better(Schedule.of(best_runs or profile.runs))
 
     def evict(self) -> None:
-        """If nothing fits yet, run eviction in the order that came nearest to the budget."""
+        """Run eviction in the order that came nearest to the budget, and update the best schedule.
+        Does nothing if something fits already, or if `stop` returns True."""
         if self._fits(self.best) or self.stop():
             return
         permuted, to_original = reorder_graph(
@@ -241,6 +242,7 @@ class _AnnealingSearch:
         self.best = min(self.best, evaluated, key=self._rank)
 
     def _fits(self, evaluated: EvaluatedSchedule) -> bool:
+        """True if the peak of a schedule is within the budget."""
         return evaluated.peak_bytes <= self.budget_bytes
 
     def _rank(self, evaluated: EvaluatedSchedule) -> tuple[int, float, int]:

@@ -42,6 +42,7 @@ def usable_backends() -> list[BackendStatus]:
 
 
 def _highs_status() -> BackendStatus:
+    """Return the status of HiGHS, which is usable wherever this module can be imported."""
     try:
         return BackendStatus(HIGHS.name, True, metadata.version("highspy"))
     except metadata.PackageNotFoundError:

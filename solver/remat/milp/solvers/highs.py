@@ -88,6 +88,7 @@ class HighsSolver:
         return _read_answer(highs, program)
 
     def _set_options(self, highs: highspy.Highs) -> None:
+        """Set HiGHS's options from the fields."""
         options: dict[str, str | int | float | bool] = {
             "mip_rel_gap": self.gap,
             "mip_abs_gap": 1e-9,

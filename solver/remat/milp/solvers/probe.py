@@ -33,7 +33,7 @@ _TRIAL_LIMIT_VARIABLES = 6_000
 _OPTIMAL = 1
 
 
-def probe(class_name: str) -> dict[str, str | bool]:
+def probe_solver_class(class_name: str) -> dict[str, str | bool]:
     """Try a class of PuLP's, and return `usable`, `version` and `reason`: why it is not usable, or
     how far its licence goes. Unknown ones are ""."""
     version = ""
@@ -98,4 +98,6 @@ def _solver_version(backend: pulp.LpSolver) -> str:
 
 if __name__ == "__main__":
     for name in sys.argv[1:]:
-        print("\n" + LINE_PREFIX + json.dumps({"name": name, **probe(name)}), flush=True)
+        print(
+            "\n" + LINE_PREFIX + json.dumps({"name": name, **probe_solver_class(name)}), flush=True
+        )

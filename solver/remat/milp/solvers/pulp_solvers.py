@@ -158,6 +158,7 @@ def _pulp_classes() -> dict[str, type[pulp.LpSolver]]:
 def _construct_solver(
     cls: type[pulp.LpSolver], gap: float, time_limit: float, threads: int, warm_start: bool
 ) -> pulp.LpSolver:
+    """Return a solver of this class with the options that it accepts, silent."""
     gap = max(gap, MIN_GAP)
     options: dict[str, Any] = {
         "timeLimit": time_limit,
@@ -277,6 +278,7 @@ def to_pulp_problem(
 
 
 def _pulp_expression(terms: Mapping[pulp.LpVariable, float], constant: float = 0.0) -> Any:
+    """Return a sum of terms and a constant as PuLP's expression."""
     if IS_PULP_4:
         return _PULP.LpAffineExpression.from_dict(terms, constant)
     return pulp.LpAffineExpression(terms, constant=constant)
@@ -285,6 +287,7 @@ def _pulp_expression(terms: Mapping[pulp.LpVariable, float], constant: float = 0
 def _add_pulp_row(
     problem: pulp.LpProblem, name: str, terms: dict[pulp.LpVariable, float], sense: int, rhs: float
 ) -> None:
+    """Add a row to PuLP's problem: the sum of terms (sense) rhs."""
     if IS_PULP_4:
         row = _pulp_expression(terms, -rhs)
         row.sense = sense

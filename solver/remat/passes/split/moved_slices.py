@@ -78,7 +78,7 @@ class LayerSlice:
         """The number of rows of the slice."""
         return self.rows // self.shape[self.dimension] * (self.end - self.start)
 
-    def sliced(self, shape: Sequence[int]) -> tuple[int, ...] | None:
+    def sliced_shape(self, shape: Sequence[int]) -> tuple[int, ...] | None:
         """Return the shape that a tensor of this shape has with the slice's rows only. Its rows are
         the leading dimensions, or the first dimension; None if it has other rows."""
         leading = len(self.shape) - 1
@@ -140,7 +140,7 @@ class _LayerSliceFinder:
             reader = self.index.producer[name]
             node, tensor = trace.nodes[reader], trace.tensors[name]
             chain.append(reader)
-            if not tensor.is_row_major() or part.sliced(tensor.shape) is None:
+            if not tensor.is_row_major() or part.sliced_shape(tensor.shape) is None:
                 break
             if node.target in PRODUCTS:
                 rows, addend = node.args[PRODUCTS[node.target]], node.args[0]
@@ -183,7 +183,7 @@ class _LayerSliceFinder:
                 break
             current = reader.results[0].name
             tensor = trace.tensors[current]
-            if part.sliced(tensor.shape) is None or not tensor.is_row_major():
+            if part.sliced_shape(tensor.shape) is None or not tensor.is_row_major():
                 return None
             chain.append(readers[0])
         product = trace.nodes[part.forward[-1]]
@@ -326,7 +326,7 @@ class _SliceRewriting:
         shape = (*part.shape[:-1], meta.shape[1])
         whole = _row_major_meta(meta, shape)
         name = self._write_node(like, "aten.view.default", (Ref(self.rows), shape), whole, storage)
-        sliced = part.sliced(shape)
+        sliced = part.sliced_shape(shape)
         assert sliced is not None
         offset = part.start * whole.stride[part.dimension]
         tensor = whole.model_copy(update={"shape": sliced, "offset": offset})
@@ -390,7 +390,7 @@ class _SliceRewriting:
         meta = _row_major_meta(result.tensor, (part.slice_rows, width))
         name = self._write_node(node, node.target, args, meta, storage)
         shape = (*part.shape[:-1], width)
-        sliced = part.sliced(shape)
+        sliced = part.sliced_shape(shape)
         assert sliced is not None
         args = (Ref(name), sliced)
         name = self._write_node(
@@ -412,7 +412,7 @@ class _SliceRewriting:
         new `names`, and return the name of its result. `storages` has the new storage of each old
         one."""
         (result,) = node.results
-        shape = self.part.sliced(result.tensor.shape)
+        shape = self.part.sliced_shape(result.tensor.shape)
         assert shape is not None
         if result.storage not in storages:
             size_bytes = self.old.storage_bytes[result.storage]

@@ -155,6 +155,7 @@ class _RegionGrowth:
         return len(self.split_calls) <= self.max_nodes
 
     def _element_count(self, name: str) -> int:
+        """Return the number of elements of a tensor."""
         return math.prod(self.metas[name].shape)
 
     def _tensors_read_by(self, index: int) -> list[str]:

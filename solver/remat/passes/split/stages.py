@@ -13,7 +13,7 @@ from remat.passes.split.regions import Region, mutated_storages
 from remat.passes.split.states import PartialSum, Rows
 
 
-class Group(NamedTuple):
+class OperationGroup(NamedTuple):
     """Operations that are written together: all of a stage of a region, or one alone ("node",
     "view"). `number` is the number of the stage, or the index of the operation."""
 
@@ -89,28 +89,28 @@ def split_bytes(region: Region) -> int:
 
 def ordered_stage_groups(
     regions: Sequence[Region], kept_views: Iterable[int]
-) -> list[tuple[Group, list[int]]]:
+) -> list[tuple[OperationGroup, list[int]]]:
     """Return the operations of a trace in a valid order: the operations of a stage of a region in
     one group, each other operation in its own. A view of a region that is also needed as a whole is
     written once more, in a group of its own. Raises `RematError` if there is no such order."""
     trace = regions[0].trace
     nodes = trace.nodes
     group_of = {
-        index: Group("stage", stage, number)
+        index: OperationGroup("stage", stage, number)
         for number, region in enumerate(regions)
         for index, stage in operation_stages(region).items()
     }
-    members: dict[Group, list[int]] = {}
+    members: dict[OperationGroup, list[int]] = {}
     for index in range(len(nodes)):
-        members.setdefault(group_of.get(index, Group("node", index)), []).append(index)
-    members.update({Group("view", index): [index] for index in kept_views})
-    by_piece: dict[str, Group] = {}
-    whole: dict[str, Group] = {}
+        members.setdefault(group_of.get(index, OperationGroup("node", index)), []).append(index)
+    members.update({OperationGroup("view", index): [index] for index in kept_views})
+    by_piece: dict[str, OperationGroup] = {}
+    whole: dict[str, OperationGroup] = {}
     for group, indices in members.items():
         names = [r.name for index in indices for r in nodes[index].results]
         whole.update((n, group) for n in names if group.kind == "view" or n not in whole)
         by_piece.update((n, group) for n in names if group.kind != "view")
-    waits_for: dict[Group, set[Group]] = {}
+    waits_for: dict[OperationGroup, set[OperationGroup]] = {}
     for group, indices in members.items():
         in_pieces = regions[group.region].produced if group.kind == "stage" else {}
         read = {name for index in indices for name in trace.operands[index]}
@@ -124,8 +124,8 @@ def ordered_stage_groups(
 
 def _keep_mutation_order(
     trace: Trace,
-    members: Mapping[Group, Sequence[int]],
-    waits_for: Mapping[Group, set[Group]],
+    members: Mapping[OperationGroup, Sequence[int]],
+    waits_for: Mapping[OperationGroup, set[OperationGroup]],
 ) -> None:
     """Add to `waits_for` that an operation which writes into a tensor keeps its order with all
     others that read or write that tensor."""
@@ -144,20 +144,20 @@ def _keep_mutation_order(
 
 
 def _topological_groups(
-    members: Mapping[Group, list[int]],
-    waits_for: Mapping[Group, set[Group]],
-    priority: Mapping[Group, tuple[bool, int]],
-) -> list[tuple[Group, list[int]]]:
+    members: Mapping[OperationGroup, list[int]],
+    waits_for: Mapping[OperationGroup, set[OperationGroup]],
+    priority: Mapping[OperationGroup, tuple[bool, int]],
+) -> list[tuple[OperationGroup, list[int]]]:
     """Return the groups in topological order; among groups that are ready, `priority` decides.
     Raises `RematError` if there is no such order."""
-    followers: dict[Group, list[Group]] = {}
+    followers: dict[OperationGroup, list[OperationGroup]] = {}
     for group, others in waits_for.items():
         for other in others:
             followers.setdefault(other, []).append(group)
     missing = {group: len(others) for group, others in waits_for.items()}
     ready = [(priority[group], group) for group in members if not missing[group]]
     heapq.heapify(ready)
-    ordered: list[tuple[Group, list[int]]] = []
+    ordered: list[tuple[OperationGroup, list[int]]] = []
     while ready:
         _, group = heapq.heappop(ready)
         ordered.append((group, members[group]))

@@ -21,7 +21,7 @@ class Rows:
 
     @property
     def dimensions(self) -> range:
-        """The dimensions that are the rows."""
+        """The indices of the dimensions that are the rows."""
         return range(self.first, self.first + self.count)
 
     def shifted(self, by: int) -> Rows:
