@@ -23,6 +23,7 @@ import numpy as np
 from remat.graph import Graph
 
 Span = tuple[int, int, float]
+"""The slots from a first one up to an end, exclusive, and the bytes to add to their memory."""
 
 
 def last_reader(copies: list[int], readers: list[int], copy: int, removed: int = -1) -> int:
