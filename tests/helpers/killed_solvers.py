@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from remat.milp.solvers.solver_processes import _children, _descendants
+from remat.milp.solvers.solver_processes import _child_processes, _descendant_processes
 
 needs_procfs = pytest.mark.skipif(
     not Path("/proc/self/task").exists(), reason="needs /proc to find the solver's process"
@@ -39,7 +39,7 @@ def killing_cbc(when: Callable[[int], bool], owner: int | None = None) -> Iterat
 
     def watch() -> None:
         while not ended.is_set():
-            pids = [pid for pid in _descendants(_children(root)) if arguments(pid)]
+            pids = [pid for pid in _descendant_processes(_child_processes(root)) if arguments(pid)]
             for pid in pids:
                 with suppress(OSError):  # it has ended
                     while pid not in kills.pids and arguments(pid) and not ended.is_set():

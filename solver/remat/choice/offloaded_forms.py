@@ -15,7 +15,7 @@ from remat.heuristics.peak_bounds import peak_lower_bound_bytes
 from remat.milp.checkpoint_cuts import (
     HostLimits,
     OffloadCut,
-    candidate_operations,
+    candidate_cuts,
     linear_bound_s,
     relax_offload_cut,
 )
@@ -142,7 +142,7 @@ class OffloadPrograms(Generic[S]):
         self.forward = {v for v in self.values if not operations[producer[v]].backward}
         during_bytes = simulate(self.graph, Schedule.keep_all(self.graph)).during_bytes
         self.range_bytes = max(during_bytes, default=0) - self.graph.constant_bytes
-        cuts = candidate_operations(during_bytes, budget_bytes, CANDIDATE_CUTS)
+        cuts = candidate_cuts(during_bytes, budget_bytes, CANDIDATE_CUTS)
         self.cuts = cuts if self.values else []
 
     def limits_at(
@@ -251,7 +251,7 @@ def least_time_from_live_bytes_s(
     if peak_lower_bound_bytes(graph) > budget_bytes:
         return math.inf
     bound_s = graph.total_cost_s
-    for op in candidate_operations(during_bytes, budget_bytes, CANDIDATE_CUTS)[:_JUDGED_CUTS]:
+    for op in candidate_cuts(during_bytes, budget_bytes, CANDIDATE_CUTS)[:_JUDGED_CUTS]:
         if bound_s >= until_s:
             break
         bound_s = max(bound_s, linear_bound_s(graph, budget_bytes, op))

@@ -89,8 +89,9 @@ _WIDTHS = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 
 
 def compute_efficiency(node: Node, metas: Mapping[str, TensorMeta]) -> float:
-    """Return the share of the attainable arithmetic rate that a product reaches; 1 for others."""
-    matrices = [t for t in _tensors(node, metas) if len(t.shape) >= 2]
+    """Return the share of the attainable arithmetic rate that an operation reaches: less than 1 for
+    a matrix product in half precision whose rows are not aligned."""
+    matrices = [t for t in _operands_and_results(node, metas) if len(t.shape) >= 2]
     if operation_name(node) not in _PRODUCTS or not any(t.dtype in HALF_DTYPES for t in matrices):
         return 1.0
     is_aligned = all(max(t.stride[-2:]) % ALIGNMENT == 0 for t in matrices)
@@ -108,14 +109,16 @@ def unvectorized_elements(node: Node, metas: Mapping[str, TensorMeta]) -> float:
         return 0.0
     results = [result.tensor for result in node.results]
     tensors = [t for t in (*operands, *results) if prod(t.shape) > 1]
-    if not tensors or not (_converts(operands, results) or _is_strided(name, operands, results)):
+    if not tensors or not (
+        _converts_dtype(operands, results) or _is_strided(name, operands, results)
+    ):
         return 0.0
     counted = operands if name == "slice_backward" else tensors
     return max(prod(t.shape) for t in counted)
 
 
-def launches(node: Node, metas: Mapping[str, TensorMeta]) -> int:
-    """Return the number of launches whose time an operation takes."""
+def launch_count(node: Node, metas: Mapping[str, TensorMeta]) -> int:
+    """Return the number of empty launches that take as long as the launches of an operation."""
     name = operation_name(node)
     if name == "sum" and node.operand_names:
         results = prod(node.results[0].tensor.shape)
@@ -126,7 +129,8 @@ def launches(node: Node, metas: Mapping[str, TensorMeta]) -> int:
 
 
 def reread_bytes(node: Node, metas: Mapping[str, TensorMeta], size_bytes: int) -> int:
-    """Return the bytes that a softmax reads more than once, for an operand of `size_bytes`.
+    """Return the bytes that a softmax reads more than once, for a first operand of `size_bytes`; 0
+    for other operations, and for short rows.
 
     With rows above `CACHED_ROW_BYTES`, the forward reads its operand three times (maximum, sum,
     result), and the backward the gradient twice.
@@ -143,11 +147,12 @@ def operation_name(node: Node) -> str:
     return node.target.split(".")[1]
 
 
-def _tensors(node: Node, metas: Mapping[str, TensorMeta]) -> list[TensorMeta]:
+def _operands_and_results(node: Node, metas: Mapping[str, TensorMeta]) -> list[TensorMeta]:
+    """Return the metadata of the tensors that a node reads and returns."""
     return [*(metas[n] for n in node.operand_names), *(r.tensor for r in node.results)]
 
 
-def _converts(operands: Sequence[TensorMeta], results: Sequence[TensorMeta]) -> bool:
+def _converts_dtype(operands: Sequence[TensorMeta], results: Sequence[TensorMeta]) -> bool:
     """True if an operand is converted to another dtype, except by a copy to a narrower one, which
     torch vectorizes."""
     dtypes = {t.dtype for t in (*operands, *results)} - _NO_CONVERSION
@@ -165,25 +170,27 @@ def _is_strided(name: str, operands: Sequence[TensorMeta], results: Sequence[Ten
         return not all(map(is_contiguous, operands))
     result = results[0]
     return any(
-        prod(t.shape) > 1 and (t.shape != result.shape or _strides(t) != _strides(result))
+        prod(t.shape) > 1
+        and (t.shape != result.shape or _relevant_strides(t) != _relevant_strides(result))
         for t in operands
     )
 
 
-def _strides(tensor: TensorMeta) -> list[int]:
-    """Return the strides of dimensions with several elements: other strides mean nothing."""
+def _relevant_strides(tensor: TensorMeta) -> list[int]:
+    """Return the strides of the dimensions with several elements. The strides of others have no
+    effect."""
     return [s for s, n in zip(tensor.stride, tensor.shape, strict=True) if n > 1]
 
 
 def image_seconds(node: Node, metas: Mapping[str, TensorMeta], multiprocessors: int) -> float:
-    """Return the seconds to add to the roofline's for an operation; 0 for operations without a
-    rule."""
+    """Return the seconds that an operation on images takes in addition to the roofline's; 0 for
+    operations without a rule."""
     name = operation_name(node)
     operands = [metas[operand] for operand in node.operand_names]
-    if not operands or len(operands[0].shape) < 4 or not _is_contiguous(operands[0]):
+    if not operands or len(operands[0].shape) < 4 or not _is_default_format(operands[0]):
         return 0.0
     if name in _NORMS and operands[0].dtype == "bfloat16":
-        return _norm_seconds(operands[0], _NORMS[name], multiprocessors)
+        return _batch_norm_seconds(operands[0], _NORMS[name], multiprocessors)
     is_plain = name in _GROUPS and len(node.args) > _GROUPS[name] and node.args[_GROUPS[name]] == 1
     if is_plain and operands[0].dtype in HALF_DTYPES:
         elements = _converted_elements(name, operands, [r.tensor for r in node.results])
@@ -191,7 +198,8 @@ def image_seconds(node: Node, metas: Mapping[str, TensorMeta], multiprocessors: 
     return 0.0
 
 
-def _norm_seconds(images: TensorMeta, direction: str, multiprocessors: int) -> float:
+def _batch_norm_seconds(images: TensorMeta, direction: str, multiprocessors: int) -> float:
+    """Return the seconds of a batch norm in bfloat16, in the "forward" or "backward"."""
     elements = prod(images.shape)
     return max(
         elements / images.shape[1] / CHANNEL_ELEMENTS_PER_S[direction],
@@ -200,8 +208,9 @@ def _norm_seconds(images: TensorMeta, direction: str, multiprocessors: int) -> f
 
 
 def _converted_elements(name: str, operands: list[TensorMeta], results: list[TensorMeta]) -> float:
-    """Return the elements of images that a convolution converts: none if it is a matrix product of
-    aligned rows, a kernel of 1 x 1 with stride 1."""
+    """Return the elements of images that a convolution converts between memory formats: 0 if it is
+    a matrix product (a kernel of 1 x 1 with stride 1) of aligned rows. Images of few channels count
+    several times."""
     images, weight = (operands[0], operands[1]) if name == "convolution" else operands[1:3]
     all_images = [t for t in (*operands, *results) if len(t.shape) > 2 and t.shape != weight.shape]
     result = results[0] if name == "convolution" else operands[0]
@@ -212,6 +221,7 @@ def _converted_elements(name: str, operands: list[TensorMeta], results: list[Ten
     return slowdown * sum(float(prod(t.shape)) for t in all_images)
 
 
-def _is_contiguous(tensor: TensorMeta) -> bool:
-    """True for images in the default memory format, whose rows are contiguous."""
+def _is_default_format(tensor: TensorMeta) -> bool:
+    """True for images in the default memory format (not channels-last), whose rows are
+    contiguous."""
     return tensor.stride[-1] == 1 and tensor.stride[1] != 1

@@ -51,8 +51,9 @@ def is_contiguous_in_order(meta: TensorMeta, order: Sequence[int]) -> bool:
     return is_contiguous_layout([meta.shape[d] for d in order], [meta.stride[d] for d in order])
 
 
-def channels_last(meta: TensorMeta) -> tuple[int, ...]:
-    """Return the dimensions of an image batch with the channels as the fastest one."""
+def channels_last_order(meta: TensorMeta) -> tuple[int, ...]:
+    """Return the dimensions of an image batch in the order of the memory format channels-last, the
+    fastest last."""
     return (0, *range(2, len(meta.shape)), 1)
 
 
@@ -69,7 +70,7 @@ def is_contiguous_layout(shape: Iterable[int], stride: Iterable[int]) -> bool:
     return True
 
 
-def dense(like: TensorMeta, shape: Sequence[int], dtype: str | None = None) -> TensorMeta:
+def dense_meta(like: TensorMeta, shape: Sequence[int], dtype: str | None = None) -> TensorMeta:
     """Return the metadata of a contiguous tensor of this shape, with the dtype and device of
     another tensor."""
     sizes = accumulate((max(size, 1) for size in reversed(shape[1:])), mul, initial=1)
@@ -79,16 +80,16 @@ def dense(like: TensorMeta, shape: Sequence[int], dtype: str | None = None) -> T
     )
 
 
-def contiguous(meta: TensorMeta) -> TensorMeta:
-    """Return the metadata of a tensor after `contiguous()`."""
-    return meta if is_contiguous(meta) else dense(meta, meta.shape)
+def contiguous_meta(meta: TensorMeta) -> TensorMeta:
+    """Return the metadata of a tensor after `contiguous()`: unchanged if it is contiguous."""
+    return meta if is_contiguous(meta) else dense_meta(meta, meta.shape)
 
 
-def converted(meta: TensorMeta, dtype: str) -> TensorMeta:
+def converted_meta(meta: TensorMeta, dtype: str) -> TensorMeta:
     """Return the metadata of a tensor that is converted to a dtype: dense, with its dimensions in
     the same order in memory."""
     order = sorted(range(len(meta.shape)), key=lambda dim: (-meta.stride[dim], dim))
-    ordered = dense(meta, [meta.shape[dim] for dim in order], dtype)
+    ordered = dense_meta(meta, [meta.shape[dim] for dim in order], dtype)
     strides = dict(zip(order, ordered.stride, strict=True))
     return ordered.model_copy(
         update={"shape": meta.shape, "stride": tuple(strides[dim] for dim in range(len(order)))}

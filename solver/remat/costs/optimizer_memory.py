@@ -52,12 +52,13 @@ class OptimizerMemory:
 
 
 _Sizes = tuple[int, ...]
-_Formula = Callable[[Sequence[TensorMeta], bool], tuple[_Sizes, _Sizes]]
+_SizeFormula = Callable[[Sequence[TensorMeta], bool], tuple[_Sizes, _Sizes]]
 """The sizes of state and temporary tensors, from the parameters and whether they are on CUDA."""
 
 
-def _moments(count: int) -> _Formula:
-    """Return the formula for `count` moments of each parameter, without temporary tensors."""
+def _moment_formula(count: int) -> _SizeFormula:
+    """Return the formula of an optimizer with `count` tensors of state for each parameter, and no
+    temporary tensors."""
 
     def formula(parameters: Sequence[TensorMeta], is_cuda: bool) -> tuple[_Sizes, _Sizes]:
         return tuple(tensor_bytes(p) for p in parameters for _ in range(count)), ()
@@ -65,19 +66,18 @@ def _moments(count: int) -> _Formula:
     return formula
 
 
-def _adam(parameters: Sequence[TensorMeta], is_cuda: bool) -> tuple[_Sizes, _Sizes]:
-    """Return the sizes of two moments and of the square roots of the second one: on CUDA of all
-    parameters at once, on the CPU of one and a quotient as large."""
+def _adam_sizes(parameters: Sequence[TensorMeta], is_cuda: bool) -> tuple[_Sizes, _Sizes]:
+    """Return the sizes of state and temporary tensors of Adam: two moments, and the square roots of
+    the second one. On CUDA the roots of all parameters exist at once, on the CPU the root of one
+    parameter and a quotient as large."""
     sizes = tuple(map(tensor_bytes, parameters))
     state = tuple(size for size in sizes for _ in range(2))
     return state, sizes if is_cuda else (max(sizes, default=0),) * 2
 
 
-def _adafactor_state_sizes(
-    parameters: Sequence[TensorMeta], is_cuda: bool
-) -> tuple[_Sizes, _Sizes]:
-    """Return the sizes of variances of rows and columns. The update of one parameter is live until
-    the update of the next one is computed."""
+def _adafactor_sizes(parameters: Sequence[TensorMeta], is_cuda: bool) -> tuple[_Sizes, _Sizes]:
+    """Return the sizes of state and temporary tensors of Adafactor: variances of rows and columns,
+    and the updates of two successive parameters, since one is live until the next is computed."""
     state: list[int] = []
     for parameter in parameters:
         size, shape = tensor_bytes(parameter), parameter.shape
@@ -88,8 +88,9 @@ def _adafactor_state_sizes(
     return tuple(state), (first, second)
 
 
-def _adam_8bit(parameters: Sequence[TensorMeta], is_cuda: bool) -> tuple[_Sizes, _Sizes]:
-    """Return the sizes of two moments in 8 bits, with a scale in float32 for each block."""
+def _adam_8bit_sizes(parameters: Sequence[TensorMeta], is_cuda: bool) -> tuple[_Sizes, _Sizes]:
+    """Return the sizes of state and temporary tensors of Adam in 8 bits: two moments with a scale
+    in float32 for each block, in float32 for small parameters; no temporary tensors."""
     state = list(_8BIT_TABLE_BYTES)
     for parameter in parameters:
         elements = prod(parameter.shape)
@@ -100,26 +101,26 @@ def _adam_8bit(parameters: Sequence[TensorMeta], is_cuda: bool) -> tuple[_Sizes,
     return tuple(state), ()
 
 
-_OPTIMIZERS: dict[str, tuple[str, _Formula]] = {
-    "adamw": ("torch.optim.AdamW(model.parameters())", _adam),
+_OPTIMIZERS: dict[str, tuple[str, _SizeFormula]] = {
+    "adamw": ("torch.optim.AdamW(model.parameters())", _adam_sizes),
     "adamw-fused": (
         "torch.optim.AdamW(model.parameters(), fused=True)",
-        _moments(2),
+        _moment_formula(2),
     ),
-    "adamw-8bit": ("bitsandbytes.optim.AdamW8bit(model.parameters())", _adam_8bit),
-    "adam": ("torch.optim.Adam(model.parameters())", _adam),
+    "adamw-8bit": ("bitsandbytes.optim.AdamW8bit(model.parameters())", _adam_8bit_sizes),
+    "adam": ("torch.optim.Adam(model.parameters())", _adam_sizes),
     "adam-fused": (
         "torch.optim.Adam(model.parameters(), fused=True)",
-        _moments(2),
+        _moment_formula(2),
     ),
-    "adam-8bit": ("bitsandbytes.optim.Adam8bit(model.parameters())", _adam_8bit),
-    "adafactor": ("torch.optim.Adafactor(model.parameters())", _adafactor_state_sizes),
-    "sgd": ("torch.optim.SGD(model.parameters())", _moments(0)),
+    "adam-8bit": ("bitsandbytes.optim.Adam8bit(model.parameters())", _adam_8bit_sizes),
+    "adafactor": ("torch.optim.Adafactor(model.parameters())", _adafactor_sizes),
+    "sgd": ("torch.optim.SGD(model.parameters())", _moment_formula(0)),
     "sgd-momentum": (
         "torch.optim.SGD(model.parameters(), momentum=0.9)",
-        _moments(1),
+        _moment_formula(1),
     ),
-    "none": ("", _moments(0)),
+    "none": ("", _moment_formula(0)),
 }
 
 OPTIMIZERS = tuple(_OPTIMIZERS)
@@ -146,7 +147,7 @@ def optimizer_memory(
 
 def smaller_optimizers(name: str) -> tuple[str, ...]:
     """Return the names of optimizers with the same update rule and less memory, the closest first:
-    fused before 8 bits, which rounds the moments."""
+    fused before 8 bits, which rounds the moments. () without any."""
     base = name.partition("-")[0]
     order = (base, f"{base}-fused", f"{base}-8bit")
     smaller = order[order.index(name) + 1 :] if name in order else ()

@@ -45,7 +45,8 @@ def count_flops(target: str, args: Sequence[object]) -> int:
     return formula(args) if formula else 0
 
 
-def _shape(argument: object) -> Sequence[int]:
+def _argument_shape(argument: object) -> Sequence[int]:
+    """Return the shape of an argument. Raises TypeError if it has none."""
     if not isinstance(argument, HasShape):
         raise TypeError(f"expected a tensor, got {argument!r}")
     return argument.shape
@@ -56,23 +57,27 @@ def _matmul_flops(a: Sequence[int], b: Sequence[int]) -> int:
     return 2 * prod(a) * b[-1]
 
 
-def _mm(args: Sequence[object]) -> int:
-    return _matmul_flops(_shape(args[0]), _shape(args[1]))
+def _mm_flops(args: Sequence[object]) -> int:
+    """Return the FLOPs of a matrix product, batched or not."""
+    return _matmul_flops(_argument_shape(args[0]), _argument_shape(args[1]))
 
 
-def _addmm(args: Sequence[object]) -> int:
-    return _matmul_flops(_shape(args[1]), _shape(args[2]))
+def _addmm_flops(args: Sequence[object]) -> int:
+    """Return the FLOPs of a matrix product that is added to the first argument."""
+    return _matmul_flops(_argument_shape(args[1]), _argument_shape(args[2]))
 
 
-def _matrix_vector(args: Sequence[object]) -> int:
-    return 2 * prod(_shape(args[0]))
+def _matrix_vector_flops(args: Sequence[object]) -> int:
+    """Return the FLOPs of a product with a vector."""
+    return 2 * prod(_argument_shape(args[0]))
 
 
-def _linear(args: Sequence[object]) -> int:
-    return 2 * prod(_shape(args[0])) * _shape(args[1])[0]
+def _linear_flops(args: Sequence[object]) -> int:
+    """Return the FLOPs of a linear layer, without its bias."""
+    return 2 * prod(_argument_shape(args[0])) * _argument_shape(args[1])[0]
 
 
-def _convolution_flops(
+def _convolution_shape_flops(
     x: Sequence[int], weight: Sequence[int], out: Sequence[int], transposed: bool
 ) -> int:
     """Return the FLOPs of a convolution with these shapes; `weight` is (out, in / groups, ...), or
@@ -82,8 +87,8 @@ def _convolution_flops(
 
 def _convolution_output_shape(args: Sequence[object]) -> list[int]:
     """Return the output shape of `aten.convolution`, with 0 channels, which no formula reads."""
-    x, weight = _shape(args[0]), _shape(args[1])
-    stride, padding, dilation = (_int_list(args[i], len(x) - 2) for i in (3, 4, 5))
+    x, weight = _argument_shape(args[0]), _argument_shape(args[1])
+    stride, padding, dilation = (_repeated_integers(args[i], len(x) - 2) for i in (3, 4, 5))
     sizes = [
         (x[2 + i] + 2 * padding[i] - dilation[i] * (weight[2 + i] - 1) - 1) // stride[i] + 1
         for i in range(len(x) - 2)
@@ -91,63 +96,67 @@ def _convolution_output_shape(args: Sequence[object]) -> list[int]:
     return [x[0], 0, *sizes]
 
 
-def _int_list(argument: object, count: int) -> list[int]:
+def _repeated_integers(argument: object, count: int) -> list[int]:
     """Return an argument as a list of `count` integers; a single integer is repeated."""
     items = list(argument) if isinstance(argument, (list, tuple)) else [argument]
     integers = [item for item in items if isinstance(item, int)]
     return integers if len(integers) == count else integers * count
 
 
-def _convolution(args: Sequence[object]) -> int:
+def _convolution_flops(args: Sequence[object]) -> int:
+    """Return the FLOPs of `aten.convolution`."""
     transposed = bool(args[6])
     out = [] if transposed else _convolution_output_shape(args)
-    return _convolution_flops(_shape(args[0]), _shape(args[1]), out, transposed)
+    return _convolution_shape_flops(
+        _argument_shape(args[0]), _argument_shape(args[1]), out, transposed
+    )
 
 
-def _convolution_backward(args: Sequence[object]) -> int:
+def _convolution_backward_flops(args: Sequence[object]) -> int:
     """Return the FLOPs of a convolution's backward: as many as the forward for the input's
-    gradient, and as many for the weight's."""
+    gradient, and as many for the weight's, if it computes them."""
     output_mask = args[10]
     gradient_count = 2
     if isinstance(output_mask, (list, tuple)):
         gradient_count = sum(map(bool, output_mask[:2]))
-    x, weight, out = _shape(args[1]), _shape(args[2]), _shape(args[0])
-    return gradient_count * _convolution_flops(x, weight, out, bool(args[7]))
+    x, weight, out = _argument_shape(args[1]), _argument_shape(args[2]), _argument_shape(args[0])
+    return gradient_count * _convolution_shape_flops(x, weight, out, bool(args[7]))
 
 
-def _attention(args: Sequence[object], start: int = 0) -> int:
-    """Return the FLOPs of attention: query times key, and probabilities times value."""
-    return sum(_attention_matmuls(args, start))
+def _attention_flops(args: Sequence[object], start: int = 0) -> int:
+    """Return the FLOPs of attention: query times key, and probabilities times value. Query, key and
+    value are the arguments from `start` on."""
+    return sum(_attention_matmul_flops(args, start))
 
 
-def _attention_backward(args: Sequence[object]) -> int:
+def _attention_backward_flops(args: Sequence[object]) -> int:
     """Return the FLOPs of attention's backward: the recomputed scores, and the gradients of value,
     probabilities, query and key."""
-    score_flops, value_flops = _attention_matmuls(args, 1)
+    score_flops, value_flops = _attention_matmul_flops(args, 1)
     return 3 * score_flops + 2 * value_flops
 
 
-def _attention_matmuls(args: Sequence[object], start: int) -> tuple[int, int]:
+def _attention_matmul_flops(args: Sequence[object], start: int) -> tuple[int, int]:
     """Return the FLOPs of query times key and of probabilities times value; query, key and value
     are the arguments from `start` on."""
-    query, key, value = (_shape(args[start + i]) for i in range(3))
+    query, key, value = (_argument_shape(args[start + i]) for i in range(3))
     score_elements = prod(query[:-1]) * key[-2]
     return 2 * score_elements * query[-1], 2 * score_elements * value[-1]
 
 
 _FORMULAS: dict[str, Callable[[Sequence[object]], int]] = {
-    "aten.mm": _mm,
-    "aten.bmm": _mm,
-    "aten.addmm": _addmm,
-    "aten.baddbmm": _addmm,
-    "aten._addmm_activation": _addmm,
-    "remat.add_product": _addmm,
-    "aten.mv": _matrix_vector,
-    "aten.dot": _matrix_vector,
-    "aten.linear": _linear,
-    "aten.convolution": _convolution,
-    "aten._convolution": _convolution,
-    "aten.convolution_backward": _convolution_backward,
+    "aten.mm": _mm_flops,
+    "aten.bmm": _mm_flops,
+    "aten.addmm": _addmm_flops,
+    "aten.baddbmm": _addmm_flops,
+    "aten._addmm_activation": _addmm_flops,
+    "remat.add_product": _addmm_flops,
+    "aten.mv": _matrix_vector_flops,
+    "aten.dot": _matrix_vector_flops,
+    "aten.linear": _linear_flops,
+    "aten.convolution": _convolution_flops,
+    "aten._convolution": _convolution_flops,
+    "aten.convolution_backward": _convolution_backward_flops,
 }
 for _target in (
     "aten._scaled_dot_product_flash_attention",
@@ -156,8 +165,8 @@ for _target in (
     "aten._scaled_dot_product_flash_attention_for_cpu",
     "aten._scaled_dot_product_fused_attention_overrideable",
 ):
-    _FORMULAS[_target] = _attention
-    _FORMULAS[f"{_target}_backward"] = _attention_backward
+    _FORMULAS[_target] = _attention_flops
+    _FORMULAS[f"{_target}_backward"] = _attention_backward_flops
 
 
 COMPUTE_EFFICIENCY = 0.75
@@ -294,7 +303,7 @@ def _cuda_seconds(
     efficiency = cuda_kernels.compute_efficiency(node, metas) if flops else 1.0
     elements = cuda_kernels.unvectorized_elements(node, metas)
     elements_s = elements / (cuda_kernels.ELEMENTS_PER_S * device.multiprocessors)
-    launch_s = device.launch_s * cuda_kernels.launches(node, metas)
+    launch_s = device.launch_s * cuda_kernels.launch_count(node, metas)
     seconds = roofline.seconds(int(flops / efficiency), size_bytes, dtype) - device.launch_s
     images_s = cuda_kernels.image_seconds(node, metas, device.multiprocessors)
     return launch_s + images_s + max(seconds, elements_s)
@@ -319,9 +328,10 @@ def operation_flops(node: Node, meta_of: Callable[[str], TensorMeta]) -> int:
 
 def traffic_bytes(node: Node, metas: Mapping[str, TensorMeta]) -> int:
     """Return the bytes that an operation must read and write: each operand and result once; of a
-    buffer, the rows that are written into it."""
+    buffer or table, the elements that are written or looked up. 0 for copies to the host or back,
+    which run during other operations."""
     if node.target in OFFLOAD_TARGETS:
-        return 0  # a link copies, while other operations run
+        return 0
     if node.target == WRITE_ROWS_TARGET:
         return 2 * sum(tensor_traffic_bytes(metas[n]) for n in referenced_names(node.args[1]))
     written_bytes = sum(tensor_traffic_bytes(result.tensor) for result in node.results)

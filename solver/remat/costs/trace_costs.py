@@ -50,7 +50,8 @@ class OperationCost:
 
 
 def roofline_of(trace: Trace) -> Roofline | None:
-    """Return the data sheet that the costs of a trace come from; None if they were measured.
+    """Return the data sheet that the costs of a trace come from; None if they were measured, or if
+    the trace has none.
 
     Raises `RematError` for rates that are no data sheet of remat: the trace does not have them.
     """
@@ -82,7 +83,7 @@ def with_roofline_costs(trace: Trace, roofline: Roofline) -> Trace:
         _warn_once(warning)
     metas = trace.tensors
     source = roofline_source(roofline)
-    device = _workspace_device(trace, roofline)
+    device = _device_of_workspaces(trace, roofline)
 
     def cost(node: Node) -> OperationCost:
         cost_s = max(MIN_COST_S, operation_seconds(node, metas, roofline))
@@ -94,9 +95,10 @@ def with_roofline_costs(trace: Trace, roofline: Roofline) -> Trace:
     return with_costs(trace, {node.name: cost(node) for node in trace.nodes if not node.view})
 
 
-def _workspace_device(trace: Trace, roofline: Roofline) -> DeviceSpec | None:
-    """Return the CUDA device whose kernels decide the workspaces: the roofline's, or the
-    trace's for a roofline of custom rates. None if the step does not run on CUDA."""
+def _device_of_workspaces(trace: Trace, roofline: Roofline) -> DeviceSpec | None:
+    """Return the CUDA device whose kernels decide the workspaces: the roofline's, or the trace's
+    GPU for a roofline without a compute capability, such as custom rates. None if the trace is not
+    on CUDA, or no data sheet is known."""
     if trace.device.partition(":")[0] != "cuda":
         return None
     if roofline.device.capability is not None:
@@ -106,7 +108,8 @@ def _workspace_device(trace: Trace, roofline: Roofline) -> DeviceSpec | None:
 
 def device_mismatch_warning(trace: Trace, roofline: Roofline) -> str | None:
     """Return a warning if torch is known to run other operations on the roofline's device than a
-    trace contains, or None. It names the operations and the remedy."""
+    trace contains; else None. It names the operations, or the compute capabilities, and the
+    remedy."""
     capability = roofline.device.capability
     if capability is None:
         return None
@@ -133,6 +136,7 @@ def device_mismatch_warning(trace: Trace, roofline: Roofline) -> str | None:
 
 
 def _dotted(capability: tuple[int, int]) -> str:
+    """Return a compute capability as text: "9.0"."""
     return ".".join(map(str, capability))
 
 
@@ -149,7 +153,7 @@ def _cpu_operation_name(node: Node) -> str:
 
 @cache
 def _warn_once(warning: str) -> None:
-    """Log a warning once per text: a search estimates many traces."""
+    """Log a warning, each text only once in a process: a search estimates many traces."""
     log.warning(warning)
 
 
@@ -172,12 +176,12 @@ def with_costs(trace: Trace, costs: Mapping[str, OperationCost]) -> Trace:
 
     return trace.replace(
         nodes=tuple(update(node) for node in trace.nodes),
-        storage_bytes=_storage_bytes(trace, costs),
+        storage_bytes=_measured_storage_bytes(trace, costs),
     )
 
 
-def _storage_bytes(trace: Trace, costs: Mapping[str, OperationCost]) -> tuple[int, ...]:
-    """Return the sizes of the storages: the measured ones if these are larger."""
+def _measured_storage_bytes(trace: Trace, costs: Mapping[str, OperationCost]) -> tuple[int, ...]:
+    """Return the size of each storage of the trace: the one in `costs` if that is larger."""
     sizes = list(trace.storage_bytes)
     for node in trace.nodes:
         measured_bytes = costs[node.name].output_bytes if node.name in costs else ()
@@ -234,7 +238,8 @@ def with_scaled_costs(
 
 
 def _scaled_storage_bytes(size_bytes: int, measured_bytes: int, captured_storage_bytes: int) -> int:
-    """Return the size of a storage, enlarged by the factor that the measurement showed."""
+    """Return the size of a storage, enlarged by the factor by which the measured one is larger than
+    the captured one."""
     if measured_bytes <= captured_storage_bytes:
         return size_bytes
     if not captured_storage_bytes:

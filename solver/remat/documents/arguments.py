@@ -128,6 +128,7 @@ def _is_literal_name(text: str) -> bool:
 
 
 def _decode_args(data: object, info: ValidationInfo) -> tuple[Argument, ...]:
+    """Return the positional arguments in data. Raises ValueError if it is no list of arguments."""
     if not isinstance(data, (list, tuple)):
         raise ValueError("args must be a list")
     is_json = info.mode == "json"
@@ -135,6 +136,7 @@ def _decode_args(data: object, info: ValidationInfo) -> tuple[Argument, ...]:
 
 
 def _decode_kwargs(data: object, info: ValidationInfo) -> dict[str, Argument]:
+    """Return the keyword arguments in data. Raises ValueError if it is no object of arguments."""
     if not isinstance(data, dict):
         raise ValueError("kwargs must be an object")
     is_json = info.mode == "json"
@@ -145,6 +147,7 @@ def _decode_kwargs(data: object, info: ValidationInfo) -> dict[str, Argument]:
 
 
 def _decode_scalar(data: object, info: ValidationInfo) -> Argument:
+    """Return the one argument in data. Raises ValueError if it is none."""
     return decode_argument(data, is_json=info.mode == "json")
 
 
@@ -177,6 +180,7 @@ def referenced_names(argument: object) -> Iterator[str]:
 
 
 def _add_referenced_names(argument: object, names: list[str]) -> None:
+    """Append the names that an argument refers to, however nested."""
     if isinstance(argument, Ref):
         names.append(argument.name)
     elif isinstance(argument, tuple):

@@ -138,38 +138,44 @@ def _accept_whole_floats(schema: object) -> None:
     if isinstance(schema, list):
         for part in schema:
             _accept_whole_floats(part)
-    if not isinstance(schema, dict) or _is_converted(schema):
+    if not isinstance(schema, dict) or _is_converted_schema(schema):
         return
     for key, part in schema.items():
-        if schema.get("type") == "union" and key == "choices" and _has_float(part):
+        if schema.get("type") == "union" and key == "choices" and _has_float_schema(part):
             continue
         if isinstance(part, dict) and part.get("type") == "int":
-            schema[key] = _with_whole_floats(part)
+            schema[key] = _schema_with_whole_floats(part)
         elif isinstance(part, list):
-            part[:] = [_with_whole_floats(item) if _is_int(item) else item for item in part]
+            part[:] = [
+                _schema_with_whole_floats(item) if _is_int_schema(item) else item for item in part
+            ]
             _accept_whole_floats(part)
         else:
             _accept_whole_floats(part)
 
 
-def _is_int(schema: object) -> bool:
+def _is_int_schema(schema: object) -> bool:
+    """True if a pydantic core schema is the one of an integer."""
     return isinstance(schema, dict) and schema.get("type") == "int"
 
 
-def _has_float(choices: Any) -> bool:
+def _has_float_schema(choices: Any) -> bool:
+    """True if one of the core schemas of a union is the one of a float."""
     return any(isinstance(choice, dict) and choice.get("type") == "float" for choice in choices)
 
 
-def _is_converted(schema: dict[str, Any]) -> bool:
+def _is_converted_schema(schema: dict[str, Any]) -> bool:
+    """True if a core schema is a result of `_schema_with_whole_floats`."""
     function = schema.get("function")
-    return isinstance(function, dict) and function.get("function") is _whole_number
+    return isinstance(function, dict) and function.get("function") is _to_whole_number
 
 
-def _with_whole_floats(schema: Any) -> Any:
-    return core_schema.with_info_before_validator_function(_whole_number, schema)
+def _schema_with_whole_floats(schema: Any) -> Any:
+    """Return the core schema, preceded by `_to_whole_number`."""
+    return core_schema.with_info_before_validator_function(_to_whole_number, schema)
 
 
-def _whole_number(value: object, info: ValidationInfo) -> object:
+def _to_whole_number(value: object, info: ValidationInfo) -> object:
     """Return the integer that a float of a JSON document stands for; any other value unchanged."""
     if type(value) is float and info.mode == "json" and value.is_integer():
         return int(value)
@@ -218,7 +224,7 @@ class Document(Record):
     version: int = 0
 
     def model_post_init(self, context: object, /) -> None:
-        """Set `format` and `version` of documents that do not name them, such as those that are
+        """Set `format` and `version` of documents that do not name them, such as documents that are
         created in Python."""
         for name, value in (("format", self.FORMAT), ("version", self.VERSION)):
             if name not in self.model_fields_set:
@@ -271,8 +277,8 @@ R = TypeVar("R", bound=Record)
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Write a temporary file next to `path`, then rename it: no reader sees half a file. The data
-    is gzipped if the name ends in `.gz`."""
+    """Write a temporary file next to `path`, then rename it: no reader sees a part of a file. The
+    data is gzipped if the name ends in `.gz`."""
     if path.suffix == ".gz":
         data = gzip.compress(data, compresslevel=6, mtime=0)
     temporary = path.with_name(f".{path.name[:100]}.{secrets.token_hex(8)}")
@@ -286,19 +292,21 @@ def write_atomically(path: Path, data: bytes) -> None:
 
 
 def read_bytes(path: Path) -> bytes:
-    """Return the bytes of a file, decompressed if they are gzip. Raises `DocumentError`."""
+    """Return the bytes of a file, decompressed if they are gzip: of a longer file, the first
+    `MAX_BYTES` + 1, which `from_json` refuses. Raises `DocumentError` if it cannot be read."""
     try:
         with path.open("rb") as file:
             is_gzip = file.read(2) == b"\x1f\x8b"
         with gzip.open(path) if is_gzip else path.open("rb") as file:
-            return file.read(MAX_BYTES + 1)  # `from_json` refuses more than MAX_BYTES
+            return file.read(MAX_BYTES + 1)
     except (OSError, EOFError, zlib.error) as error:
         raise DocumentError(f"cannot read {path}: {error}") from None
 
 
 def parse_strict_json(text: str | bytes, document_name: str) -> object:
     """Return parsed JSON. Raises `DocumentError` for text that is no JSON, too long or nested too
-    deeply, and for an object that has a key twice. Errors call the document `document_name`."""
+    deeply, and for an object that has a key twice or over `MAX_KEYS` keys. Errors call the document
+    `document_name`."""
     if len(text) > MAX_BYTES:
         raise DocumentError(
             f"{document_name}: over {MAX_BYTES:,} bytes, too long to be a real document"
@@ -342,7 +350,7 @@ def validate_json(
 
 def _object_without_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
     """Return the object with these pairs. Raises ValueError for a duplicate key, because two JSON
-    parsers may pick different values for it."""
+    parsers may pick different values for it, and for more than `MAX_KEYS` keys."""
     parsed = dict(pairs)
     if len(parsed) < len(pairs):
         raise ValueError("an object has two values for one key")

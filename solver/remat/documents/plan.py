@@ -137,9 +137,9 @@ class PlanDocument(Document):
                 schedule=Schedule(self.runs),
                 graph=self.graph.to_graph(),
                 candidates=tuple(CandidateResult(**dict(record)) for record in self.candidates),
-                **_parts_of(self.stats),
+                **_plan_parts_of(self.stats),
             )
-            _check_numbers(plan)
+            _check_plan_numbers(plan)
         except DocumentError:
             raise
         except ValidationError as error:
@@ -155,8 +155,9 @@ _SHARED_FIELDS = (PlanDocument.model_fields.keys() & {field.name for field in fi
 """The fields that a plan and its document have in common, with the same type."""
 
 
-def _parts_of(stats: Mapping[str, Stat]) -> dict[str, Any]:
-    """Return the typed parts of a plan from its statistics. Raises `ValidationError`."""
+def _plan_parts_of(stats: Mapping[str, Stat]) -> dict[str, Any]:
+    """Return the fields of a plan that a document has as statistics: its typed parts (see
+    `PLAN_PARTS`), and the others as `solve`. Raises `ValidationError`."""
     solve, parts = dict(stats), dict[str, object]()
     for name, kind in PLAN_PARTS.items():
         figures = {f.name: solve.pop(f.name) for f in fields(kind) if f.name in solve}
@@ -165,8 +166,9 @@ def _parts_of(stats: Mapping[str, Stat]) -> dict[str, Any]:
     return {"solve": solve, **parts}
 
 
-def _check_numbers(plan: PlanData) -> None:
-    """Raise `DocumentError` if a peak, a time or the bound contradicts the plan's schedule."""
+def _check_plan_numbers(plan: PlanData) -> None:
+    """Raise `DocumentError` if a peak, a time, the bound or the status contradicts the plan's
+    schedule, or if the peak is over the budget."""
     timeline = plan.timeline()
     baseline = baseline_of(plan.graph)
     pairs = (

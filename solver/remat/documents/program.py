@@ -115,7 +115,7 @@ class Program(Document):
         kinds = {p.name: p.kind for p in self.placeholders}
         if len(kinds) != len(self.placeholders):
             raise ValueError("two placeholders have the same name")
-        _check_inputs(self)
+        _check_input_placeholders(self)
         inputs = {name for name, kind in kinds.items() if kind != "tangent"}
         defined = _check_statements("forward", self.forward, inputs)
         for output in self.outputs:
@@ -138,13 +138,13 @@ class Program(Document):
         for gradient in self.gradients:
             if gradient.placeholder not in kinds or gradient.name not in defined:
                 raise ValueError(f"the gradient {gradient.name} is not defined in the backward")
-        _check_copies(self)
+        _check_offload_copies(self)
         _check_accumulation(self, {name for name, kind in kinds.items() if kind == "parameter"})
         check_output_leaves(self.result, [store.value for store in self.stores], len(self.outputs))
         return self
 
 
-def _check_inputs(program: Program) -> None:
+def _check_input_placeholders(program: Program) -> None:
     """Raise ValueError unless each leaf of the arguments has exactly one placeholder."""
     leaves = {str(leaf) for leaf in program.inputs.leaves()}
     inputs = [p.target for p in program.placeholders if p.kind == "input"]
@@ -153,7 +153,8 @@ def _check_inputs(program: Program) -> None:
 
 
 def _check_accumulation(program: Program, parameters: set[str]) -> None:
-    """Raise ValueError unless each `remat.accumulate` names a parameter, as lowering requires."""
+    """Raise ValueError unless each `remat.accumulate` is in the backward of a program that
+    accumulates gradients, and has a parameter and a gradient, as lowering requires."""
     if any(s.target == ACCUMULATE_TARGET for s in program.forward):
         raise ValueError(f"{ACCUMULATE_TARGET} is for the backward")
     for statement in program.backward:
@@ -166,7 +167,8 @@ def _check_accumulation(program: Program, parameters: set[str]) -> None:
 
 
 def _may_overwrite(statement: Statement, inputs: set[str]) -> bool:
-    """True if the result of a statement may be written over the argument that it names."""
+    """True if the statement's one result may be written over the argument that it names: the first
+    one, if it is not among the `inputs` of the phase, and if the operator can do that."""
     match statement.args, statement.results:
         case (Ref(name), *_), ((Binding(position=-1),) | ()):  # none if nothing reads it
             is_temporary = name == statement.overwrites and name not in inputs
@@ -217,9 +219,9 @@ def _check_statements(phase: str, statements: tuple[Statement, ...], inputs: set
 # `offload` read, nothing writes over it in between, and nothing but `arrive` reads a buffer.
 
 
-def _check_copies(program: Program) -> None:
-    """Raise ValueError unless every copy has ended before its tensors are freed, read or written
-    over."""
+def _check_offload_copies(program: Program) -> None:
+    """Raise ValueError unless every copy to the host or back has ended before its tensors are
+    freed, read or written over."""
     sent: dict[str, str] = {}  # the tensor of each handle, until it is released
     stored: set[str] = set()
     buffers: set[str] = set()
@@ -227,7 +229,7 @@ def _check_copies(program: Program) -> None:
         operands = statement.operand_names
         if statement.target != ARRIVE_TARGET and not buffers.isdisjoint(operands):
             raise ValueError(f"{statement.target} reads a buffer before its copy has ended")
-        if written := set(_written_over(statement)) & set(sent.values()):
+        if written := set(_overwritten_variables(statement)) & set(sent.values()):
             raise ValueError(
                 f"{statement.target} writes over {min(written)}, which is copied to the host"
             )
@@ -254,7 +256,7 @@ def _check_copies(program: Program) -> None:
         raise ValueError(f"{min(buffers)} is reloaded and never arrives")
 
 
-def _written_over(statement: Statement) -> Iterator[str]:
+def _overwritten_variables(statement: Statement) -> Iterator[str]:
     """Yield the variables that a statement writes over."""
     if statement.overwrites:
         yield statement.overwrites

@@ -111,8 +111,8 @@ class Node(Record):
         return copied
 
     def with_operands(self, names: Mapping[str, str], **changes: Any) -> Self:
-        """Return a copy with some fields changed that reads other tensors: the ones with the new
-        `names`, by the names until now."""
+        """Return a copy that reads other tensors: `names` has new names by the names until now.
+        `changes` are changes of other fields."""
 
         def new_name(name: str) -> str:
             return names.get(name, name)

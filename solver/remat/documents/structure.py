@@ -111,7 +111,8 @@ class Structure(Record):
                 yield from child.changed_values(child_before, (*path, key))
 
     def path_of(self, leaf: int) -> str:
-        """Return where a leaf is, as text for messages: `past_key_values[0][1]`, `loss`."""
+        """Return where a leaf is, as text for messages: `past_key_values[0][1]`, `loss`; "leaf 3"
+        if it is not in the tree."""
         return _leaf_path(self, leaf, "") or f"leaf {leaf}"
 
     def access_of(self, leaf: int) -> str:
@@ -138,6 +139,7 @@ def check_output_leaves(result: Structure, stored: Iterable[Structure], output_c
 
 
 def _leaf_path(node: Structure, leaf: int, prefix: str) -> str | None:
+    """Return where a leaf is, as text that begins with `prefix`; None if it is not in the tree."""
     if node.kind == "leaf":
         return (prefix or "output") if node.leaf == leaf else None
     keys = node.keys or tuple(range(len(node.children)))

@@ -189,7 +189,7 @@ class Trace(Document):
     @cached_property
     def reusable_arguments(self) -> dict[str, str]:
         """The argument that an operation may write its result over if the schedule frees it with
-        this operation, by the operation's name; see `remat.documents.trace`."""
+        this operation, by the operation's name; see the function of this name."""
         return reusable_arguments(
             self, storages_live_at_end(self), writes_only=not self.reuses_memory
         )
@@ -219,6 +219,7 @@ class Trace(Document):
 
 
 def _build_graph(trace: Trace) -> Graph:
+    """Return the graph of a trace. Operations without a cost cost nothing."""
     constants = {p.storage for p in trace.placeholders if p.kind != "tangent"}
     tangents = {p.storage for p in trace.placeholders if p.kind == "tangent"}
     value_of: dict[int, int] = {}  # by storage
@@ -300,8 +301,9 @@ def _build_graph(trace: Trace) -> Graph:
 def storages_live_at_end(trace: Trace) -> set[int]:
     """Return the storages that the caller still references when the step ends.
 
-    These are the outputs that are not dropped, the gradients that are not added into a `.grad`, and
-    the gradient of a scalar loss, which `loss.backward()` references until it returns.
+    These are the outputs that are not dropped, the gradients that are not added into a `.grad`, the
+    gradient of a scalar loss, which `loss.backward()` references until it returns, and the other
+    tangents unless this torch lets the backward free them (`Environment.frees_tangents`).
     """
     accumulated = {
         name
@@ -339,7 +341,7 @@ def trained_parameters(trace: Trace) -> list[Placeholder]:
     return [p for p in trace.placeholders if p.kind == "parameter" and p.name in names]
 
 
-def convolutions(trace: Trace) -> list[Node]:
+def convolution_nodes(trace: Trace) -> list[Node]:
     """Return the convolutions of a step, those of the backward too."""
     return [node for node in trace.nodes if "convolution" in node.target and not node.view]
 
@@ -363,10 +365,10 @@ def reusable_arguments(
     names.
 
     The argument is a temporary of the backward: it is not a parameter, saved tensor, tangent,
-    output or gradient (`retained`), and `AccumulateGrad` has not read it, since that may keep it as
-    `.grad`. The operation is its last reader in the trace. A schedule in which another operation
-    reads it later overwrites nothing there. `arriving` are storages that are copied back from
-    the host: the copy is a temporary of the backward, too.
+    output or gradient (`retained` has the storages of the last two), and `AccumulateGrad` has not
+    read it, since that may keep it as `.grad`. The operation is its last reader in the trace. A
+    schedule in which another operation reads it later overwrites nothing there. `arriving` are
+    storages that are copied back from the host: the copy is a temporary of the backward, too.
 
     A write (`remat.documents.writes`) may overwrite its buffer under the same conditions; in the
     forward, an operation of the forward must have produced the buffer. With `writes_only`, only
@@ -401,8 +403,9 @@ def reusable_arguments(
 
 
 def _overwritable_first_argument(trace: Trace, node: Node) -> str | None:
-    """Return the first argument if it has the dtype, shape, strides and storage size of the result,
-    and a storage that no other argument shares. Complex tensors may be lazily conjugated views."""
+    """Return the name of the first argument if it has the dtype, shape, strides and storage size of
+    the result, and a storage that no other argument shares; else None. Complex tensors are never
+    overwritten: they may be lazily conjugated views."""
     match node.args, node.results:
         case (Ref(name), *_), (result,):
             meta, storage = trace.tensors[name], trace.storage_of[name]
@@ -422,8 +425,8 @@ def _overwritable_first_argument(trace: Trace, node: Node) -> str | None:
 
 
 def _check_trace(trace: Trace) -> None:
-    """Raise ValueError unless every name is unique and defined before it is used, and every storage
-    exists."""
+    """Raise ValueError unless every name is unique and defined before it is used, every storage
+    exists, and views, writes, copies, outputs and gradients are valid."""
     defined: dict[str, int] = {}  # storage by name
     overwritten: set[int] = set()
     arrived: set[str] = set()
@@ -492,8 +495,8 @@ def _check_trace(trace: Trace) -> None:
 
 
 def _check_arrival(node: Node, defined: dict[str, int], arrived: set[str]) -> None:
-    """Raise ValueError unless the result is a tensor of the forward that has not arrived before.
-    Adds it to `arrived`."""
+    """Raise ValueError unless a `remat.arrive` is in the backward, runs only once, and returns a
+    tensor that is already `defined` and has not arrived before. Adds it to `arrived`."""
     match node.results:
         case (result,) if defined.get(result.name) == result.storage and result.name not in arrived:
             if node.backward and not node.recomputable and not node.view:
@@ -505,8 +508,8 @@ def _check_arrival(node: Node, defined: dict[str, int], arrived: set[str]) -> No
 
 
 def _checked_overwriting(trace: Trace, node: Node, owned_by_caller: set[int]) -> tuple[int, ...]:
-    """Return the storages that an operation overwrites. Raises ValueError if the caller has one of
-    them."""
+    """Return the storages that an operation overwrites. Raises ValueError if the caller owns one of
+    them, or if another argument of the operation is in it."""
     storages = trace.overwritten_storages(node)
     if not storages:
         return ()

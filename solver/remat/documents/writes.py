@@ -106,8 +106,8 @@ def call_of_write(
     assert isinstance(offset, int)
     part = TensorMeta(
         dtype=buffer.dtype,
-        shape=_integers(shape),
-        stride=_integers(stride),
+        shape=_integer_items(shape),
+        stride=_integer_items(stride),
         offset=offset,
         device=buffer.device,
     )
@@ -124,6 +124,7 @@ def call_of_write(
     return call, ChainMap({name: part}, metas)  # type: ignore[arg-type]  # not changed
 
 
-def _integers(items: Argument) -> _IntList:
+def _integer_items(items: Argument) -> _IntList:
+    """Return the integers of an argument that is a tuple of them."""
     assert isinstance(items, tuple)
     return tuple(item for item in items if isinstance(item, int))

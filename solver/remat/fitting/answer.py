@@ -18,7 +18,7 @@ from remat.costs.devices import DEVICES, DeviceSpec, find_device
 from remat.costs.roofline import Roofline
 from remat.costs.trace_costs import with_roofline_costs
 from remat.documents.arguments import Ref
-from remat.documents.trace import Node, Trace, convolutions
+from remat.documents.trace import Node, Trace, convolution_nodes
 from remat.errors import RematError
 from remat.fitting.options import (
     checkpoint_options,
@@ -128,7 +128,7 @@ def find_options(
 def convolution_notes(trace: Trace, *, are_measured: bool) -> list[str]:
     """Return a list with a sentence about the workspaces of a step's convolutions; empty without
     convolutions, and for a CPU. `are_measured` is True if the peak contains them."""
-    count = len(convolutions(trace))
+    count = len(convolution_nodes(trace))
     if not count or not is_on_cuda(trace):
         return []
     if are_measured:

@@ -38,8 +38,9 @@ multiplied by them."""
 def advice_to_retain(
     shares_before: Iterable[tuple[int, Mapping[int, float]]], factor: float
 ) -> EvictionAdvice:
-    """Return advice to retain, up to each of these operations, the shares (0 to 1) of values.
-    `factor` multiplies the score of a value that is retained fully."""
+    """Return advice to retain values: `shares_before` has pairs of an operation and the share (0 to
+    1) of each value to retain until then. `factor` multiplies the eviction score of a value that is
+    retained fully."""
     return [(op, {v: factor**share for v, share in shares.items()}) for op, shares in shares_before]
 
 
@@ -89,16 +90,16 @@ def evict(
     """Return a schedule with a peak of at most `budget_bytes`, constant memory included, or None.
 
     `weights` multiply the scores of the values: one with a large weight is evicted sooner. The
-    attempt is given up when it takes more than `max_time_s`, or when `stop` returns True: on a
-    large graph the bad attempts take the longest, and even a good one takes seconds.
+    attempt is given up when the schedule takes more than `max_time_s`, or when `stop` returns True:
+    on a large graph the bad attempts take the longest, and even a good one takes seconds.
     """
     attempt = _EvictionAttempt(graph, budget_bytes - graph.constant_bytes, rule, weights, advice)
     return Schedule.of(attempt.runs) if attempt.run_to_end(max_time_s, stop) else None
 
 
-_Rank = tuple[float, int, float, float, bool]
-"""The place of a value among those to evict, the smallest first, the value, the benefit of evicting
-it, its next use, and True if the place is that of its cost, and not of a lower bound."""
+_EvictionRank = tuple[float, int, float, float, bool]
+"""The rank of a value for eviction (the smallest is evicted first), the value, the benefit of
+evicting it, its next use, and True if the rank is by its cost, and not by a lower bound of that."""
 
 
 class _EvictionAttempt:
@@ -146,7 +147,8 @@ class _EvictionAttempt:
         self.runs: list[int] = []
 
     def run_to_end(self, max_time_s: float, stop: Callable[[], bool]) -> bool:
-        """Walk over all stages; True if that succeeds. `runs` then holds the sequence."""
+        """Walk over all stages; True if that succeeds: `runs` then has the sequence. False if it
+        does not fit, has too many runs, takes more than `max_time_s`, or `stop` returns True."""
         count = len(self.graph)
         remaining_s = max_time_s - self.graph.total_cost_s
         limit = (MAX_RUN_FACTOR if count <= LARGE_GRAPH else MAX_RUN_FACTOR_LARGE) * count + 100
@@ -160,7 +162,7 @@ class _EvictionAttempt:
                 if stop() or operations is None or len(self.runs) + len(operations) > limit:
                     return False
                 first_run = len(self.runs)
-                has_run = self._run_all(operations, stage)
+                has_run = self._run_operations(operations, stage)
                 recomputations = self.runs[first_run:-1] if has_run else self.runs[first_run:]
                 remaining_s -= sum(self.graph.operations[op].cost_s for op in recomputations)
                 if remaining_s < 0 or (
@@ -168,24 +170,24 @@ class _EvictionAttempt:
                 ):
                     return False
                 if not has_run:
-                    self._evict_all(stage)
+                    self._evict_recomputable(stage)
                     has_restarted = True
         return True
 
-    def _run_all(self, operations: Sequence[int], stage: int) -> bool:
+    def _run_operations(self, operations: Sequence[int], stage: int) -> bool:
         """Run these operations in order, as long as they fit; True if all do."""
         for op in operations:
             for v in self.graph.operations[op].inputs:
                 self.pending_reads[v] += 1
-        has_run = all(self._run(op, stage) for op in operations)
+        has_run = all(self._run_operation(op, stage) for op in operations)
         if not has_run:
             self.pending_reads = [0] * len(self.pending_reads)
         return has_run
 
-    def _evict_all(self, stage: int) -> None:
-        """Evict everything that can be recomputed, because a group of operations does not fit next
-        to what the last of them reads. The group then restarts from nothing, so this needs no more
-        memory than recomputing everything."""
+    def _evict_recomputable(self, stage: int) -> None:
+        """Evict every value of the forward that can be recomputed, because a group of operations
+        does not fit next to what the last of them reads. The group then restarts from nothing, so
+        this needs no more memory than recomputing everything."""
         for v in sorted(self.evictable):
             next_use = self.next_uses.of(v, stage)
             if not self.is_backward[v] and self.costs.cost_s(v, stage, next_use) < _INFINITE:
@@ -217,7 +219,7 @@ class _EvictionAttempt:
                     stack.append(producer_op)
         return sorted(required)
 
-    def _run(self, op: int, stage: int) -> bool:
+    def _run_operation(self, op: int, stage: int) -> bool:
         """Run an operation and update the memory; False if it does not fit."""
         operation = self.graph.operations[op]
         for v in operation.outputs:
@@ -297,14 +299,14 @@ class _EvictionAttempt:
                 self.next_uses.indirect[v] = indirect_use
         return True
 
-    def _rank_evictable(self, stage: int) -> tuple[list[int], list[_Rank]]:
+    def _rank_evictable(self, stage: int) -> tuple[list[int], list[_EvictionRank]]:
         """Return the values in memory that nothing uses any more, and the ranks of the others that
         may be evicted."""
         if not self.costs.holds_for_all_uses:
-            return self._rank_by_uses(stage)
+            return self._rank_by_next_uses(stage)
         # Much of the time of a plan is spent in this loop, so it calls little.
         unused: list[int] = []
-        ranked: list[_Rank] = []
+        ranked: list[_EvictionRank] = []
         pending_reads, score_factor, idle_benefit = (
             self.pending_reads, self.score_factor, self.idle_benefit,
         )  # fmt: skip
@@ -326,10 +328,11 @@ class _EvictionAttempt:
                 ranked.append((-benefit / divisors[v], v, benefit, next_use, False))
         return unused, ranked
 
-    def _rank_by_uses(self, stage: int) -> tuple[list[int], list[_Rank]]:
-        """`_rank_evictable` of a graph in which costs depend on the next use of a value."""
+    def _rank_by_next_uses(self, stage: int) -> tuple[list[int], list[_EvictionRank]]:
+        """Return the same as `_rank_evictable`, for a graph in which the cost of recomputing a
+        value depends on its next use."""
         unused: list[int] = []
-        ranked: list[_Rank] = []
+        ranked: list[_EvictionRank] = []
         for v in self.evictable:
             if self.pending_reads[v]:
                 continue
@@ -343,9 +346,10 @@ class _EvictionAttempt:
                 ranked.append((-benefit / divisor, v, benefit, next_use, False))
         return unused, ranked
 
-    def _take_best(self, ranked: list[_Rank], excess: int, stage: int) -> list[int]:
-        """Take the best values of at least `excess` bytes from a heap, or all. Costs of the first
-        ones only are computed: the others have a bound that ranks them behind."""
+    def _take_best(self, ranked: list[_EvictionRank], excess: int, stage: int) -> list[int]:
+        """Remove the best values of at least `excess` bytes from the heap `ranked`, or all, and
+        return them. Only the first values need their exact costs: a bound ranks the others
+        behind."""
         best: list[int] = []
         while excess > 0 and ranked:
             _, v, benefit, next_use, is_exact = heappop(ranked)
@@ -388,7 +392,8 @@ class NextUses:
             self.read_at[v] = users[position] if position < len(users) else _INFINITE
 
     def of(self, v: int, stage: int) -> float:
-        """Return the stage at which `v` is next read, directly or to recompute another value."""
+        """Return the stage at which `v` is next read, directly or to recompute another value;
+        infinity if never."""
         if self.indirect[v] < stage:
             self.find_indirect(v, stage)
         return min(self.direct(v, stage), self.indirect[v])
@@ -400,7 +405,7 @@ class NextUses:
         return _INFINITE if self._is_renewed(v, stage, next_use) else next_use
 
     def find_indirect(self, v: int, stage: int) -> None:
-        """Find the next use of `v` for another value, if any is recomputed from it."""
+        """Set `indirect[v]` to the next stage that recomputes an evicted value from `v`."""
         self.indirect[v] = min(self._indirect_uses(v, stage), default=_INFINITE)
 
     def note_eviction(self, v: int, stage: int, next_use: float) -> None:

@@ -65,10 +65,10 @@ def smallest_peak_schedule(
     max_runs: int | None = None,
     stop: Callable[[], bool] = lambda: False,
 ) -> EvaluatedSchedule:
-    """Return the schedule with the smallest peak that the search finds.
+    """Return the schedule with the smallest peak that many attempts of eviction find.
 
-    Ends at the first peak of at most `target_bytes`: a budget, or a lower bound. `start` is a
-    schedule to improve on.
+    Ends at the first peak of at most `target_bytes` (a budget, or a lower bound), after `max_runs`
+    operations, or when `stop` returns True. `start` is a schedule to improve on.
     """
     best = EvaluatedSchedule.of(graph, Schedule.keep_all(graph))
     if start is not None:
@@ -76,7 +76,7 @@ def smallest_peak_schedule(
             best, EvaluatedSchedule.of(graph, start), key=lambda candidate: candidate.peak_bytes
         )
     max_runs = run_limit(graph) if max_runs is None else max_runs
-    proposals = _Proposals(graph)
+    proposals = _EvictionProposals(graph)
     for attempt_number, (rule, weights, _) in enumerate(proposals):
         # First slightly less than the best peak (except for the first rule), then the target, then
         # bisection.
@@ -133,7 +133,7 @@ def schedules_within_budget(
     }
     best_time_s = min((candidate.time_s for candidate in evaluated.values()), default=float("inf"))
     max_runs = run_limit(graph) if max_runs is None else max_runs
-    proposals = _Proposals(graph, advice, rules)
+    proposals = _EvictionProposals(graph, advice, rules)
     for attempt_number, (rule, weights, advice_item) in enumerate(proposals):
         stop_now = stop if evaluated or attempt_number >= MIN_ATTEMPTS else must_stop
         if is_good_enough(best_time_s) or max_runs <= 0 or stop_now():
@@ -148,15 +148,15 @@ def schedules_within_budget(
         if candidate.time_s < best_time_s:
             best_time_s = candidate.time_s
             proposals.accept()
-    return heapq.nsmallest(_MAX_SCHEDULES, evaluated.values(), key=_by_cost)
+    return heapq.nsmallest(_MAX_SCHEDULES, evaluated.values(), key=_time_and_peak)
 
 
 Proposal = tuple[EvictionRule, list[float] | None, EvictionAdvice]
 """The rule, weights and advice of one attempt."""
 
 
-class _Proposals:
-    """Iterates over the attempts to make.
+class _EvictionProposals:
+    """Iterates over the attempts of eviction to make.
 
     First the first rule; then all advice, and for each piece as many attempts without it; these are
     the other rules, and then random weights around the proposal that was last accepted. Those go on
@@ -181,18 +181,19 @@ class _Proposals:
         self._latest = self._accepted
 
     def __iter__(self) -> Iterator[Proposal]:
-        without_advice = self._without_advice()
+        without_advice = self._proposals_without_advice()
         yield next(without_advice)
         for advice_item in self._advice:
             for rule in self._rules:
-                yield self._proposal(rule, advice_item)
+                yield self._unweighted_proposal(rule, advice_item)
             # Advice may be bad: make as many attempts without it.
             yield from islice(without_advice, len(self._rules))
         yield from without_advice
 
-    def _without_advice(self) -> Iterator[Proposal]:
+    def _proposals_without_advice(self) -> Iterator[Proposal]:
+        """Yield each rule, then random weights around the accepted proposal, without end."""
         for rule in EVICTION_RULES:
-            yield self._proposal(rule, ())
+            yield self._unweighted_proposal(rule, ())
         attempt_number = 0
         while True:
             rule, weights, advice_item = self._accepted
@@ -202,7 +203,8 @@ class _Proposals:
             attempt_number += 1
             yield rule, weights.tolist(), advice_item
 
-    def _proposal(self, rule: EvictionRule, advice_item: EvictionAdvice) -> Proposal:
+    def _unweighted_proposal(self, rule: EvictionRule, advice_item: EvictionAdvice) -> Proposal:
+        """Return a proposal without weights, and remember it as the latest."""
         self._latest = (rule, self._ones, advice_item)
         return rule, None, advice_item
 
@@ -221,5 +223,6 @@ def run_limit(
     return max(per_operation * count, min(min_runs, _RUNS_PER_PAIR * count**2))
 
 
-def _by_cost(candidate: EvaluatedSchedule) -> tuple[float, int]:
+def _time_and_peak(candidate: EvaluatedSchedule) -> tuple[float, int]:
+    """Return the sort key of a schedule, the smallest the best."""
     return candidate.time_s, candidate.peak_bytes

@@ -12,8 +12,8 @@ def peak_lower_bound_bytes(graph: Graph) -> int:
 
 
 def largest_operation(graph: Graph) -> tuple[int, int | None]:
-    """Return the bytes that the operation which needs most needs in every schedule of the order,
-    constant memory included, and its index; None for a graph without operations.
+    """Return the largest number of bytes that an operation needs in every schedule of the order,
+    constant memory included, and the index of that operation; None for a graph without operations.
 
     When an operation first runs, its inputs and outputs are live, and so are every result produced
     before (results are never freed) and every earlier output of an operation that runs only once

@@ -13,8 +13,9 @@ from remat.simulate import overwritten_in_run, simulate
 
 
 def prune(graph: Graph, schedule: Schedule) -> Schedule:
-    """Return the schedule without the recomputations whose outputs nothing reads, or whose earlier
-    copies take no bytes. Neither peak nor cost rises."""
+    """Return the schedule without the recomputations whose outputs nothing reads, except
+    for results and values without bytes, whose earlier copies are still in memory. Neither peak nor
+    cost rises."""
     run_count = Counter(schedule.runs)
     is_read_later = [False] * len(graph.values)
     remaining: list[int] = []
@@ -41,7 +42,7 @@ def polish(graph: Graph, schedule: Schedule, budget_bytes: int) -> Schedule:
     budget.
 
     The most expensive are tried first; no recomputation that takes time and could be avoided
-    remains. If the schedule does not fit `budget_bytes`, it is only pruned.
+    remains. Where the schedule is over `budget_bytes`, nothing more is retained.
     """
     schedule = prune(graph, schedule)
     while (improved := _with_more_retained(graph, schedule, budget_bytes)) != schedule:
@@ -50,8 +51,9 @@ def polish(graph: Graph, schedule: Schedule, budget_bytes: int) -> Schedule:
 
 
 def _with_more_retained(graph: Graph, schedule: Schedule, budget_bytes: int) -> Schedule:
-    """Try to remove each recomputation once. Memory that its inputs then no longer take is
-    available to the next."""
+    """Return the schedule after trying to remove each recomputation once. Values are retained
+    instead, where memory is free; what the removed runs no longer read is freed by the next
+    call."""
     timeline = simulate(graph, schedule)
     is_small = max(budget_bytes, timeline.peak_bytes) < 2**62
     during_bytes = np.array(timeline.during_bytes, dtype=np.int64 if is_small else object)
@@ -75,7 +77,7 @@ def _with_more_retained(graph: Graph, schedule: Schedule, budget_bytes: int) -> 
             copy_index = before[copy_index]
         return copy_index
 
-    for run in _recomputations(graph, schedule):
+    for run in _recomputations_by_cost(graph, schedule):
         # Unread copies need not be retained, and the first copy of a result is retained anyway.
         read = [
             copy_index
@@ -102,7 +104,7 @@ def _with_more_retained(graph: Graph, schedule: Schedule, budget_bytes: int) -> 
     return Schedule.of(op for run, op in enumerate(schedule.runs) if run not in removed_runs)
 
 
-def _recomputations(graph: Graph, schedule: Schedule) -> list[int]:
+def _recomputations_by_cost(graph: Graph, schedule: Schedule) -> list[int]:
     """Return the runs that are recomputations and take time, the most expensive first."""
     seen: set[int] = set()
     recomputations: list[tuple[float, int]] = []

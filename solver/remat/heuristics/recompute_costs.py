@@ -45,7 +45,7 @@ class RecomputeCosts:
         self._cached: dict[int, _CachedCost] = {}
         self._dependents: list[set[int]] = [set() for _ in graph.values]
         """The values whose cached costs or bounds depend on whether a value is in memory."""
-        self._least_s = [_least_cost_s(graph, v) for v in range(len(graph.values))]
+        self._least_s = [_least_recompute_cost_s(graph, v) for v in range(len(graph.values))]
         self._bounds_s = list(self._least_s)
         self._min_cost_s, self._exponent = min_cost_s, exponent
         self._least_divisors = [self.divisor(cost_s) for cost_s in self._least_s]
@@ -53,13 +53,14 @@ class RecomputeCosts:
         self.holds_for_all_uses = not self._renewal and not self._no_recompute_spans
 
     def divisor(self, cost_s: float) -> float:
-        """Return what the score of a value with this cost is divided by."""
+        """Return the divisor of the eviction score of a value with this cost of recomputation."""
         if cost_s == _INFINITE:
             return _INFINITE
         return (cost_s + self._min_cost_s) ** self._exponent
 
     def note_allocation(self, v: int) -> None:
-        """Forget the costs and bounds of values that are recomputed from `v`."""
+        """Note that `v` is in memory now: forget the costs and bounds of values that are recomputed
+        from it."""
         for dependent in self._dependents[v]:
             self._cached.pop(dependent, None)
             self._bounds_s[dependent] = self._least_s[dependent]
@@ -67,13 +68,15 @@ class RecomputeCosts:
         self._dependents[v].clear()
 
     def note_release(self, v: int) -> None:
-        """Forget the costs of values that are recomputed from `v`; they are bounds now."""
+        """Note that `v` was freed: costs of values that are recomputed from it are lower bounds
+        now."""
         for dependent in self._dependents[v]:
             if self._cached.pop(dependent, None) is not None:
                 self.divisors[dependent] = self.divisor(self._bounds_s[dependent])
 
     def bound_s(self, v: int, stage: int, next_use: float) -> float:
-        """Return the cost, or a lower bound if the cost is not cached."""
+        """Return the cost of recomputing `v` for `next_use`, or a lower bound if it is not
+        cached."""
         cached = self._cached.get(v)
         if cached is not None and stage < cached.end and cached.next_use in (None, next_use):
             return cached.cost_s
@@ -118,7 +121,8 @@ class RecomputeCosts:
         return cost_s
 
 
-def _least_cost_s(graph: Graph, v: int) -> float:
-    """Return the cost of recomputing a value from inputs that are in memory."""
+def _least_recompute_cost_s(graph: Graph, v: int) -> float:
+    """Return a lower bound on the cost of recomputing a value: all inputs are in memory. Infinity
+    if it cannot be recomputed."""
     operation = graph.operations[graph.producer[v]]
     return operation.cost_s * _ROUNDED_DOWN if operation.recomputable else _INFINITE

@@ -44,7 +44,7 @@ up to 1e-5."""
 Values = dict[Column, float]
 
 
-def run(
+def run_model(
     model: MilpModel,
     highs: HighsSolver,
     *,
@@ -59,12 +59,18 @@ def run(
     """
     start = None if incumbent is None else start_values(model, incumbent)
     if not pulp_solvers.is_highs(solver):
-        return _run_pulp(model, solver, highs, start)
+        return _run_through_pulp(model, solver, highs, start)
     answer = replace(highs, start=start).run(model.arrays)
-    return answer if answer.objective is None else replace(answer, schedule=_schedule(model))
+    return (
+        answer if answer.objective is None else replace(answer, schedule=_solution_schedule(model))
+    )
 
 
-def _run_pulp(model: MilpModel, name: str, options: HighsSolver, start: Values | None) -> SolverRun:
+def _run_through_pulp(
+    model: MilpModel, name: str, options: HighsSolver, start: Values | None
+) -> SolverRun:
+    """Solve the model with a solver of PuLP's, by its name, and correct the outcome that it claims:
+    see the module. Raises `SolverError` if the solver fails."""
     gap, time_limit, is_cancelled = options.gap, options.time_limit, options.is_cancelled
     started_at = time.monotonic()
     backend = pulp_solvers.open_solver(
@@ -76,7 +82,7 @@ def _run_pulp(model: MilpModel, name: str, options: HighsSolver, start: Values |
     )
     try:
         with (
-            _temporary_folder(backend),
+            _command_folder(backend),
             interrupt_commands_when(is_cancelled),
             warnings.catch_warnings(),
         ):
@@ -90,7 +96,7 @@ def _run_pulp(model: MilpModel, name: str, options: HighsSolver, start: Values |
             return SolverRun(SolverOutcome.UNKNOWN, None, None, None, 0, seconds, "cancelled")
         raise SolverError(
             f"{name} ({backend.name}) stopped without an answer: "
-            f"{_describe_error(error, backend)}. Check its installation, and that its licence "
+            f"{_solver_error_text(error, backend)}. Check its installation, and that its licence "
             f"allows {len(model.program.columns):,} variables and {len(model.program.rows):,} "
             f"rows; or {pulp_solvers.DEFAULT}"
         ) from error
@@ -121,7 +127,7 @@ def _run_pulp(model: MilpModel, name: str, options: HighsSolver, start: Values |
         bound = min(bound, objective)
     return SolverRun(
         outcome=outcome,
-        schedule=_schedule(model) if objective is not None else None,
+        schedule=_solution_schedule(model) if objective is not None else None,
         objective=objective,
         bound=bound,
         nodes=0,
@@ -131,9 +137,9 @@ def _run_pulp(model: MilpModel, name: str, options: HighsSolver, start: Values |
 
 
 @contextmanager
-def _temporary_folder(backend: pulp.LpSolver) -> Iterator[None]:
-    """Provide a folder for the files that PuLP exchanges with a command: PuLP leaves those of a
-    command that dies."""
+def _command_folder(backend: pulp.LpSolver) -> Iterator[None]:
+    """Provide a folder for the files that PuLP exchanges with a command, and delete it at the end:
+    PuLP leaves the files of a command that dies. Does nothing for a solver without a command."""
     if not isinstance(backend, pulp.LpSolver_CMD):
         yield
         return
@@ -142,14 +148,15 @@ def _temporary_folder(backend: pulp.LpSolver) -> Iterator[None]:
         yield
 
 
-def _describe_error(error: Exception, backend: pulp.LpSolver) -> str:
+def _solver_error_text(error: Exception, backend: pulp.LpSolver) -> str:
+    """Return text for messages that says how a solver failed."""
     if isinstance(error, pulp.PulpSolverError) and isinstance(backend, pulp.LpSolver_CMD):
         return "its command failed or was killed"  # PuLP's message has only its path
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
 def _has_solution(model: MilpModel) -> bool:
-    """True if the columns have values that are a solution."""
+    """True if the values that the solver gave to the columns are a solution."""
     columns = model.arrays.columns
     if any(columns[i].value is None for i in set(model.arrays.indices.tolist())):
         return False
@@ -158,13 +165,15 @@ def _has_solution(model: MilpModel) -> bool:
 
 
 def _objective_value(model: MilpModel) -> float:
+    """Return the objective of the solution. Raises `SolverError` if columns have no values."""
     program = model.program
     if any(column.value is None for column in program.costs):
         raise SolverError("the solver claims a solution but returned no values")
     return program.offset + sum(cost * value_of(x) for x, cost in program.costs.items())
 
 
-def _schedule(model: MilpModel) -> Schedule:
+def _solution_schedule(model: MilpModel) -> Schedule:
+    """Return the schedule of the slots whose variables are 1 in the solution."""
     return model.slots.schedule(slot for slot, run in model.run_columns.items() if run.is_one)
 
 

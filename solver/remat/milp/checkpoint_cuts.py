@@ -157,8 +157,8 @@ def relax_cuts(
 
 
 def linear_bound_s(graph: Graph, budget_bytes: int, operation: int) -> float:
-    """Return the bound of the linear relaxation at one cut; infinity if it is proved that nothing
-    fits, and the time without recomputation if the solver fails."""
+    """Return the bound in seconds of the linear relaxation at one cut; infinity if nothing fits,
+    and the time without recomputation if the solver fails or has no bound in time."""
     relaxation = _CutRelaxation(graph, budget_bytes, [operation])
     answer = relaxation.run(None, 60.0, options=_WITHOUT_PRESOLVE)
     if answer is None:
@@ -206,27 +206,26 @@ def relax_offload_cut(
     )
 
 
-def candidate_operations(
-    during_bytes: tuple[int, ...], budget_bytes: int, pieces: int
-) -> list[int]:
-    """Return operations at which a cut is promising, the most promising first.
+def candidate_cuts(during_bytes: tuple[int, ...], budget_bytes: int, count: int) -> list[int]:
+    """Return operations at which a cut is promising, the most promising first; none if all fits.
 
-    Memory without recomputation (`during_bytes`, by operation) peaks at them, in each of `pieces`
-    parts of the stretch above the budget.
+    The stretch of operations over the budget is divided into `count` equal ranges. In each range
+    it is the operation with the most memory without recomputation (`during_bytes`, by operation).
     """
     above = [op for op, size in enumerate(during_bytes) if size > budget_bytes]
     if not above:
         return []
     start, length = above[0], above[-1] + 1 - above[0]
-    borders = sorted({start + length * piece // pieces for piece in range(pieces + 1)})
+    borders = sorted({start + length * index // count for index in range(count + 1)})
     peaks = {max(range(a, b), key=during_bytes.__getitem__) for a, b in pairwise(borders)}
     return sorted(peaks, key=lambda op: (-during_bytes[op], op))
 
 
 @dataclass
-class _Span:
-    """The stretch between two cuts, by their indices, with the operations that are recomputed for
-    it: variables in `recomputed`, and in `pending` those whose inputs have no rows yet."""
+class _CutSpan:
+    """The operations between two cuts, which are given by their indices. `recomputed` has the
+    variable of each operation that may be recomputed between them, and `pending` the operations
+    among them whose inputs have no rows yet."""
 
     start: int
     end: int
@@ -253,7 +252,7 @@ class _CutRelaxation:
         self.retained: list[dict[int, Column]] = [{} for _ in self.operations]
         self.recomputed: list[dict[int, Column]] = [{} for _ in self.operations]
         self.offloaded: dict[int, Column] = {}
-        self._spans: list[_Span] = []
+        self._spans: list[_CutSpan] = []
         self._may_offload = frozenset[int]() if limits is None else limits.values
         self._recomputes = recomputes
         self._cost_unit_s = cost_unit_s(graph)
@@ -298,12 +297,13 @@ class _CutRelaxation:
             return None
 
     def bound_s(self, bound: float) -> float:
-        """Return a bound on the objective in seconds."""
+        """Return a bound on the objective, in units of the program, as seconds: less the solver's
+        tolerance, and at least the time without recomputation."""
         bound_s = (bound - _BOUND_TOLERANCE * COST_SCALE) * self._cost_unit_s
         return max(bound_s, self.graph.total_cost_s)
 
     def values(self, schedule: Schedule) -> dict[Column, float]:
-        """Return this schedule as values of the program's variables."""
+        """Return this schedule, which offloads nothing, as values of the program's variables."""
         timeline = simulate(self.graph, schedule)
         first_run: dict[int, int] = {}
         for run, op in enumerate(schedule.runs):
@@ -349,7 +349,8 @@ class _CutRelaxation:
         }
 
     def _add_copy_rows(self, available_s: Mapping[int, float], rate: float, wait: Column) -> None:
-        """Add the rows of the copies of one direction, for the seconds that each has."""
+        """Add the rows that the copies of one direction end in time: each value has `available_s`
+        for its copy, and the step waits for `wait` seconds more."""
         ordered = sorted(available_s, key=lambda v: available_s[v])
         stride = -(-len(ordered) // _MAX_COPY_ROWS) or 1
         terms = {wait: 1.0}
@@ -362,7 +363,7 @@ class _CutRelaxation:
     def _add_span(self, start: int, end: int, end_operation: int) -> None:
         """Add the rows of the span from cut `start` to cut `end`, before the first run of
         `end_operation`."""
-        span = _Span(start, end)
+        span = _CutSpan(start, end)
         cut = self.operations[start]
         producer = self.graph.producer
         renewed = {v for v, op in self.graph.renewal.items() if cut <= op < end_operation}
@@ -386,8 +387,9 @@ class _CutRelaxation:
                 self.program.add_row(dict.fromkeys(runs, 1.0) | {y: -1.0}, AT_LEAST, 0.0)
 
     def _first_readers(self, cut: int, end_operation: int) -> dict[int, int]:
-        """Return the first operation from a cut on that reads each value from before it that is not
-        renewed by then."""
+        """Return, for each value that is produced before a cut, the first operation from the cut on
+        that reads it. Values that nothing reads before `end_operation`, or only after they are
+        renewed, are left out."""
         graph = self.graph
         readers: dict[int, int] = {}
         for op in range(cut, end_operation):
@@ -396,15 +398,18 @@ class _CutRelaxation:
                     readers.setdefault(v, op)
         return readers
 
-    def _add_demand(self, span: _Span, value: int, condition: Column | None) -> None:
+    def _add_demand(self, span: _CutSpan, value: int, condition: Column | None) -> None:
         """Add the row that `value` is retained at the start of the span, on the host, or recomputed
-        in the span: always, or if `condition` is 1."""
+        in the span: always, or if the variable `condition` is 1. Results and values without bytes
+        need no row."""
         graph, program = self.graph, self.program
         if value in graph.results or graph.values[value].size_bytes == 0:
             return
-        terms = {self._column(self.retained[span.start], f"h{span.start}_{value}", value): 1.0}
+        terms = {
+            self._shared_binary(self.retained[span.start], f"h{span.start}_{value}", value): 1.0
+        }
         if value in self._may_offload:
-            terms[self._column(self.offloaded, f"o{value}", value)] = 1.0
+            terms[self._shared_binary(self.offloaded, f"o{value}", value)] = 1.0
         op = graph.producer[value]
         is_recomputable = graph.operations[op].recomputable
         if condition is None:  # a first run reads it, at the end of such a span perhaps
@@ -423,7 +428,8 @@ class _CutRelaxation:
         program.add_row(terms, AT_LEAST, float(condition is None))
 
     def _add_memory_row(self, cut: int, budget_bytes: int) -> None:
-        """Add the row that the values retained across a cut fit the budget."""
+        """Add the row that the values retained across a cut fit the budget, next to what its
+        operation produces; and fix the inputs of that operation as retained."""
         graph, op = self.graph, self.operations[cut]
         retained = self.retained[cut]
         for value in graph.operations[op].inputs:
@@ -436,15 +442,18 @@ class _CutRelaxation:
         self._add_bytes_row(retained, budget_bytes - fixed_bytes)
 
     def _add_bytes_row(self, columns: Mapping[int, Column], limit_bytes: int) -> None:
+        """Add the row that the values whose variables are 1 take at most `limit_bytes`."""
         unit_bytes = max(1.0, limit_bytes / 1000)
         sizes = {x: -self.graph.values[v].size_bytes / unit_bytes for v, x in columns.items()}
         self.program.add_row(sizes, AT_LEAST, -limit_bytes / unit_bytes)
 
     def _recomputed_column(self, cut: int, op: int) -> Column:
         """Return the variable for recomputing `op` between a cut and the next."""
-        return self._column(self.recomputed[cut], f"x{cut}_{op}", op)
+        return self._shared_binary(self.recomputed[cut], f"x{cut}_{op}", op)
 
-    def _column(self, columns: dict[int, Column], name: str, key: int) -> Column:
+    def _shared_binary(self, columns: dict[int, Column], name: str, key: int) -> Column:
+        """Return the binary variable of a key in `columns`; add it under `name` if it is
+        missing."""
         if key not in columns:
             columns[key] = self.program.add_binary(name)
         return columns[key]

@@ -60,14 +60,14 @@ class _BlockRun:
 
 
 def find_identical_blocks(graph: Graph, min_blocks: int) -> IdenticalBlocks | None:
-    """Return the longest run of identical blocks with their backward; None if there are fewer than
-    `min_blocks`."""
+    """Return the longest sequence of identical blocks with their backward; None if there are fewer
+    than `min_blocks`, or if the graph has no boundary."""
     boundary = graph.boundary
     if boundary is None:
         return None
     keys = [_operation_key(graph, op) for op in range(len(graph))]
-    period = _find_period(keys[:boundary], min_blocks)
-    backward_period = _find_period(keys[boundary:], min_blocks)
+    period = _find_block_period(keys[:boundary], min_blocks)
+    backward_period = _find_block_period(keys[boundary:], min_blocks)
     if period is None or backward_period is None:
         return None
 
@@ -78,7 +78,7 @@ def find_identical_blocks(graph: Graph, min_blocks: int) -> IdenticalBlocks | No
             for v, p in producers
         ]
 
-    forward = _longest_run(
+    forward = _longest_block_run(
         [
             (keys[op], tuple(forward_sources(op, _MAX_PERIODS_BACK * period)))
             for op in range(boundary)
@@ -108,17 +108,17 @@ def find_identical_blocks(graph: Graph, min_blocks: int) -> IdenticalBlocks | No
                 )
         return (keys[op], tuple(sources))
 
-    backward = _longest_run(
+    backward = _longest_block_run(
         [backward_key(op) for op in range(boundary, len(graph))], backward_period, boundary
     )
-    return _pair_runs(graph, forward, backward, min_blocks)
+    return _pair_block_runs(graph, forward, backward, min_blocks)
 
 
-def _pair_runs(
+def _pair_block_runs(
     graph: Graph, forward: _BlockRun, backward: _BlockRun, min_blocks: int
 ) -> IdenticalBlocks | None:
-    """Return the blocks that are in both runs. A backward block belongs to the forward block that
-    it mostly reads."""
+    """Return the blocks that have a forward and a backward: a backward block belongs to the forward
+    block that it mostly reads. None if there are fewer than `min_blocks`."""
     block_sums: Counter[int] = Counter()
     for op in range(backward.first, backward.first + backward.period * backward.count):
         for v in graph.operations[op].inputs:
@@ -155,12 +155,13 @@ def _operation_key(graph: Graph, op: int) -> Hashable:
 
 
 def _output_index(graph: Graph, value: int) -> int:
+    """Return the position of a value among its producer's outputs."""
     return graph.operations[graph.producer[value]].outputs.index(value)
 
 
-def _find_period(keys: Sequence[Hashable], min_blocks: int) -> int | None:
-    """Return the smallest period of the run that covers the most operations; None if no run is long
-    enough."""
+def _find_block_period(keys: Sequence[Hashable], min_blocks: int) -> int | None:
+    """Return the number of operations of a block: the smallest period whose repetitions cover
+    (almost) the most keys. None if no period repeats `min_blocks` times."""
     last: dict[Hashable, int] = {}
     gaps: Counter[int] = Counter()
     for position, key in enumerate(keys):
@@ -168,7 +169,7 @@ def _find_period(keys: Sequence[Hashable], min_blocks: int) -> int | None:
             gaps[position - last[key]] += 1
         last[key] = position
     candidates = sorted(gaps, key=lambda gap: -gaps[gap] * gap)[:_MAX_PERIODS]
-    numbers = _numbers_of(keys)
+    numbers = _numbered_keys(keys)
     covered = {
         gap: _longest_repetition(numbers, gap)[1] + gap
         for gap in candidates
@@ -182,18 +183,22 @@ def _find_period(keys: Sequence[Hashable], min_blocks: int) -> int | None:
     )
 
 
-def _longest_run(keys: Sequence[Hashable], period: int, offset: int) -> _BlockRun:
-    start, length = _longest_repetition(_numbers_of(keys), period)
+def _longest_block_run(keys: Sequence[Hashable], period: int, offset: int) -> _BlockRun:
+    """Return the longest sequence of blocks of `period` keys; the first key is operation
+    `offset`."""
+    start, length = _longest_repetition(_numbered_keys(keys), period)
     return _BlockRun(offset + start, period, length // period + 1 if length else 0)
 
 
-def _numbers_of(items: Sequence[Hashable]) -> NDArray[np.int64]:
+def _numbered_keys(items: Sequence[Hashable]) -> NDArray[np.int64]:
+    """Return a number for each item, the same for equal ones."""
     number_of: dict[Hashable, int] = {}
     return np.array([number_of.setdefault(item, len(number_of)) for item in items], dtype=np.int64)
 
 
 def _longest_repetition(numbers: NDArray[np.int64], lag: int) -> tuple[int, int]:
-    """Return the start and the length of the longest stretch that equals the one `lag` later."""
+    """Return the start and the length of the longest stretch that equals the one `lag` later; (0,
+    0) without any."""
     is_equal = np.concatenate(([False], numbers[:-lag] == numbers[lag:], [False]))
     edges = np.flatnonzero(is_equal[1:] != is_equal[:-1])
     starts, ends = edges[::2], edges[1::2]
@@ -203,9 +208,9 @@ def _longest_repetition(numbers: NDArray[np.int64], lag: int) -> tuple[int, int]
     return int(starts[best]), int(ends[best] - starts[best])
 
 
-def merge_neighbours(blocks: IdenticalBlocks, width: int) -> IdenticalBlocks:
-    """Return blocks of `width` neighbouring blocks each; those that are left over at the start are
-    in none."""
+def merge_neighbouring_blocks(blocks: IdenticalBlocks, width: int) -> IdenticalBlocks:
+    """Return blocks that consist of `width` neighbouring blocks each. Blocks that are left over at
+    the start are in none."""
     skipped = blocks.count % width
     positions = max(blocks.position_of) + 1
     pairs = [
@@ -292,6 +297,8 @@ class SharedDecisions:
         )
 
     def _slot_key(self, slot: int) -> tuple[int, ...]:
+        """Return a key that is equal for slots that share decisions: the same place in blocks of
+        one group, for the same operation."""
         stage, op = self.stages[slot], self.slots.operations[slot]
         block = self.blocks.block_of[stage]
         place = (

@@ -14,7 +14,7 @@ Variables
                       where it is a short sum)
     b >= 0            the budget, only where the peak itself is minimised
 
-Minimise the sum of cost_{op(s)} r_s (`remat.milp.model`) subject to
+Minimise the sum of cost_{op(s)} r_s subject to
     consume   r_s <= h_{d,e-1},  h_{d,e} <= h_{d,e-1}             d an input of s
     produce   h_{d,e} <= h_{d,e-1} + r_s,  r_s + h_{d,e-1} <= 1   d an output of s
     balance   u_{s+1} = u_s + sum_d size_d (h_{d,e} - h_{d,e-1})  d touched at s
@@ -82,7 +82,7 @@ class MilpModel:
         self.slots = slots
         self.program = Program()
         self.unit_bytes = size_unit_bytes(
-            _total_bytes(graph) if budget_bytes is None else budget_bytes
+            _total_graph_bytes(graph) if budget_bytes is None else budget_bytes
         )
         self.cost_unit_s = cost_unit_s(graph)
         self._shared = shared
@@ -124,8 +124,8 @@ class MilpModel:
         return self.program.arrays()
 
     def _has_no_column(self, value: int) -> bool:
-        """True if no decision on retaining the value is needed: results, and values without
-        bytes."""
+        """True for results, which are always retained, and for values without bytes: no variable
+        decides on them."""
         return value in self.graph.results or self._sizes[value] == 0
 
     def _has_rows(self, slot: int) -> bool:
@@ -146,13 +146,13 @@ class MilpModel:
             for value in operation.inputs:
                 if not self._has_no_column(value):
                     old, new = self._write_consume(slot, run, value)
-                    constant += self._add_change(change, value, old, new)
+                    constant += self._add_byte_change(change, value, old, new)
             if overwrites:  # whether an overwritten value is retained is decided now
                 self._write_peak(run, op, overwrites)
             for value in operation.outputs:
                 if not self._has_no_column(value):
                     old, new = self._write_produce(slot, run, value)
-                    constant += self._add_change(change, value, old, new)
+                    constant += self._add_byte_change(change, value, old, new)
                 elif isinstance(run, int):
                     constant += self._sizes[value]
             self._write_balance(slot, change, constant)
@@ -178,7 +178,7 @@ class MilpModel:
             if len(group) < 2 or not all(self._has_rows(slot) for slot in group):
                 continue
             runs = [self.run_columns[slot] for slot in group]
-            self._add_le(runs, [], 1)
+            self._add_at_most(runs, [], 1)
             operation = self.graph.operations[self.slots.operations[group[0]]]
             for value in operation.inputs:
                 if self._has_no_column(value):
@@ -192,39 +192,44 @@ class MilpModel:
                     producer_runs = [
                         self.run_columns[q] for q in producer_slots if group[0] < q < last_slot
                     ]
-                    self._add_le(runs[:count], [retained, *producer_runs])
+                    self._add_at_most(runs[:count], [retained, *producer_runs])
 
-    def _add_le(self, left: Iterable[Term], right: Iterable[Term], rhs: int = 0) -> None:
+    def _add_at_most(self, left: Iterable[Term], right: Iterable[Term], rhs: int = 0) -> None:
         """Write the row: sum(left) <= sum(right) + rhs."""
         if self._writes_rows:
             terms = [*((1.0, term) for term in left), *((-1.0, term) for term in right)]
             self.program.add_terms(terms, AT_MOST, rhs)
 
     def _write_consume(self, slot: int, run: Term, value: int) -> tuple[Term, Term]:
+        """Write the rows `consume` of an input of a slot. Return the terms for retaining the value
+        before and after the slot."""
         old = self._retained_now[value]
         self._retained_before[slot, value] = old
         if not isinstance(run, int):
-            self._add_le([run], [old])
+            self._add_at_most([run], [old])
         elif not isinstance(old, int):
             old.lower = 1
         if slot >= self._last_reader[value]:
             return old, self._set_retained(slot, value, 0)
         new = self._retention_column(slot, value)
         if not isinstance(old, int):
-            self._add_le([new], [old])
+            self._add_at_most([new], [old])
         return old, self._set_retained(slot, value, new)
 
     def _write_produce(self, slot: int, run: Term, value: int) -> tuple[Term, Term]:
+        """Write the rows `produce` of an output of a slot. Return the terms for retaining the value
+        before and after the slot."""
         old = self._retained_now[value]
         if slot >= self._last_reader[value]:
             return old, self._set_retained(slot, value, 0)
         new = self._retention_column(slot, value)
         if not isinstance(run, int):
-            self._add_le([new], [old, run])
-            self._add_le([run, old], [], 1)
+            self._add_at_most([new], [old, run])
+            self._add_at_most([run, old], [], 1)
         return old, self._set_retained(slot, value, new)
 
     def _write_peak(self, run: Term, op: int, overwrites: tuple[int, ...]) -> None:
+        """Write the row `peak` of a slot, whose operation writes over the values `overwrites`."""
         if not self._writes_rows:
             return
         operation = self.graph.operations[op]
@@ -269,7 +274,11 @@ class MilpModel:
         self.program.add_row({**terms, live: -1.0}, EQUAL, -self._live_constant)
         self._live, self._live_constant = {live: 1.0}, 0.0
 
-    def _add_change(self, change: dict[Column, float], value: int, old: Term, new: Term) -> float:
+    def _add_byte_change(
+        self, change: dict[Column, float], value: int, old: Term, new: Term
+    ) -> float:
+        """Add the size of a value to `change` for its new term, and subtract it for the old one.
+        Return the change by terms that are fixed."""
         constant = 0.0
         for sign, term in ((1.0, new), (-1.0, old)):
             if isinstance(term, int):
@@ -279,10 +288,12 @@ class MilpModel:
         return constant
 
     def _set_retained(self, slot: int, value: int, term: Term) -> Term:
+        """Set the term for retaining a value from a slot to its next event, and return it."""
         self._retained_now[value] = self.retained[slot, value] = term
         return term
 
     def _write_objective(self) -> None:
+        """Set the objective: the cost of all runs or, without a budget, the peak."""
         program = self.program
         if isinstance(self._available, Column):
             program.costs = {self._available: 1.0}
@@ -293,10 +304,12 @@ class MilpModel:
         program.offset = self.graph.total_cost_s / self.cost_unit_s
 
     def _run_column(self, slot: int) -> Column:
+        """Return the variable for running a slot."""
         key = None if self._shared is None else self._shared.run_key(slot)
         return self._shared_column(key, f"r{slot:06d}", is_integer=True)
 
     def _retention_column(self, slot: int, value: int) -> Column:
+        """Return the variable for retaining a value from a slot to its next event."""
         key = None if self._shared is None else self._shared.retention_key(slot, value)
         # Sums over many blocks give no cover cuts; the variable is integral without being declared
         # so.
@@ -312,5 +325,6 @@ class MilpModel:
         return column
 
 
-def _total_bytes(graph: Graph) -> int:
+def _total_graph_bytes(graph: Graph) -> int:
+    """Return the bytes of all values and of the constant memory; 1 for none."""
     return graph.constant_bytes + sum(value.size_bytes for value in graph.values) or 1

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from remat.errors import GraphError
 from remat.graph import Graph
 from remat.heuristics.eviction import EvictionAdvice, advice_to_retain
-from remat.milp.checkpoint_cuts import CheckpointCuts, candidate_operations, relax_cuts
+from remat.milp.checkpoint_cuts import CheckpointCuts, candidate_cuts, relax_cuts
 from remat.progress import Clock
 from remat.schedule import Schedule, missing_operations
 from remat.simulate import simulate
@@ -57,7 +57,7 @@ class RetentionAdvisor:
         during_bytes = simulate(graph, Schedule.keep_all(graph)).during_bytes
         self._range_bytes = max(during_bytes, default=0) - graph.constant_bytes
         self._single_cuts: list[CheckpointCuts] = []
-        for operation in candidate_operations(during_bytes, budget_bytes, _CANDIDATE_CUTS):
+        for operation in candidate_cuts(during_bytes, budget_bytes, _CANDIDATE_CUTS):
             if self._single_cuts and stop():
                 break
             cut = relax_cuts(graph, budget_bytes, [operation])
@@ -72,12 +72,12 @@ class RetentionAdvisor:
         """Yield advice for `evict` from single cuts, the most promising first."""
         best = self._single_cuts[:_BEST_CUTS]
         for cut in best[:1]:
-            yield _eviction_advice(cut)
+            yield _advice_of_cuts(cut)
             remaining_s = self._clock.remaining_s
             limit_s = min(_INTEGER_TIME_LIMIT_S, _INTEGER_TIME_SHARE * remaining_s)
             integral = self._relax_to_integers(cut.operations, limit_s, None, self._stop)
             if integral is not None:
-                yield _eviction_advice(integral)
+                yield _advice_of_cuts(integral)
         for slack in _SLACK_SHARES:
             for cut in best:
                 if self._stop():
@@ -85,7 +85,7 @@ class RetentionAdvisor:
                 smaller_bytes = self._budget_bytes - int(slack * self._range_bytes)
                 tighter = relax_cuts(self._graph, smaller_bytes, cut.operations)
                 if tighter is not None:
-                    yield _eviction_advice(tighter)
+                    yield _advice_of_cuts(tighter)
 
     def advice_from_more_cuts(
         self, best_schedule: Callable[[], Schedule], time_limit: float, stop: Callable[[], bool]
@@ -101,7 +101,7 @@ class RetentionAdvisor:
             cuts = self._relax_to_integers(operations, time_limit, best_schedule(), stop)
             if cuts is None:
                 return
-            yield _eviction_advice(cuts)
+            yield _advice_of_cuts(cuts)
             worst = self._worst_operation(self.implied_schedules[-1])
             if worst is None or worst in operations:
                 return
@@ -114,7 +114,8 @@ class RetentionAdvisor:
         incumbent: Schedule | None,
         stop: Callable[[], bool],
     ) -> CheckpointCuts | None:
-        """Solve the integer program at these cuts; record its bound and its implied schedule."""
+        """Solve the integer program at these cuts, record its bound and its implied schedule, and
+        return the solution. None if the time is up, `stop` returns True, or nothing fits."""
         limit_s = min(time_limit, self._clock.remaining_s)
         if limit_s <= 0 or stop():
             return None
@@ -133,7 +134,8 @@ class RetentionAdvisor:
         return cuts
 
     def _worst_operation(self, schedule: Schedule) -> int | None:
-        """Return the operation whose first run is furthest over the budget; None if all fit."""
+        """Return the operation whose first run is furthest over the budget. None if all fit, or if
+        the schedule is invalid because it recomputes a value that is on the host."""
         try:
             during_bytes = simulate(self._graph, schedule).during_bytes
         except GraphError:  # it recomputes a value that is being offloaded
@@ -177,5 +179,6 @@ def implied_schedule(graph: Graph, cuts: CheckpointCuts) -> Schedule:
     return Schedule.of(runs)
 
 
-def _eviction_advice(cuts: CheckpointCuts) -> EvictionAdvice:
+def _advice_of_cuts(cuts: CheckpointCuts) -> EvictionAdvice:
+    """Return the advice to retain across each cut what the solution retains."""
     return advice_to_retain(zip(cuts.operations, cuts.retained, strict=True), _RETENTION_FACTOR)

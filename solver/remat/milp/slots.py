@@ -115,7 +115,7 @@ def build_complete_slots(graph: Graph, affordable_s: float = math.inf) -> Slots:
     """
     recomputable = [op for op in range(len(graph)) if _may_recompute(graph, op, affordable_s)]
     by_stage = [recomputable[: bisect_left(recomputable, stage)] for stage in range(len(graph))]
-    return _build(graph, by_stage, group_span=0, is_complete=True)
+    return _build_slots(graph, by_stage, group_span=0, is_complete=True)
 
 
 def build_idle_read_slots(
@@ -142,16 +142,16 @@ def build_idle_read_slots(
     by_stage: list[set[int]] = [set() for _ in graph.operations]
     for stage, values in _idle_reads(graph, stride, min_idle):
         if stages is None or stage in stages:
-            ancestors = _ancestors(graph, values, max_distance, before=stage)
+            ancestors = _recomputable_ancestors(graph, values, max_distance, before=stage)
             by_stage[stage].update(
                 op for op in ancestors if _may_recompute(graph, op, affordable_s)
             )
     for rank, schedule in enumerate(schedules):
-        for stage, op in _recomputations(schedule):
+        for stage, op in _recomputations_by_stage(schedule):
             if rank == 0 or _may_recompute(graph, op, affordable_s):
                 by_stage[stage].add(op)
     required = schedules[0] if schedules else None
-    return _build(graph, by_stage, group_span=group_span, required=required)
+    return _build_slots(graph, by_stage, group_span=group_span, required=required)
 
 
 def build_recombination_slots(
@@ -184,12 +184,13 @@ def build_periodic_slots(
     for stage, values in _idle_reads(graph, stride, min_idle, block_of):
         if graph.boundary is not None and stage < graph.boundary:
             continue
-        ancestors = _ancestors(graph, values, max_distance, before=stage)
+        ancestors = _recomputable_ancestors(graph, values, max_distance, before=stage)
         by_stage[stage].update(op for op in ancestors if graph.operations[op].recomputable)
-    return _build(graph, by_stage, group_span=group_span)
+    return _build_slots(graph, by_stage, group_span=group_span)
 
 
 def _may_recompute(graph: Graph, op: int, affordable_s: float) -> bool:
+    """True if an operation is recomputable and costs at most `affordable_s`, up to rounding."""
     operation = graph.operations[op]
     return operation.recomputable and operation.cost_s <= affordable_s * (1 + _COST_TOLERANCE)
 
@@ -197,10 +198,9 @@ def _may_recompute(graph: Graph, op: int, affordable_s: float) -> bool:
 def _idle_reads(
     graph: Graph, stride: int, min_idle: int, block_of: Sequence[int] | None = None
 ) -> Iterator[tuple[int, set[int]]]:
-    """Yield (stage, values): values that the stage and the operations shortly after it read after a
-    long idle time.
-
-    With `block_of`, values of two blocks are not put together.
+    """Yield (stage, values): values that nothing used for more than `min_idle` operations, and that
+    the stage reads, or one of the next operations with such inputs. `stride` of them are put
+    together, if they are near; with `block_of`, only operations of one block.
     """
     last_event = list(graph.producer)
     stage = -1
@@ -224,9 +224,12 @@ def _idle_reads(
         yield stage, values
 
 
-def _ancestors(graph: Graph, values: set[int], max_distance: int, *, before: int) -> set[int]:
+def _recomputable_ancestors(
+    graph: Graph, values: set[int], max_distance: int, *, before: int
+) -> set[int]:
     """Return the recomputable operations before `before` from which the values can be recomputed,
-    at most `max_distance` before the values' producers."""
+    at most `max_distance` before the values' producers. Results, and inputs that are renewed before
+    `before`, count as live."""
     earliest: dict[int, int] = {}
     heap = sorted((graph.producer[v] for v in values), reverse=True)
     for op in heap:
@@ -251,7 +254,7 @@ def _ancestors(graph: Graph, values: set[int], max_distance: int, *, before: int
     return ancestors
 
 
-def _recomputations(schedule: Schedule) -> Iterator[tuple[int, int]]:
+def _recomputations_by_stage(schedule: Schedule) -> Iterator[tuple[int, int]]:
     """Yield (stage, operation) for each recomputation; the stage is the next first run."""
     seen: set[int] = set()
     pending: list[int] = []
@@ -265,7 +268,7 @@ def _recomputations(schedule: Schedule) -> Iterator[tuple[int, int]]:
         pending.clear()
 
 
-def _build(
+def _build_slots(
     graph: Graph,
     by_stage: Iterable[Iterable[int]],
     *,
@@ -273,13 +276,14 @@ def _build(
     required: Schedule | None = None,
     is_complete: bool = False,
 ) -> Slots:
-    """Return the slots for recomputations of `by_stage`, in groups that allow the schedule
-    `required`."""
+    """Return the slots of all first runs, and of the recomputations that `by_stage` has for each
+    stage, in groups that allow the schedule `required`. Slots whose outputs no later slot reads are
+    left out."""
     sequence: list[tuple[int, int, bool]] = []
     for stage, ops in enumerate(by_stage):
         sequence += [(op, stage, True) for op in sorted(ops) if graph.may_recompute(op, stage)]
         sequence.append((stage, stage, False))
-    sequence = _without_unread(graph, sequence)
+    sequence = _without_unread_slots(graph, sequence)
     slots = Slots(
         operations=tuple(op for op, _, _ in sequence),
         is_optional=tuple(optional for _, _, optional in sequence),
@@ -306,7 +310,7 @@ def _build(
     return Slots(slots.operations, slots.is_optional, tuple(map(tuple, groups)), is_complete)
 
 
-def _without_unread(
+def _without_unread_slots(
     graph: Graph, sequence: list[tuple[int, int, bool]]
 ) -> list[tuple[int, int, bool]]:
     """Return the sequence without the optional slots whose outputs no later slot reads."""

@@ -18,7 +18,7 @@ T = TypeVar("T")
 def trace_on_device(trace: Trace, device: str) -> Trace:
     """Return the trace with its tensors moved to `device`. Tensors on another type of device than
     the trace's, such as a CPU scalar among CUDA tensors, stay where they are."""
-    moved = _replacement(trace.device, device)
+    moved = _device_replacement(trace.device, device)
     return trace.replace(
         device=device,
         placeholders=tuple(_with_devices(p, moved) for p in trace.placeholders),
@@ -31,7 +31,7 @@ def program_on_device(program: Program, device: str) -> Program:
     the program's stay where they are."""
     if program.device == device:
         return program
-    moved = _replacement(program.device, device)
+    moved = _device_replacement(program.device, device)
     return program.model_copy(
         update={
             "device": device,
@@ -43,7 +43,7 @@ def program_on_device(program: Program, device: str) -> Program:
 
 
 def results_on_cpu(trace: Trace, storages: set[int]) -> Trace:
-    """Return the trace with all results in the storages with these indices on the CPU."""
+    """Return the trace in which all results whose storages have these indices are on the CPU."""
     if not storages:
         return trace
     nodes = tuple(
@@ -65,14 +65,14 @@ def device_type(device: str) -> str:
     return device.partition(":")[0]
 
 
-def _replacement(old: str, new: str) -> Callable[[str], str]:
+def _device_replacement(old: str, new: str) -> Callable[[str], str]:
     """Return a function that replaces all devices of the type of `old` by `new`."""
     old_type = device_type(old)
     return lambda device: new if device_type(device) == old_type else device
 
 
 def _with_devices(item: T, device_of: Callable[[str], str]) -> T:
-    """Return a record or an argument with `device_of(device)` in place of each device."""
+    """Return a record or an argument with `device_of(device)` in place of each device in it."""
     result: Any = item
     match item:
         case Literal("device", name):

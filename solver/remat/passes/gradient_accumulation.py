@@ -15,7 +15,8 @@ def accumulation_operation_name(placeholder: str) -> str:
 
 def with_gradient_accumulation(trace: Trace) -> Trace:
     """Return the same step, in which each parameter's gradient is added into its existing `.grad`
-    as soon as it is computed. Without this, it would be live until the step ends."""
+    as soon as it is computed; the same trace if it does that already. Without this, each gradient
+    would be live until the step ends."""
     if trace.accumulates_gradients:
         return trace
     parameters = {p.name for p in trace.placeholders if p.kind == "parameter"}

@@ -12,8 +12,9 @@ from remat.limits.options import OUTPUTS_LOSS, are_dropped
 
 
 def with_outputs(trace: Trace, outputs: str) -> Trace:
-    """Return the same step for a caller that treats its outputs in this way. Raises `TraceError`
-    for "loss" if the step returns no loss."""
+    """Return the same step for a caller with this option `outputs`: the same trace if it holds the
+    outputs; if it drops them, a trace that says so, and for "loss" one without other outputs.
+    Raises `TraceError` for "loss" if the step returns no loss."""
     if not are_dropped(outputs):
         return trace
     if outputs == OUTPUTS_LOSS:
@@ -22,7 +23,8 @@ def with_outputs(trace: Trace, outputs: str) -> Trace:
 
 
 def unreturned_bytes(trace: Trace) -> int:
-    """Return the bytes of the outputs that `outputs="loss"` does not return."""
+    """Return the bytes of the outputs that `outputs="loss"` does not return, without outputs that
+    are graph inputs."""
     outputs = [output for output in trace.outputs if not _is_returned(trace, output)]
     storages = {trace.storage_of[output.name] for output in outputs}
     storages -= {placeholder.storage for placeholder in trace.placeholders}
@@ -31,19 +33,20 @@ def unreturned_bytes(trace: Trace) -> int:
 
 def returns_loss(trace: Trace) -> bool:
     """True if gradients come from an output of one element."""
-    return _loss(trace) is not None
+    return _loss_output(trace) is not None
 
 
 def loss_code(trace: Trace) -> str:
     """Return the code that takes the loss from what the model returns: `.loss`, `["loss"]`, `[0]`.
-    The trace is one that `returns_loss`."""
-    loss = _loss(trace)
+    The step must return a loss."""
+    loss = _loss_output(trace)
     assert loss is not None
     return trace.result.access_of(loss)
 
 
-def _loss(trace: Trace) -> int | None:
-    """Return the number of the first output of one element that gradients come from."""
+def _loss_output(trace: Trace) -> int | None:
+    """Return the index of the first output of one element that gradients come from; None without
+    any."""
     shapes = (trace.tensors[o.name].shape if o.tangent else None for o in trace.outputs)
     return next(
         (n for n, shape in enumerate(shapes) if shape is not None and prod(shape) == 1), None
@@ -51,8 +54,8 @@ def _loss(trace: Trace) -> int | None:
 
 
 def differentiated_bytes(trace: Trace) -> int:
-    """Return the bytes of the outputs that gradients come from, if none of them has one element: a
-    loss that is computed of them is not part of the step."""
+    """Return the bytes of the outputs that gradients come from: the loss is computed from them
+    outside of the step. 0 if the step returns the loss."""
     if returns_loss(trace):
         return 0
     outputs = [output.name for output in trace.outputs if output.tangent]
@@ -60,8 +63,9 @@ def differentiated_bytes(trace: Trace) -> int:
 
 
 def _without_other_outputs(trace: Trace) -> Trace:
-    """Return the step without the outputs that no gradient comes from, and without the operations
-    that only they need."""
+    """Return the step without the outputs that are no loss (see `_is_returned`), and without the
+    operations that only they need, except random ones and writes. Raises `TraceError` without a
+    loss."""
     if not returns_loss(trace):
         raise no_loss_returned(trace.model or "the model")
     dropped = {n for n, output in enumerate(trace.outputs) if not _is_returned(trace, output)}
@@ -91,6 +95,7 @@ def _without_other_outputs(trace: Trace) -> Trace:
 
 
 def _with_renumbered_sources(gradient: Gradient, dropped: Collection[int]) -> Gradient:
+    """Return the gradient with the new indices of its outputs, after some were dropped."""
     sources = [n - sum(d < n for d in dropped) for n in gradient.sources if n not in dropped]
     return gradient.model_copy(update={"sources": tuple(sources)})
 

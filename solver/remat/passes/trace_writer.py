@@ -70,9 +70,10 @@ class TraceWriter:
     def append(
         self, like: Node, target: str, args: Args, result: Result, *, view: bool = False
     ) -> None:
-        """Add an operation with one result. It belongs to the module and the pass of `like`, and to
-        the piece that is being written."""
-        name = self.new_name(f"{result.name}_op") if self._is_taken(result) else result.name
+        """Add an operation with one result. It belongs to the module and to the forward or backward
+        of `like`, and to the piece that is being written. It may be recomputed, unless it writes
+        over its argument."""
+        name = self.new_name(f"{result.name}_op") if self._is_name_taken(result) else result.name
         self.add(
             Node(
                 name=name,
@@ -88,14 +89,15 @@ class TraceWriter:
             )
         )
 
-    def _is_taken(self, result: Result) -> bool:
-        """True if an operation that stays has the result's name."""
+    def _is_name_taken(self, result: Result) -> bool:
+        """True if an operation that the new trace keeps has the name of this result."""
         return result.name in self._node_names
 
     def append_slice(
         self, like: Node, name: str, meta: TensorMeta, state: Rows, start: int, rows: int
     ) -> str:
-        """Add the views that select rows of a tensor, and return the name of the last."""
+        """Add the views that select `rows` rows from `start` on of the tensor `name`, whose rows
+        are the dimensions of `state`. Return the name of the last view."""
         storage, stride = self.old.storage_of[name], rows_stride(meta, state) or 0
         before, after = state.first, state.first + state.count
         total = 1

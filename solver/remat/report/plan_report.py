@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from remat.errors import wrong_type
 from remat.graph import Graph, Split
 from remat.limits.units import format_bytes, format_seconds
-from remat.passes.offload.copies import count_without_copies, offloaded_values
+from remat.passes.offload.copies import count_without_offload_copies, offloaded_values
 from remat.plan_data import PlanData, Status
 from remat.report.report import (
     Fact,
@@ -138,7 +138,7 @@ def _producer_text(graph: Graph, value: int) -> str:
 
 def _recomputation_text(graph: Graph, recomputed: Mapping[int, int]) -> str:
     """Return how many operations are recomputed, and how often, as text."""
-    text = f"{len(recomputed):,} of {count_without_copies(graph):,} operations"
+    text = f"{len(recomputed):,} of {count_without_offload_copies(graph):,} operations"
     times = sum(recomputed.values())
     if not recomputed:
         return text

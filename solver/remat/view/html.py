@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 
 from remat.documents.program import Program
 from remat.limits.units import format_bytes, format_seconds
-from remat.passes.offload.copies import count_without_copies
+from remat.passes.offload.copies import count_without_offload_copies
 from remat.plan_data import PlanData
 from remat.report.comparison import ComparisonData, ComparisonRow
 from remat.report.plan_report import candidates_table, plan_report
@@ -150,7 +150,7 @@ def _allocator_text(plan: PlanData) -> str:
 def _figures(plan: PlanData) -> str:
     """Return four boxes with the peak, extra time, lower bound and recomputations of a plan."""
     recomputed = plan.schedule.recomputed(plan.graph)
-    operation_count = count_without_copies(plan.graph)
+    operation_count = count_without_offload_copies(plan.graph)
     bound, gap = "none", "no bound is proved"
     if plan.lower_bound is not None and plan.gap is not None:
         bound = f"{plan.lower_bound:+.2%}"

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from remat.graph import Operation
 from remat.limits.units import format_bytes, format_seconds
-from remat.passes.offload.copies import count_without_copies
+from remat.passes.offload.copies import count_without_offload_copies
 from remat.plan_data import PlanData
 from remat.report.operation_lines import lines_of_operations, operation_labels
 from remat.view.memory import copy_layers, earlier_run_counts, first_backward_run
@@ -159,7 +159,7 @@ def _tips(plan: PlanData, grid: ScheduleGrid) -> Iterator[Box]:
 def _summary(plan: PlanData) -> str:
     """Return the numbers of runs, operations and recomputations, as text."""
     recomputed = plan.schedule.recomputed(plan.graph)
-    copy_count = len(plan.graph) - count_without_copies(plan.graph)
+    copy_count = len(plan.graph) - count_without_offload_copies(plan.graph)
     copies = f" ({copy_count:,} of them for copies)" if copy_count else ""
     return (
         f"{len(plan.schedule):,} runs of {len(plan.graph):,} operations{copies}; "

@@ -14,7 +14,7 @@ from itertools import accumulate, pairwise
 from typing import Literal
 
 from remat.limits.units import format_bytes, format_seconds
-from remat.passes.offload.copies import CopyTimes, without_copies
+from remat.passes.offload.copies import CopyTimes, without_offload_copies
 from remat.plan_data import PlanData
 from remat.schedule import Schedule
 from remat.simulate import simulate
@@ -64,7 +64,7 @@ def timeline_picture(plan: PlanData, x: Literal["time", "runs"] = "time") -> Pic
     "runs" or the plan takes no time, runs."""
     memory = memory_layers(plan)
     during_bytes = memory.timeline.during_bytes
-    eager = without_copies(plan.graph) if plan.graph.renewal else plan.graph
+    eager = without_offload_copies(plan.graph) if plan.graph.renewal else plan.graph
     eager_bytes = simulate(eager, Schedule.keep_all(eager)).during_bytes
     by_time = x == "time" and plan.time_s > 0
     if by_time:

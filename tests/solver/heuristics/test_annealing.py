@@ -18,15 +18,15 @@ from tests.helpers.laws import peak_of
 from remat.errors import GraphError
 from remat.graph import Graph, Operation, Value
 from remat.heuristics.annealing.moves import (
-    block,
-    exchange,
-    relieve,
-    relocate,
-    repeat,
-    retire,
-    shift,
-    swap,
-    transpose,
+    add_recomputation,
+    evict_over_budget,
+    exchange_recomputations,
+    move_neighbouring_runs,
+    relocate_run,
+    remove_recomputation,
+    shift_repeated_run,
+    swap_recomputation,
+    transpose_runs,
 )
 from remat.heuristics.annealing.orders import (
     first_run_order,
@@ -44,7 +44,18 @@ from remat.simulate import peak_and_time, simulate
 from remat.strategies import Task
 from remat.strategies.auto import Auto, Exact
 
-MOVES = (relocate, transpose, block, repeat, repeat, retire, exchange, shift, relieve, swap)
+MOVES = (
+    relocate_run,
+    transpose_runs,
+    move_neighbouring_runs,
+    add_recomputation,
+    add_recomputation,
+    remove_recomputation,
+    exchange_recomputations,
+    shift_repeated_run,
+    evict_over_budget,
+    swap_recomputation,
+)
 
 
 def topological_orders(graph: Graph) -> Iterator[list[int]]:
@@ -113,7 +124,9 @@ def test_idle_values_are_live_and_not_read(graph: Graph, seed: int) -> None:
     random = Random(seed)
     profile = ScheduleProfile(with_fixed_order(graph), 0, range(len(graph)))
     for _ in range(20):
-        if random.choice((shift, repeat, retire))(profile, random):
+        if random.choice((shift_repeated_run, add_recomputation, remove_recomputation))(
+            profile, random
+        ):
             profile.evaluate()
             profile.commit()
         else:

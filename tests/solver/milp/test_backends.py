@@ -49,7 +49,7 @@ def run(
     start_schedule = incumbent.schedules_within_budget(graph, budget)[0].schedule if start else None
     program = MilpModel(graph, slots.build_complete_slots(graph), budget)
     options = HighsSolver(gap=0.0, time_limit=limit, threads=2)
-    return backends.run(program, options, solver=solver, incumbent=start_schedule)
+    return backends.run_model(program, options, solver=solver, incumbent=start_schedule)
 
 
 @pytest.fixture

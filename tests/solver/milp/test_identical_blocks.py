@@ -18,7 +18,7 @@ from remat.milp.identical_blocks import (
     IdenticalBlocks,
     SharedDecisions,
     find_identical_blocks,
-    merge_neighbours,
+    merge_neighbouring_blocks,
 )
 from remat.milp.model import MilpModel
 from remat.progress import Clock
@@ -134,12 +134,12 @@ def test_detection_never_fails(graph: Graph) -> None:
 
 def test_merging_blocks_keeps_their_operations() -> None:
     _, identical = blocks()
-    pairs = merge_neighbours(identical, 2)
+    pairs = merge_neighbouring_blocks(identical, 2)
     assert pairs.count == identical.count // 2
     assert pairs.forward_length == 2 * identical.forward_length
     inside = [(b, p) for b, p in zip(pairs.block_of, pairs.position_of, strict=True) if b >= 0]
     assert len(inside) == len(set(inside)) == pairs.count * 2 * (FORWARD + BACKWARD)
-    assert merge_neighbours(identical, 1) == identical
+    assert merge_neighbouring_blocks(identical, 1) == identical
 
 
 def test_all_blocks_have_the_same_slots() -> None:

@@ -173,7 +173,7 @@ def test_the_bound_is_the_optimum_on_a_chain_with_enough_memory(budget: int) -> 
     optimum = solve(graph, budget, Exact(threads=1)).time_s
     best = max(
         cut.bound_s
-        for operation in checkpoint_cuts.candidate_operations(during_bytes, budget, 12)
+        for operation in checkpoint_cuts.candidate_cuts(during_bytes, budget, 12)
         if (cut := integral(graph, budget, [operation])) is not None
     )
     assert best == pytest.approx(optimum, rel=ROUNDING)
@@ -215,9 +215,9 @@ def test_a_cut_where_nothing_fits_is_infeasible() -> None:
 
 
 def test_candidate_cuts_are_where_memory_exceeds_the_budget() -> None:
-    assert checkpoint_cuts.candidate_operations((1, 2, 3), 3, 12) == []
-    assert checkpoint_cuts.candidate_operations((1, 5, 2, 7, 1), 3, 12) == [3, 1, 2]
-    assert checkpoint_cuts.candidate_operations((1, 5, 2, 7, 1), 3, 1) == [3]
+    assert checkpoint_cuts.candidate_cuts((1, 2, 3), 3, 12) == []
+    assert checkpoint_cuts.candidate_cuts((1, 5, 2, 7, 1), 3, 12) == [3, 1, 2]
+    assert checkpoint_cuts.candidate_cuts((1, 5, 2, 7, 1), 3, 1) == [3]
 
 
 def test_implied_schedules_recompute_nothing_for_values_of_zero_bytes() -> None:

@@ -84,7 +84,7 @@ def test_pulps_solver_classes_report_their_status(solver: Callable[[], pulp.LpSo
 def test_pulp_starts_from_values_and_counts_the_constant() -> None:
     program = small().arrays()
     start = dict(zip(program.columns, (1.0, 1.5, 1.0), strict=True))
-    problem, variables = pulp_solvers.to_problem(program, start)
+    problem, variables = pulp_solvers.to_pulp_problem(program, start)
     assert [v.varValue for v in variables] == [1.0, 1.5, 1.0]
     assert pulp.value(problem.objective) == 11.0
 
@@ -103,7 +103,7 @@ def test_a_program_without_columns_is_solved() -> None:
     one_operation = Graph((Operation("a", (), (0,), 2.0),), (Value("x", 8),), frozenset({0}))
     model = MilpModel(one_operation, slots.build_complete_slots(one_operation), 8)
     assert not model.program.columns
-    answer = backends.run(model, HighsSolver(gap=0.0, time_limit=10.0, threads=1))
+    answer = backends.run_model(model, HighsSolver(gap=0.0, time_limit=10.0, threads=1))
     assert answer.outcome is SolverOutcome.OPTIMAL
     assert answer.objective == answer.bound == COST_SCALE
     assert answer.schedule is not None

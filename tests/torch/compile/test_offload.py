@@ -37,7 +37,7 @@ from remat.frontend.compile.inductor import copy_operators
 from remat.frontend.compile.inductor.copy_operators import COPY_OPERATORS
 from remat.frontend.compile.registry import CompiledPlan
 from remat.frontend.runtime.host_file import host_file
-from remat.passes.offload.copies import without_copies
+from remat.passes.offload.copies import without_offload_copies
 
 pytestmark = [needs_compiler, pytest.mark.usefixtures("offload_file_in_tmp_path")]
 
@@ -110,7 +110,7 @@ def unplanned_steps(case: Case, **options: Any) -> list[Step]:
 
 def smallest_peak_without_copies(plan: CompiledPlan) -> int:
     """Return the smallest peak of the step's kernels where all tensors stay on the device."""
-    graph = without_copies(plan.plan.graph)
+    graph = without_offload_copies(plan.plan.graph)
     with pytest.raises(InfeasibleBudget) as error:
         remat.solve(graph, plan.plan.budget_bytes, remat.Auto(time_limit=3.0))
     assert error.value.min_feasible_bytes is not None
@@ -196,7 +196,7 @@ def test_the_generated_code_has_the_planned_order() -> None:
     assert len(plan.plan.schedule) == len(plan.plan.graph)
     assert [name for half in code for name in copies_of_code(half)] == copies_of_plan(plan)
     assert f"{len(plan.plan.graph.renewal)} tensors of" in plan.plan.describe()
-    recomputing = remat.solve(without_copies(plan.plan.graph), plan.plan.budget_bytes)
+    recomputing = remat.solve(without_offload_copies(plan.plan.graph), plan.plan.budget_bytes)
     assert recomputing.overhead > plan.plan.overhead + 0.01
 
 

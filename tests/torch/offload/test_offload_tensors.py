@@ -43,9 +43,9 @@ from remat.passes.offload.candidates import idle_spans, offloadable_values
 from remat.passes.offload.copies import (
     CopyTimes,
     copy_times,
-    count_without_copies,
+    count_without_offload_copies,
     offloaded_values,
-    without_copies,
+    without_offload_copies,
 )
 from remat.passes.offload.copies_in_graph import CopyOperation, HostStay, offload_values
 from remat.passes.offload.copies_in_trace import offload_tensors
@@ -201,8 +201,8 @@ def test_the_runtime_starts_copies_in_the_simulated_order(monkeypatch: pytest.Mo
 def test_without_copies_the_graph_is_the_one_before(link: Link) -> None:
     plain = measured(net_case())
     before, graph = plain.graph(), offloaded(plain, link, of_backward=True).graph()
-    assert len(graph) > len(before) == count_without_copies(graph)
-    assert replace(without_copies(graph), unsplit=None) == before
+    assert len(graph) > len(before) == count_without_offload_copies(graph)
+    assert replace(without_offload_copies(graph), unsplit=None) == before
 
 
 def test_tensors_are_reloaded_in_the_order_in_which_they_are_needed() -> None:
@@ -351,4 +351,4 @@ def test_sources_name_the_operations_of_the_graph_without_copies() -> None:
     (copies,) = offloaded_values(offloaded.graph)
     kinds = [offloaded.sources[op] for op in copies.operations]
     assert kinds == [CopyOperation(k, value) for k in ("offload", "release", "reload", "arrive")]
-    assert replace(without_copies(offloaded.graph), unsplit=None) == graph
+    assert replace(without_offload_copies(offloaded.graph), unsplit=None) == graph

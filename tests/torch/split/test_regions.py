@@ -38,7 +38,7 @@ from remat.passes.split.splits import (
     split_largest_operations,
     with_recorded_splits,
 )
-from remat.passes.split.stages import split_bytes, stages
+from remat.passes.split.stages import operation_stages, split_bytes
 from remat.passes.split.states import PartialSum, Rows, candidate_rows
 
 BATCH, TOKENS, WIDTH, CLASSES = 3, 4, 6, 40
@@ -282,7 +282,7 @@ def test_the_head_of_a_language_model_is_one_region(loss: str) -> None:
     elements = [prod(r.tensor.shape) for node in split.nodes for r in node.results]
     assert max(elements) < BATCH * TOKENS * CLASSES
     if loss != "smoothed":
-        assert set(stages(region).values()) == {0, 1}
+        assert set(operation_stages(region).values()) == {0, 1}
 
 
 def test_a_region_is_the_same_from_each_of_its_large_tensors() -> None:

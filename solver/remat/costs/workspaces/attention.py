@@ -12,13 +12,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import ceil, prod
 
-from remat.costs.layouts import HALF_DTYPES, dense, is_contiguous_in_order, item_bytes, tensor_bytes
+from remat.costs.layouts import (
+    HALF_DTYPES,
+    dense_meta,
+    is_contiguous_in_order,
+    item_bytes,
+    tensor_bytes,
+)
 from remat.costs.workspaces.call import (
     Allocations,
     Formula,
     OperatorCall,
     StorageFormula,
-    during,
+    buffers_during,
 )
 from remat.costs.workspaces.reductions import reduction_buffers
 from remat.documents.records import TensorMeta
@@ -26,18 +32,20 @@ from remat.documents.records import TensorMeta
 _FLOAT_BYTES = 4
 
 
-def _round_up(number: int, multiple: int) -> int:
+def _round_up_to(number: int, multiple: int) -> int:
+    """Return the smallest multiple of `multiple` that is at least `number`."""
     return -(-number // multiple) * multiple
 
 
 def _token_major_copy_bytes(x: TensorMeta) -> int:
-    """Return the bytes of the copy that makes (batch, heads, tokens, size) contiguous in the order
-    (batch, tokens, heads, size), in which the kernels work; 0 if it is."""
+    """Return the bytes of the copy that makes a tensor (batch, heads, tokens, size) contiguous in
+    the order (batch, tokens, heads, size), in which the kernels work; 0 if it is already."""
     return 0 if is_contiguous_in_order(x, (0, 2, 1, 3)) else tensor_bytes(x)
 
 
-def flash_forward(call: OperatorCall) -> Allocations:
-    """Flash attention: partial outputs if several blocks share the keys of one query."""
+def _flash_forward_workspace(call: OperatorCall) -> Allocations:
+    """Yield the allocations of flash attention: partial outputs if several thread blocks share the
+    keys of one query; with dropout, a random state."""
     query, key = call.tensor(0), call.tensor(1)
     dropout_p = call.argument(3, 0.0)
     batch, heads, queries, head_size = query.shape
@@ -55,15 +63,16 @@ def flash_forward(call: OperatorCall) -> Allocations:
         )
     if splits > 1:
         rows = splits * batch * heads * queries
-        rounded = _round_up(head_size, 32 if head_size <= 128 else 64)
-        yield from during([_FLOAT_BYTES * rows, _FLOAT_BYTES * rows * rounded])
+        rounded = _round_up_to(head_size, 32 if head_size <= 128 else 64)
+        yield from buffers_during([_FLOAT_BYTES * rows, _FLOAT_BYTES * rows * rounded])
     elif dropout_p:
-        yield from during([16])  # the first of two random states
+        yield from buffers_during([16])  # the first of two random states
 
 
 def _key_splits(blocks: int, multiprocessors: int, key_blocks: int) -> int:
-    """Return the number of thread blocks among which flash attention splits the keys: the smallest
-    whose use of the multiprocessors is at least 85% of the best."""
+    """Return the number of thread blocks among which flash attention divides the keys of one query:
+    1 if its `blocks` fill the multiprocessors; else the smallest number with at least 85% of the
+    best use of them."""
     if blocks >= 0.8 * multiprocessors:
         return 1
     most = min(128, multiprocessors, key_blocks)
@@ -80,24 +89,27 @@ def _key_splits(blocks: int, multiprocessors: int, key_blocks: int) -> int:
     return next((s for s in eligible if efficiency(s) >= 0.85 * best), 1)
 
 
-def flash_backward(call: OperatorCall) -> Allocations:
-    """The backward of flash attention: the query's gradient in float32, and the gradients of keys
-    and values for each query head, if heads share them."""
+def _flash_backward_workspace(call: OperatorCall) -> Allocations:
+    """Yield the allocations of the backward of flash attention: row sums and the query's gradient
+    in float32; if query heads share keys and values, the gradients of these for each query head and
+    their sum; and copies of operands."""
     grad_out, query, key, out = (call.tensor(i) for i in (0, 1, 2, 4))
     batch, heads, queries, head_size = query.shape
     keys, key_heads = key.shape[2], key.shape[1]
-    rounded_queries = _round_up(queries, 128)
-    rounded_size = _round_up(head_size, 32 if head_size <= 128 else 64)
+    rounded_queries = _round_up_to(queries, 128)
+    rounded_size = _round_up_to(head_size, 32 if head_size <= 128 else 64)
     copies = [_token_major_copy_bytes(grad_out), _token_major_copy_bytes(out)]
     row_bytes = _FLOAT_BYTES * batch * heads * rounded_queries
     expanded = [2 * batch * keys * heads * head_size] * 2 if heads != key_heads else []
 
     def sums() -> Iterator[int]:
-        grouped = dense(key, (batch, keys, key_heads, heads // key_heads, head_size))
+        grouped = dense_meta(key, (batch, keys, key_heads, heads // key_heads, head_size))
         yield from reduction_buffers(call, grouped, (3,), _FLOAT_BYTES)
 
-    inner = during([row_bytes, row_bytes * rounded_size, *expanded], sums() if expanded else ())
-    yield from during(copies, (*call.result_bytes, *inner))
+    inner = buffers_during(
+        [row_bytes, row_bytes * rounded_size, *expanded], sums() if expanded else ()
+    )
+    yield from buffers_during(copies, (*call.result_bytes, *inner))
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +127,8 @@ _ANY_SIZE = 1 << 16
 
 
 def _backward_tiles(dtype: str, capability: tuple[int, int]) -> list[_BackwardTile]:
-    """Return the kernels that can run for any head size. The first one with a sufficient head size
-    runs, if its shared memory fits."""
+    """Return the kernels of the backward for a dtype and a compute capability, in torch's order.
+    The first one with a sufficient head size runs, if its shared memory fits."""
     is_half = dtype in HALF_DTYPES
 
     def tile(queries: int, keys: int, head_size: int) -> _BackwardTile:
@@ -135,9 +147,10 @@ _LARGE_SHARED_MEMORY = ((8, 0), (9, 0), (10, 0), (10, 3))
 """Devices with at least 163 KiB of shared memory for a block: there, the first kernel fits."""
 
 
-def efficient_backward(call: OperatorCall) -> Allocations:
-    """The backward of memory-efficient attention: row sums, and the query's gradient in float32
-    tiles, with the gradients of keys and values where registers do not hold them."""
+def _efficient_backward_workspace(call: OperatorCall) -> Allocations:
+    """Yield the allocations of the backward of memory-efficient attention: row sums, and the
+    query's gradient in float32 tiles, with the gradients of keys and values where registers do not
+    hold them."""
     grad_out, query, value = call.tensor(0), call.tensor(1), call.tensor(3)
     batch, heads, queries, _ = query.shape
     capability = call.device.capability or (0, 0)
@@ -147,13 +160,13 @@ def efficient_backward(call: OperatorCall) -> Allocations:
     ]
     if capability in _LARGE_SHARED_MEMORY:
         tiles = tiles[:1]
-    workspace = max(_backward_workspace_bytes(tile, call) for tile in tiles)
+    workspace = max(_tile_workspace_bytes(tile, call) for tile in tiles)
     row_bytes = _FLOAT_BYTES * batch * heads * queries
 
     def inner() -> Iterator[int]:
         yield from call.result_bytes
         if query.dtype in HALF_DTYPES and capability >= (8, 0):
-            yield from during([row_bytes, workspace])
+            yield from buffers_during([row_bytes, workspace])
             return
         # Row sums of gradient times output, in separate operations.
         product = tensor_bytes(grad_out, "float32")
@@ -163,13 +176,13 @@ def efficient_backward(call: OperatorCall) -> Allocations:
         yield from ([row_bytes, row_bytes] if is_copied else [row_bytes])
         yield from ([-row_bytes] if is_copied else [])
         yield from (-product, *(-size for size in converted))
-        yield from during([workspace])
+        yield from buffers_during([workspace])
         yield -row_bytes
 
-    yield from during([_token_major_copy_bytes(grad_out)], inner())
+    yield from buffers_during([_token_major_copy_bytes(grad_out)], inner())
 
 
-def _backward_workspace_bytes(tile: _BackwardTile, call: OperatorCall) -> int:
+def _tile_workspace_bytes(tile: _BackwardTile, call: OperatorCall) -> int:
     """Return the bytes that a kernel of the backward needs in global memory."""
     query, key, value = (call.tensor(i) for i in range(1, 4))
     batch, heads, queries, head_size = query.shape
@@ -181,29 +194,31 @@ def _backward_workspace_bytes(tile: _BackwardTile, call: OperatorCall) -> int:
     if query.dtype in HALF_DTYPES and not tile.keeps_gradients:
         splits = max(1, min(splits, 200 // (batch * heads)))
         for size in (head_size, value.shape[3]):
-            elements += splits * tile.keys * _round_up(size, tile.queries)
+            elements += splits * tile.keys * _round_up_to(size, tile.queries)
     # A tile of the query's gradient, with a lock, a counter and padding.
     tile_count = -(-queries // tile.queries) * -(-head_size // tile.keys)
     elements += tile_count * (4 + tile.queries * tile.keys)
-    return batch * heads * _round_up(elements, 4) * _FLOAT_BYTES
+    return batch * heads * _round_up_to(elements, 4) * _FLOAT_BYTES
 
 
-def efficient_forward(call: OperatorCall) -> Allocations:
-    """Memory-efficient attention: the output in float32, where registers do not hold it."""
+def _efficient_forward_workspace(call: OperatorCall) -> Allocations:
+    """Yield the allocations of memory-efficient attention: the output in float32, if it is computed
+    in half precision and a head is too large for registers."""
     query, value = call.tensor(0), call.tensor(2)
     yield from call.result_bytes
     if query.dtype in HALF_DTYPES and max(query.shape[3], value.shape[3]) > 128:
         batch, heads, queries, _ = query.shape
-        yield from during([_FLOAT_BYTES * batch * queries * heads * value.shape[3]])
+        yield from buffers_during([_FLOAT_BYTES * batch * queries * heads * value.shape[3]])
 
 
 def _bias_gradient_storage(call: OperatorCall) -> tuple[int, ...]:
-    """Return the bytes of the storage of the bias's gradient, whose rows are padded to 16."""
+    """Return the bytes of the storages of the backward's results: of the bias's gradient, whose
+    rows are padded to 16 elements. () if it is not computed."""
     bias, mask = call.optional_tensor(4), call.argument(10)
     if bias is None or not isinstance(mask, tuple) or not mask[3]:
         return ()
     rows = prod(call.tensor(1).shape[:3])
-    return (0, 0, 0, rows * _round_up(bias.shape[-1], 16) * item_bytes(bias.dtype))
+    return (0, 0, 0, rows * _round_up_to(bias.shape[-1], 16) * item_bytes(bias.dtype))
 
 
 STORAGES: dict[str, StorageFormula] = {
@@ -211,8 +226,8 @@ STORAGES: dict[str, StorageFormula] = {
 }
 
 FORMULAS: dict[str, Formula] = {
-    "aten._scaled_dot_product_flash_attention.default": flash_forward,
-    "aten._scaled_dot_product_flash_attention_backward.default": flash_backward,
-    "aten._scaled_dot_product_efficient_attention.default": efficient_forward,
-    "aten._scaled_dot_product_efficient_attention_backward.default": efficient_backward,
+    "aten._scaled_dot_product_flash_attention.default": _flash_forward_workspace,
+    "aten._scaled_dot_product_flash_attention_backward.default": _flash_backward_workspace,
+    "aten._scaled_dot_product_efficient_attention.default": _efficient_forward_workspace,
+    "aten._scaled_dot_product_efficient_attention_backward.default": _efficient_backward_workspace,
 }

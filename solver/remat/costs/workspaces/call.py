@@ -37,7 +37,7 @@ class OperatorCall:
         return argument
 
     def optional_tensor(self, index: int) -> TensorMeta | None:
-        """Return the tensor at a position, or None if there is another argument or none."""
+        """Return the tensor at a position; None if another argument is there, or none."""
         argument = self.argument(index)
         return argument if isinstance(argument, TensorMeta) else None
 
@@ -99,10 +99,11 @@ def operator_call(node: Node, metas: Mapping[str, TensorMeta], device: DeviceSpe
 
 
 def peak_workspace_bytes(allocations: Allocations) -> int:
-    """Return the peak of the allocated bytes of a call, less those that remain afterwards."""
+    """Return the peak of the bytes that a call allocates, less the bytes that remain afterwards,
+    such as results."""
     current_bytes = peak_bytes = 0
     for size_bytes in allocations:
-        current_bytes += _rounded(size_bytes)
+        current_bytes += _allocator_bytes(size_bytes)
         peak_bytes = max(peak_bytes, current_bytes)
     return peak_bytes - current_bytes
 
@@ -112,7 +113,7 @@ def buffers_at_peak(allocations: Allocations) -> list[int]:
     allocator counts."""
     live: list[int] = []
     at_peak: list[int] = []
-    for size_bytes in map(_rounded, allocations):
+    for size_bytes in map(_allocator_bytes, allocations):
         if size_bytes > 0:
             live.append(size_bytes)
         elif size_bytes:
@@ -125,7 +126,7 @@ def buffers_at_peak(allocations: Allocations) -> list[int]:
     return at_peak
 
 
-def _rounded(size_bytes: int) -> int:
+def _allocator_bytes(size_bytes: int) -> int:
     """Return the bytes that the allocator counts for an allocation, or a free if negative."""
     rounded_bytes = -(-abs(size_bytes) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
     return rounded_bytes if size_bytes > 0 else -rounded_bytes
@@ -136,19 +137,21 @@ def contiguous_copy_bytes(meta: TensorMeta) -> int:
     return 0 if is_contiguous(meta) else tensor_bytes(meta)
 
 
-def during(buffers: Iterable[int], allocations: Allocations = ()) -> Allocations:
-    """Yield allocations between the allocation of temporary buffers and their release."""
+def buffers_during(buffers: Iterable[int], allocations: Allocations = ()) -> Allocations:
+    """Yield the allocation of temporary buffers, then `allocations`, then the release of the
+    buffers. Buffers of 0 bytes are left out."""
     sizes = [size for size in buffers if size]
     yield from sizes
     yield from allocations
     yield from (-size for size in sizes)
 
 
-def results_and(buffers: Callable[[OperatorCall], Iterable[int]]) -> Formula:
-    """Return the formula of an operator that allocates its results, then these buffers at once."""
+def results_and_buffers(buffers: Callable[[OperatorCall], Iterable[int]]) -> Formula:
+    """Return the formula of an operator that allocates its results, then these buffers, which are
+    live at the same time and freed at the end."""
 
     def formula(call: OperatorCall) -> Allocations:
         yield from call.result_bytes
-        yield from during(buffers(call))
+        yield from buffers_during(buffers(call))
 
     return formula

@@ -41,8 +41,9 @@ class OperationWorkspace:
 
 
 def workspace_buffers(node: Node, metas: Mapping[str, TensorMeta], device: DeviceSpec) -> list[int]:
-    """Return the bytes of the buffers that a node's `workspace_bytes` consist of, in order: those
-    of the formula, if that gives the same workspace, or else one."""
+    """Return the bytes of the buffers that a node's `workspace_bytes` consist of, in order: the
+    buffers of the operator's formula, if they have as many bytes; else one buffer; [] for no
+    workspace."""
     if not node.workspace_bytes:
         return []
     if formula := FORMULAS.get(node.target):

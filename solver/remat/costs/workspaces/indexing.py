@@ -19,9 +19,9 @@ from remat.costs.workspaces.call import (
     Allocations,
     Formula,
     OperatorCall,
+    buffers_during,
     contiguous_copy_bytes,
-    during,
-    results_and,
+    results_and_buffers,
 )
 from remat.costs.workspaces.reductions import accumulator_bytes
 from remat.documents.records import TensorMeta
@@ -42,7 +42,7 @@ _SMALL_SORT = 4096
 """Elements of a dimension up to which torch sorts in place."""
 
 
-def _storage(*sizes: int) -> int:
+def _cub_storage_bytes(*sizes: int) -> int:
     """Return the bytes of CUB's temporary storage for arrays of these sizes."""
     aligned = (-(-size // _STORAGE_ALIGNMENT) * _STORAGE_ALIGNMENT for size in sizes)
     return sum(aligned) + _STORAGE_ALIGNMENT - 1
@@ -59,16 +59,16 @@ def radix_sort_bytes(
     is_ampere = device.capability is not None and device.capability < (9, 0)
     if is_ampere and key_bytes < 4:
         spine = (device.multiprocessors * _SPINE_BLOCKS[key_bytes] + 44) * _DIGITS * 4
-        return _storage(spine, count * key_bytes, count * value_bytes)
+        return _cub_storage_bytes(spine, count * key_bytes, count * value_bytes)
     tiles = -(-count // (_SORT_TILES_AMPERE if is_ampere else _SORT_TILES)[key_bytes])
     buffers = (count * key_bytes, count * value_bytes) if passes > 1 else (0, 0)
-    return _storage(passes * _DIGITS * 8, tiles * _DIGITS * 4, *buffers, 4 * passes)
+    return _cub_storage_bytes(passes * _DIGITS * 8, tiles * _DIGITS * 4, *buffers, 4 * passes)
 
 
 def scan_bytes(count: int, item: int) -> int:
     """Return the bytes of temporary storage of a scan: a state for each tile, and 32 more."""
     tile, state = _SCAN_TILES[item]
-    return _storage((-(-count // tile) + 32) * state, 1)
+    return _cub_storage_bytes((-(-count // tile) + 32) * state, 1)
 
 
 def _is_vector(x: TensorMeta) -> bool:
@@ -76,8 +76,9 @@ def _is_vector(x: TensorMeta) -> bool:
     return 0 < prod(x.shape) == max(x.shape, default=1)
 
 
-def _cumulative(call: OperatorCall) -> Iterator[int]:
-    """A cumulative sum or product: of a vector by CUB, else without storage."""
+def _cumulative_workspace(call: OperatorCall) -> Iterator[int]:
+    """Yield the buffers of a cumulative sum or product: converted and contiguous copies of the
+    operand if it needs them, and for a vector the storage of a scan."""
     x, dtype = call.tensor(0), call.results[0].tensor.dtype
     if x.dtype != dtype:
         yield tensor_bytes(x, dtype)
@@ -93,9 +94,9 @@ def _dimension_length(call: OperatorCall, dim: object) -> int:
     return shape[dim] if shape and isinstance(dim, int) else 1
 
 
-def _sort(call: OperatorCall) -> list[int]:
-    """A sort: of a short dimension in place, of a vector by a radix sort, else of all elements by
-    value and then by the place that they belong to."""
+def _sort_workspace(call: OperatorCall) -> list[int]:
+    """Return the buffers of a sort along one dimension: none but indices if it is short; for a
+    vector or a very long dimension the storage of a radix sort; else a sort of all elements."""
     x = call.tensor(0)
     length = _dimension_length(call, call.kwargs.get("dim", call.argument(1, -1)))
     count, key = prod(x.shape), item_bytes(x.dtype)
@@ -111,9 +112,9 @@ _TOPK_LENGTHS = ((20, 20_000), (40, 10_000), (80, 8_000), (199, 5_000), (799, 3_
 """Number of slices, and their length from which several thread blocks select from each."""
 
 
-def _topk(call: OperatorCall) -> list[int]:
-    """The largest elements of each slice: by one thread block if it is short, else by several,
-    which count the digits of their elements."""
+def _topk_workspace(call: OperatorCall) -> list[int]:
+    """Return the buffers of selecting the largest elements of each slice: a contiguous copy, and
+    for long slices, which several thread blocks share, counts of digits and a scan."""
     x = call.tensor(0)
     length = _dimension_length(call, call.argument(2, -1))
     slices = prod(x.shape) // max(length, 1)
@@ -139,20 +140,20 @@ def _bit_count(number: int) -> int:
     return max(1, number.bit_length())
 
 
-def _embedding(call: OperatorCall) -> Allocations:
-    """Look up rows: a copy of indices that are not contiguous."""
-    yield from during([contiguous_copy_bytes(call.tensor(1))], call.result_bytes)
+def _embedding_workspace(call: OperatorCall) -> Allocations:
+    """Yield the allocations of looking up rows: a copy of indices that are not contiguous."""
+    yield from buffers_during([contiguous_copy_bytes(call.tensor(1))], call.result_bytes)
 
 
-def _embedding_backward(call: OperatorCall) -> Allocations:
-    """The gradient of an embedding table. Many indices are sorted, and their rows are added in
-    groups of ten, at most one group more for each row of the table."""
+def _embedding_backward_workspace(call: OperatorCall) -> Allocations:
+    """Yield the allocations of the gradient of an embedding table. Many indices are sorted, and
+    their rows are added in groups of ten, at most one group more for each row of the table."""
     grad, indices = call.tensor(0), call.tensor(1)
     rows, is_scaled = call.integer(2), call.argument(4) is True
     count, width = prod(indices.shape), grad.shape[-1]
     copies = [contiguous_copy_bytes(grad), contiguous_copy_bytes(indices)]
     if count <= _UNSORTED_INDICES and not is_scaled:
-        yield from during(copies, call.result_bytes)
+        yield from buffers_during(copies, call.result_bytes)
         return
     item = item_bytes(indices.dtype)
     size = item * count
@@ -163,25 +164,26 @@ def _embedding_backward(call: OperatorCall) -> Allocations:
     def sums() -> Iterator[int]:
         yield from call.result_bytes
         yield from (size, INDEX_BYTES)
-        yield from during([size, scan])
+        yield from buffers_during([size, scan])
         partials = [item * segments] * 2
         row_bytes = width * accumulator_bytes(grad.dtype)
         if partial_sums > 4 * rows and rows < 4 * call.device.multiprocessors:
             row_bytes = item  # few rows: added directly, without a buffer for partial sums
         buffers = [partial_sums * item, partial_sums * row_bytes]
-        yield from during([*partials, INDEX_BYTES, *buffers])
+        yield from buffers_during([*partials, INDEX_BYTES, *buffers])
         yield from (-size, -INDEX_BYTES)
 
     def sorted_indices() -> Iterator[int]:
-        yield from during(
+        yield from buffers_during(
             [size, radix_sort_bytes(call.device, count, item, item, _bit_count(rows))], ()
         )
-        yield from during([size] if is_scaled else [], (*during([scan]), *sums()))
+        yield from buffers_during([size] if is_scaled else [], (*buffers_during([scan]), *sums()))
 
-    yield from during([*copies, size, size], sorted_indices())
+    yield from buffers_during([*copies, size, size], sorted_indices())
 
 
 def _index_tensors(call: OperatorCall) -> list[TensorMeta]:
+    """Return the index tensors of a call, without the dimensions that are not indexed."""
     indices = call.argument(1)
     items: Sequence[object] = indices if isinstance(indices, tuple) else ()
     return [item for item in items if isinstance(item, TensorMeta)]
@@ -204,9 +206,9 @@ def _broadcast_strides(meta: TensorMeta, shape: Sequence[int]) -> tuple[int, ...
     )
 
 
-def _index_copies(indices: Sequence[TensorMeta]) -> list[int]:
-    """Return the bytes of the copies of index tensors: several ones with different strides are
-    made contiguous, and 32-bit indices become 64-bit ones."""
+def _index_copy_bytes(indices: Sequence[TensorMeta]) -> list[int]:
+    """Return the bytes of the copies of index tensors: 32-bit ones are converted to 64 bits, and if
+    their strides differ after broadcasting, all that are not contiguous are copied."""
     shape = _broadcast_shape(indices)
     size = INDEX_BYTES * prod(shape)
     converted = [tensor_bytes(t, "int64") for t in indices if t.dtype == "int32"]
@@ -216,17 +218,18 @@ def _index_copies(indices: Sequence[TensorMeta]) -> list[int]:
     return converted + [size for s in strides if not is_contiguous_layout(shape, s)]
 
 
-def _index(call: OperatorCall) -> Allocations:
-    """Look up elements by index tensors."""
-    yield from during(_index_copies(_index_tensors(call)), call.result_bytes)
+def _index_workspace(call: OperatorCall) -> Allocations:
+    """Yield the allocations of looking up elements by index tensors: copies of these."""
+    yield from buffers_during(_index_copy_bytes(_index_tensors(call)), call.result_bytes)
 
 
-def _index_put(call: OperatorCall) -> Allocations:
-    """Write or add elements by index tensors. To add, the indices are sorted."""
+def _index_put_workspace(call: OperatorCall) -> Allocations:
+    """Yield the allocations of writing or adding elements by index tensors: copies of these; to
+    add, copies of the values and of the operand, and a sort of the indices."""
     x, values, indices = call.tensor(0), call.tensor(2), _index_tensors(call)
     yield from call.result_bytes
     if call.argument(3) is not True:
-        yield from during(_index_copies(indices), ())
+        yield from buffers_during(_index_copy_bytes(indices), ())
         return
     shape = _broadcast_shape(indices)
     size = INDEX_BYTES * prod(shape)
@@ -245,7 +248,9 @@ def _index_put(call: OperatorCall) -> Allocations:
     )
     # Each dimension's indices are checked and scaled before they are added up.
     checks = [INDEX_BYTES, INDEX_BYTES, size if len(indices) > 1 else 0, 1]
-    yield from during(copies, (*during(checks), *during([size, size, size, size, storage])))
+    yield from buffers_during(
+        copies, (*buffers_during(checks), *buffers_during([size, size, size, size, storage]))
+    )
 
 
 def _value_copy_bytes(
@@ -255,7 +260,9 @@ def _value_copy_bytes(
     indexed: Sequence[int],
     is_split: bool,
 ) -> int:
-    """Return the bytes of the copy that makes the added values contiguous in their full shape."""
+    """Return the bytes of the copy that makes the added values contiguous in their full shape; 0 if
+    they are. The dimensions `indexed` of `x` are replaced by the index shape: at their place, or in
+    front if other dimensions are between them (`is_split`)."""
     others = [size for dim, size in enumerate(x.shape) if dim not in indexed]
     start = 0 if is_split else indexed[0]
     shape = (*others[:start], *index_shape, *others[start:])
@@ -264,24 +271,25 @@ def _value_copy_bytes(
     return prod(shape) * item_bytes(values.dtype)
 
 
-def _masked_scatter(call: OperatorCall) -> list[int]:
-    """Copy elements where a mask is true: a scan of the mask, as 64-bit integers."""
+def _masked_scatter_workspace(call: OperatorCall) -> list[int]:
+    """Return the buffers of copying elements where a mask is true: the mask as 64-bit integers, and
+    the storage of a scan of it."""
     count = prod(call.tensor(1).shape)
     return [INDEX_BYTES * count, scan_bytes(count, INDEX_BYTES)]
 
 
 FORMULAS: dict[str, Formula] = {
-    "aten.cumsum.default": results_and(_cumulative),
-    "aten.cumprod.default": results_and(_cumulative),
-    "aten.logcumsumexp.default": results_and(_cumulative),
-    "aten.sort.default": results_and(_sort),
-    "aten.sort.stable": results_and(_sort),
-    "aten.topk.default": results_and(_topk),
-    "aten.embedding.default": _embedding,
-    "aten.embedding_dense_backward.default": _embedding_backward,
-    "aten.index.Tensor": _index,
-    "aten._unsafe_index.Tensor": _index,
-    "aten.index_put.default": _index_put,
-    "aten._unsafe_index_put.default": _index_put,
-    "aten.masked_scatter.default": results_and(_masked_scatter),
+    "aten.cumsum.default": results_and_buffers(_cumulative_workspace),
+    "aten.cumprod.default": results_and_buffers(_cumulative_workspace),
+    "aten.logcumsumexp.default": results_and_buffers(_cumulative_workspace),
+    "aten.sort.default": results_and_buffers(_sort_workspace),
+    "aten.sort.stable": results_and_buffers(_sort_workspace),
+    "aten.topk.default": results_and_buffers(_topk_workspace),
+    "aten.embedding.default": _embedding_workspace,
+    "aten.embedding_dense_backward.default": _embedding_backward_workspace,
+    "aten.index.Tensor": _index_workspace,
+    "aten._unsafe_index.Tensor": _index_workspace,
+    "aten.index_put.default": _index_put_workspace,
+    "aten._unsafe_index_put.default": _index_put_workspace,
+    "aten.masked_scatter.default": results_and_buffers(_masked_scatter_workspace),
 }

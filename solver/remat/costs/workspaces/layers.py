@@ -17,8 +17,8 @@ from math import prod
 
 from remat.costs.layouts import (
     HALF_DTYPES,
-    channels_last,
-    dense,
+    channels_last_order,
+    dense_meta,
     is_contiguous,
     is_contiguous_in_order,
     item_bytes,
@@ -29,9 +29,9 @@ from remat.costs.workspaces.call import (
     Formula,
     OperatorCall,
     StorageFormula,
+    buffers_during,
     contiguous_copy_bytes,
-    during,
-    results_and,
+    results_and_buffers,
 )
 from remat.costs.workspaces.reductions import accumulator_bytes, reduction_buffers
 from remat.documents.records import TensorMeta
@@ -42,13 +42,14 @@ CopyBytes = Callable[[TensorMeta], int]
 """A function that returns the bytes of the copy of an operand, 0 if it needs none."""
 
 
-def _image(meta: TensorMeta) -> int:
-    """Return the bytes of the copy of an image batch: 0 if it is contiguous or channels-last."""
-    is_supported = is_contiguous(meta) or is_contiguous_in_order(meta, channels_last(meta))
+def _image_copy_bytes(meta: TensorMeta) -> int:
+    """Return the bytes of the copy of an image batch for kernels that need it contiguous or
+    channels-last: 0 if it is either."""
+    is_supported = is_contiguous(meta) or is_contiguous_in_order(meta, channels_last_order(meta))
     return 0 if is_supported else tensor_bytes(meta)
 
 
-def _matrix(meta: TensorMeta) -> int:
+def _matrix_copy_bytes(meta: TensorMeta) -> int:
     """Return the bytes of the copy of a matrix for cuBLAS: 0 if its rows or its columns are dense
     and do not overlap. The dimensions before the last two do not count."""
     rows, columns = meta.shape[-2:]
@@ -58,77 +59,85 @@ def _matrix(meta: TensorMeta) -> int:
     return 0 if is_row_major or is_column_major else tensor_bytes(meta)
 
 
-def _vector(meta: TensorMeta) -> int:
+def _vector_copy_bytes(meta: TensorMeta) -> int:
     """Return the bytes of the copy of a vector for cuBLAS: 0 unless it is expanded."""
     return tensor_bytes(meta) if 0 in meta.stride and meta.shape[0] > 1 else 0
 
 
-_dense = contiguous_copy_bytes
+_dense_copy_bytes = contiguous_copy_bytes
 
 _COPIES: Mapping[str, Mapping[int, CopyBytes]] = {
-    "mm.default": {0: _matrix, 1: _matrix},
-    "mm.dtype": {0: _matrix, 1: _matrix},
-    "bmm.default": {0: _matrix, 1: _matrix},
-    "bmm.dtype": {0: _matrix, 1: _matrix},
-    "addmm.default": {1: _matrix, 2: _matrix},
-    "baddbmm.default": {1: _matrix, 2: _matrix},
-    "_addmm_activation.default": {1: _matrix, 2: _matrix},
-    "mv.default": {0: _matrix, 1: _vector},
-    "addmv.default": {1: _matrix, 2: _vector},
-    "avg_pool2d.default": {0: _image},
-    "avg_pool2d_backward.default": {0: _image, 1: _image},
-    "_adaptive_avg_pool2d.default": {0: _image},
-    "_adaptive_avg_pool2d_backward.default": {0: _image},
-    "max_pool2d_with_indices.default": {0: _image},
-    "max_pool2d_with_indices_backward.default": {0: _image, 1: _image, 7: _image},
-    "upsample_nearest2d.default": {0: _image},
-    "upsample_nearest2d_backward.default": {0: _image},
-    "upsample_bilinear2d_backward.default": {0: _image},
-    "upsample_bicubic2d_backward.default": {0: _dense},
-    "reflection_pad2d.default": {0: _dense},
-    "reflection_pad2d_backward.default": {0: _dense},
-    "native_layer_norm.default": {0: _dense},
-    "_fused_rms_norm.default": {0: _dense},
-    "_softmax.default": {0: _dense},
-    "_log_softmax.default": {0: _dense},
-    "_log_softmax_backward_data.default": {0: _dense, 1: _dense},
-    "nll_loss_forward.default": {0: _dense, 1: _dense},
-    "nll_loss_backward.default": {1: _dense, 2: _dense},
-    "nll_loss2d_forward.default": {0: _dense, 1: _dense},
+    "mm.default": {0: _matrix_copy_bytes, 1: _matrix_copy_bytes},
+    "mm.dtype": {0: _matrix_copy_bytes, 1: _matrix_copy_bytes},
+    "bmm.default": {0: _matrix_copy_bytes, 1: _matrix_copy_bytes},
+    "bmm.dtype": {0: _matrix_copy_bytes, 1: _matrix_copy_bytes},
+    "addmm.default": {1: _matrix_copy_bytes, 2: _matrix_copy_bytes},
+    "baddbmm.default": {1: _matrix_copy_bytes, 2: _matrix_copy_bytes},
+    "_addmm_activation.default": {1: _matrix_copy_bytes, 2: _matrix_copy_bytes},
+    "mv.default": {0: _matrix_copy_bytes, 1: _vector_copy_bytes},
+    "addmv.default": {1: _matrix_copy_bytes, 2: _vector_copy_bytes},
+    "avg_pool2d.default": {0: _image_copy_bytes},
+    "avg_pool2d_backward.default": {0: _image_copy_bytes, 1: _image_copy_bytes},
+    "_adaptive_avg_pool2d.default": {0: _image_copy_bytes},
+    "_adaptive_avg_pool2d_backward.default": {0: _image_copy_bytes},
+    "max_pool2d_with_indices.default": {0: _image_copy_bytes},
+    "max_pool2d_with_indices_backward.default": {
+        0: _image_copy_bytes,
+        1: _image_copy_bytes,
+        7: _image_copy_bytes,
+    },
+    "upsample_nearest2d.default": {0: _image_copy_bytes},
+    "upsample_nearest2d_backward.default": {0: _image_copy_bytes},
+    "upsample_bilinear2d_backward.default": {0: _image_copy_bytes},
+    "upsample_bicubic2d_backward.default": {0: _dense_copy_bytes},
+    "reflection_pad2d.default": {0: _dense_copy_bytes},
+    "reflection_pad2d_backward.default": {0: _dense_copy_bytes},
+    "native_layer_norm.default": {0: _dense_copy_bytes},
+    "_fused_rms_norm.default": {0: _dense_copy_bytes},
+    "_softmax.default": {0: _dense_copy_bytes},
+    "_log_softmax.default": {0: _dense_copy_bytes},
+    "_log_softmax_backward_data.default": {0: _dense_copy_bytes, 1: _dense_copy_bytes},
+    "nll_loss_forward.default": {0: _dense_copy_bytes, 1: _dense_copy_bytes},
+    "nll_loss_backward.default": {1: _dense_copy_bytes, 2: _dense_copy_bytes},
+    "nll_loss2d_forward.default": {0: _dense_copy_bytes, 1: _dense_copy_bytes},
 }
 """By operator: how the operands at some positions are copied, while the results exist."""
 
 
-def _operand_copies(call: OperatorCall, copies: Mapping[int, CopyBytes]) -> Iterator[int]:
+def _operand_copy_bytes(call: OperatorCall, copies: Mapping[int, CopyBytes]) -> Iterator[int]:
+    """Yield the bytes of the copies of operands; `copies` has a function for each position."""
     for position, copy_bytes in copies.items():
         if (meta := call.optional_tensor(position)) is not None:
             yield copy_bytes(meta)
 
 
-def _adaptive_max_pool(call: OperatorCall) -> Iterator[int]:
-    """Pool a contiguous copy into contiguous results, which are copied if theirs are not."""
+def _adaptive_max_pool_workspace(call: OperatorCall) -> Iterator[int]:
+    """Yield the copies of adaptive max pooling: the operand, if it is not contiguous, and each
+    result that is not, for an image in a supported format."""
     x = call.tensor(0)
     yield contiguous_copy_bytes(x)
-    for result in call.results if _image(x) == 0 else ():
+    for result in call.results if _image_copy_bytes(x) == 0 else ():
         yield contiguous_copy_bytes(result.tensor)
 
 
-def _roll(call: OperatorCall) -> list[int]:
-    """Roll dimensions one after the other: a tensor for each but the last."""
+def _roll_workspace(call: OperatorCall) -> list[int]:
+    """Return the buffer of a roll, which rolls dimensions one after the other: an intermediate
+    tensor for several dimensions, or a contiguous copy for one."""
     x, dims = call.tensor(0), call.argument(2, ())
     count = len(dims) if isinstance(dims, (list, tuple)) else 1
     return [tensor_bytes(x)] if count > 1 else [contiguous_copy_bytes(x)]
 
 
-def _im2col(call: OperatorCall) -> list[int]:
-    """Unfold an image: a contiguous copy of it, and one more as a batch."""
+def _im2col_workspace(call: OperatorCall) -> list[int]:
+    """Return the buffers of unfolding an image: a tensor of its size, and a contiguous copy unless
+    it is contiguous."""
     x = call.tensor(0)
     return [tensor_bytes(x), contiguous_copy_bytes(x)]
 
 
-def _grouped_matmul_workspaces(call: OperatorCall) -> list[int]:
-    """Matrix products of several groups: pointers and shapes of each group, and descriptors for
-    each multiprocessor. Recorded for Hopper."""
+def _grouped_matmul_workspace(call: OperatorCall) -> list[int]:
+    """Return the buffers of a product of several groups of matrices: pointers and shapes of each
+    group, and descriptors for each multiprocessor. Recorded for Hopper."""
     offsets = call.optional_tensor(2)
     groups = offsets.shape[0] if offsets is not None else call.tensor(0).shape[0]
     return [60 * groups, 512 * call.device.multiprocessors]
@@ -143,9 +152,9 @@ _MAX_SUM_BLOCKS = 32768
 """Thread blocks of 32 columns that write partial sums."""
 
 
-def _layer_norm_backward(call: OperatorCall) -> Allocations:
-    """The backward of layer norm and RMS norm. With many short rows, the gradients of weight and
-    bias are sums of partial sums over 32 rows each."""
+def _layer_norm_backward_workspace(call: OperatorCall) -> Allocations:
+    """Yield the allocations of the backward of layer norm and RMS norm: contiguous copies, and with
+    many short rows partial sums over 32 rows each for the gradients of weight and bias."""
     grad, x = call.tensor(0), call.tensor(1)
     axes = call.argument(2)
     width = prod(axis for axis in axes if isinstance(axis, int)) if isinstance(axes, tuple) else 1
@@ -159,21 +168,22 @@ def _layer_norm_backward(call: OperatorCall) -> Allocations:
         if rows <= _MANY_ROWS or not is_short:
             return
         sum_count = min(-(-rows // _ROWS_OF_A_SUM), _MAX_SUM_BLOCKS // -(-width // 32))
-        partial_sums = dense(x, (sum_count, width))
+        partial_sums = dense_meta(x, (sum_count, width))
 
         def sums() -> Iterator[int]:
             for _ in range(weight_gradients):
                 # The sum replaces the result that was allocated for it.
                 buffers = reduction_buffers(call, partial_sums, (0,), accumulator_bytes(x.dtype))
-                yield from during([width * item_bytes(x.dtype)], buffers)
+                yield from buffers_during([width * item_bytes(x.dtype)], buffers)
 
-        yield from during([tensor_bytes(partial_sums)] * weight_gradients, sums())
+        yield from buffers_during([tensor_bytes(partial_sums)] * weight_gradients, sums())
 
-    yield from during([contiguous_copy_bytes(grad), contiguous_copy_bytes(x)], inner())
+    yield from buffers_during([contiguous_copy_bytes(grad), contiguous_copy_bytes(x)], inner())
 
 
-def _group_norm(call: OperatorCall) -> list[int]:
-    """Group norm: a scale and a shift for each channel of each sample, in float32."""
+def _group_norm_workspace(call: OperatorCall) -> list[int]:
+    """Return the buffers of group norm: a contiguous copy, statistics of half precision in float32,
+    and a scale and a shift for each channel of each sample, if there is a weight or a bias."""
     x = call.tensor(0)
     batch, channels, area, groups = (call.integer(i) for i in (3, 4, 5, 6))
     item = accumulator_bytes(x.dtype)
@@ -185,8 +195,9 @@ def _group_norm(call: OperatorCall) -> list[int]:
     return buffers
 
 
-def _group_norm_backward(call: OperatorCall) -> list[int]:
-    """The backward of group norm: sums over each channel, and coefficients for each group."""
+def _group_norm_backward_workspace(call: OperatorCall) -> list[int]:
+    """Return the buffers of the backward of group norm: contiguous copies, coefficients for each
+    group, and sums over each channel of more than one pixel."""
     grad, x = call.tensor(0), call.tensor(1)
     batch, channels, area, groups = (call.integer(i) for i in (5, 6, 7, 8))
     item = accumulator_bytes(x.dtype)
@@ -199,12 +210,12 @@ def _group_norm_backward(call: OperatorCall) -> list[int]:
 
 def _is_channels_last(x: TensorMeta) -> bool:
     """True if an image batch is stored with its channels as the fastest dimension."""
-    return len(x.shape) > 3 and is_contiguous_in_order(x, channels_last(x))
+    return len(x.shape) > 3 and is_contiguous_in_order(x, channels_last_order(x))
 
 
-def _batch_norm(call: OperatorCall) -> list[int]:
-    """torch's own batch norm in training: four partial sums for each channel of channels-last
-    images."""
+def _batch_norm_workspace(call: OperatorCall) -> list[int]:
+    """Return the buffers of torch's own batch norm: in training, partial sums for each channel of
+    channels-last images with many rows; else none."""
     x = call.tensor(0)
     if call.argument(5) is not True or not _is_channels_last(x):
         return []
@@ -219,15 +230,17 @@ def _batch_norm(call: OperatorCall) -> list[int]:
     return [4 * channels * blocks * accumulator_bytes(x.dtype), 4 * -(-channels // 32)]
 
 
-def _batch_norm_backward(call: OperatorCall) -> Allocations:
-    """torch's own batch norm: two sums for each channel."""
+def _batch_norm_backward_workspace(call: OperatorCall) -> Allocations:
+    """Yield the allocations of the backward of torch's own batch norm: two sums for each channel of
+    channels-last images."""
     x = call.tensor(1)
     sums = accumulator_bytes(x.dtype) * x.shape[1] if _is_channels_last(x) else 0
-    yield from during([sums] * 2, call.result_bytes)
+    yield from buffers_during([sums] * 2, call.result_bytes)
 
 
-def _softmax_backward(call: OperatorCall) -> list[int]:
-    """The gradient of softmax: the product of gradient and output, next to their copies."""
+def _softmax_backward_workspace(call: OperatorCall) -> list[int]:
+    """Return the buffers of the gradient of softmax: the product of gradient and output, and
+    contiguous copies of both."""
     grad, output = call.tensor(0), call.tensor(1)
     return [tensor_bytes(grad), contiguous_copy_bytes(grad), contiguous_copy_bytes(output)]
 
@@ -237,58 +250,65 @@ def _softmax_backward(call: OperatorCall) -> list[int]:
 _MEAN = 1
 
 
-def _element_loss(call: OperatorCall) -> TensorMeta:
-    """Return the metadata of the loss of each element, with the shape of both operands."""
+def _elementwise_loss_meta(call: OperatorCall) -> TensorMeta:
+    """Return the metadata of the element-wise loss: its shape is both operands' after
+    broadcasting."""
     x, y = call.tensor(0), call.tensor(1)
     if x.shape == y.shape and is_contiguous(x):
         return x
     sizes = zip_longest(reversed(x.shape), reversed(y.shape), fillvalue=1)
-    return dense(x, tuple(max(pair) for pair in sizes)[::-1])
+    return dense_meta(x, tuple(max(pair) for pair in sizes)[::-1])
 
 
-def _is_reduced(call: OperatorCall, position: int) -> bool:
-    """True if a loss is a mean or a sum."""
+def _is_reduced_loss(call: OperatorCall, position: int) -> bool:
+    """True if a loss is a mean or a sum, by its argument `reduction` at this position."""
     return call.argument(position, _MEAN) != 0
 
 
-def _sum_buffers(call: OperatorCall, loss: TensorMeta) -> Allocations:
+def _loss_reduction_buffers(call: OperatorCall, loss: TensorMeta) -> Allocations:
+    """Yield the buffers of the mean or sum of an element-wise loss."""
     return reduction_buffers(call, loss, (), accumulator_bytes(loss.dtype))
 
 
-def _resized_loss(call: OperatorCall, position: int, is_copied: bool) -> Allocations:
-    """A loss whose result is the resized element-wise loss. Its mean is of another element-wise
-    loss, or `is_copied` into it."""
-    loss = _element_loss(call)
+def _resized_loss_workspace(call: OperatorCall, position: int, is_copied: bool) -> Allocations:
+    """Yield the allocations of a loss whose result is the resized element-wise loss. `position` is
+    the one of the argument `reduction`. A mean or sum is over a second element-wise loss, or if
+    `is_copied`, it is computed apart and copied into the result."""
+    loss = _elementwise_loss_meta(call)
     yield tensor_bytes(loss)
-    if _is_reduced(call, position):
+    if _is_reduced_loss(call, position):
         other = sum(call.result_bytes) if is_copied else tensor_bytes(loss)
-        yield from during([other], _sum_buffers(call, loss))
+        yield from buffers_during([other], _loss_reduction_buffers(call, loss))
 
 
-def _huber_loss(call: OperatorCall) -> Allocations:
-    """A loss whose element-wise loss is freed."""
-    loss = _element_loss(call)
-    if not _is_reduced(call, 2):
+def _huber_loss_workspace(call: OperatorCall) -> Allocations:
+    """Yield the allocations of the Huber loss: its element-wise loss is freed if it is reduced."""
+    loss = _elementwise_loss_meta(call)
+    if not _is_reduced_loss(call, 2):
         return [tensor_bytes(loss)]
-    return during([tensor_bytes(loss)], (*call.result_bytes, *_sum_buffers(call, loss)))
+    return buffers_during(
+        [tensor_bytes(loss)], (*call.result_bytes, *_loss_reduction_buffers(call, loss))
+    )
 
 
-def _bce_with_logits(call: OperatorCall) -> Allocations:
-    """Binary cross entropy of logits: two element-wise tensors, and one more to weigh positives."""
-    loss = _element_loss(call)
+def _bce_with_logits_workspace(call: OperatorCall) -> Allocations:
+    """Yield the allocations of binary cross entropy of logits: two element-wise tensors, and two
+    more for a while if positives have a weight."""
+    loss = _elementwise_loss_meta(call)
     size = tensor_bytes(loss)
-    is_reduced = _is_reduced(call, 4)
+    is_reduced = _is_reduced_loss(call, 4)
     yield size
     if call.optional_tensor(3) is not None:
-        yield from during([size, size])
-    reduction = (*call.result_bytes, *_sum_buffers(call, loss)) if is_reduced else ()
-    yield from during([size], reduction)
+        yield from buffers_during([size, size])
+    reduction = (*call.result_bytes, *_loss_reduction_buffers(call, loss)) if is_reduced else ()
+    yield from buffers_during([size], reduction)
     if is_reduced:
         yield -size
 
 
-def _soft_margin_backward(call: OperatorCall) -> list[int]:
-    """The gradient of the soft margin loss: two tensors as large as the input."""
+def _soft_margin_backward_workspace(call: OperatorCall) -> list[int]:
+    """Return the buffers of the gradient of the soft margin loss: two tensors as large as the
+    input."""
     return [tensor_bytes(call.tensor(1))] * 2
 
 
@@ -303,12 +323,14 @@ the mean is copied into that loss."""
 
 
 def _loss_storage(call: OperatorCall, position: int) -> tuple[int, ...]:
-    """Return the bytes of the storage of a loss: the storage of the element-wise loss."""
-    return (tensor_bytes(_element_loss(call)),) if _is_reduced(call, position) else ()
+    """Return the bytes of the storage of a mean or sum: as many as of the element-wise loss. () for
+    a loss that is not reduced. `position` is the one of the argument `reduction`."""
+    return (tensor_bytes(_elementwise_loss_meta(call)),) if _is_reduced_loss(call, position) else ()
 
 
 def _col2im_storage(call: OperatorCall) -> tuple[int, ...]:
-    """Return the bytes of the storage of a folded image, which is as large as its columns."""
+    """Return the bytes of the storage of a folded image, which is as large as the columns that it
+    is folded from."""
     return (tensor_bytes(call.tensor(0)),)
 
 
@@ -321,29 +343,29 @@ STORAGES: dict[str, StorageFormula] = {
 }
 
 _BUFFERS: Mapping[str, Callable[[OperatorCall], Iterable[int]]] = {
-    "aten.adaptive_max_pool2d.default": _adaptive_max_pool,
-    "aten.roll.default": _roll,
-    "aten.im2col.default": _im2col,
-    "aten._grouped_mm.default": _grouped_matmul_workspaces,
-    "aten.native_group_norm.default": _group_norm,
-    "aten.native_group_norm_backward.default": _group_norm_backward,
-    "aten.native_batch_norm.default": _batch_norm,
-    "aten._softmax_backward_data.default": _softmax_backward,
-    "aten.soft_margin_loss_backward.default": _soft_margin_backward,
-    **{f"aten.{n}": partial(_operand_copies, copies=copies) for n, copies in _COPIES.items()},
+    "aten.adaptive_max_pool2d.default": _adaptive_max_pool_workspace,
+    "aten.roll.default": _roll_workspace,
+    "aten.im2col.default": _im2col_workspace,
+    "aten._grouped_mm.default": _grouped_matmul_workspace,
+    "aten.native_group_norm.default": _group_norm_workspace,
+    "aten.native_group_norm_backward.default": _group_norm_backward_workspace,
+    "aten.native_batch_norm.default": _batch_norm_workspace,
+    "aten._softmax_backward_data.default": _softmax_backward_workspace,
+    "aten.soft_margin_loss_backward.default": _soft_margin_backward_workspace,
+    **{f"aten.{n}": partial(_operand_copy_bytes, copies=copies) for n, copies in _COPIES.items()},
 }
 """The buffers of operators, all of which exist at once with the results."""
 
 FORMULAS: dict[str, Formula] = {
-    **{name: results_and(buffers) for name, buffers in _BUFFERS.items()},
-    "aten.native_layer_norm_backward.default": _layer_norm_backward,
-    "aten._fused_rms_norm_backward.default": _layer_norm_backward,
-    "aten.native_batch_norm_backward.default": _batch_norm_backward,
-    "aten.batch_norm_backward.default": _batch_norm_backward,
+    **{name: results_and_buffers(buffers) for name, buffers in _BUFFERS.items()},
+    "aten.native_layer_norm_backward.default": _layer_norm_backward_workspace,
+    "aten._fused_rms_norm_backward.default": _layer_norm_backward_workspace,
+    "aten.native_batch_norm_backward.default": _batch_norm_backward_workspace,
+    "aten.batch_norm_backward.default": _batch_norm_backward_workspace,
     **{
-        name: partial(_resized_loss, position=position, is_copied=is_copied)
+        name: partial(_resized_loss_workspace, position=position, is_copied=is_copied)
         for name, (position, is_copied) in _RESIZED_LOSSES.items()
     },
-    "aten.huber_loss.default": _huber_loss,
-    "aten.binary_cross_entropy_with_logits.default": _bce_with_logits,
+    "aten.huber_loss.default": _huber_loss_workspace,
+    "aten.binary_cross_entropy_with_logits.default": _bce_with_logits_workspace,
 }

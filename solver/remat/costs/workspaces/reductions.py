@@ -17,13 +17,19 @@ from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 
-from remat.costs.layouts import HALF_DTYPES, contiguous, converted, item_bytes, tensor_bytes
+from remat.costs.layouts import (
+    HALF_DTYPES,
+    contiguous_meta,
+    converted_meta,
+    item_bytes,
+    tensor_bytes,
+)
 from remat.costs.workspaces.call import (
     Allocations,
     Formula,
     OperatorCall,
+    buffers_during,
     contiguous_copy_bytes,
-    during,
 )
 from remat.documents.records import TensorMeta
 
@@ -67,7 +73,8 @@ class ReduceIteration:
         )
 
     def parts(self) -> Iterator[ReduceIteration]:
-        """Yield the parts that torch reduces one after the other: each fits into 32-bit offsets."""
+        """Yield the parts of the iteration space that torch reduces one after the other: itself if
+        it fits into 32-bit offsets, else parts that do."""
         if self.fits_32_bit:
             yield self
             return
@@ -101,7 +108,7 @@ def reduce_iteration(
             step *= tensor.shape[dim]
     strides = [stride * input_bytes for stride in tensor.stride]
     order = _iteration_order(tensor.shape, output_strides, strides)
-    shape, (output_strides, strides) = _coalesced(
+    shape, (output_strides, strides) = _coalesced_dimensions(
         [tensor.shape[d] for d in order],
         [[output_strides[d] for d in order], [strides[d] for d in order]],
     )
@@ -143,10 +150,11 @@ def _iteration_order(
     return order
 
 
-def _coalesced(
+def _coalesced_dimensions(
     shape: Sequence[int], operand_strides: Sequence[Sequence[int]]
 ) -> tuple[list[int], list[list[int]]]:
-    """Return the dimensions with neighbours joined where all operands allow it."""
+    """Return the sizes of the dimensions and the strides of each operand, with neighbouring
+    dimensions joined where the strides of all operands allow it."""
     sizes: list[int] = []
     strides: list[list[int]] = [[] for _ in operand_strides]
     for dim, size in enumerate(shape):
@@ -181,12 +189,12 @@ class ReduceKernel:
     max_threads: int = 512
 
 
-def reduce_buffers(
+def reduce_launch_buffers(
     iteration: ReduceIteration, kernel: ReduceKernel, multiprocessors: int, threads: int
 ) -> list[int]:
     """Return the bytes of the buffers that one part of a reduction allocates: the staging buffer
     and the semaphores, or none. `threads` is the number of threads of a multiprocessor."""
-    launch = _Launch(iteration, kernel)
+    launch = _ReduceLaunch(iteration, kernel)
     blocks = launch.blocks_per_output(multiprocessors, threads)
     if blocks <= 1:
         return []
@@ -196,7 +204,7 @@ def reduce_buffers(
     return [staging_bytes, 4 * launch.grid]
 
 
-class _Launch:
+class _ReduceLaunch:
     """The block and the grid with which torch launches a reduction."""
 
     def __init__(self, iteration: ReduceIteration, kernel: ReduceKernel) -> None:
@@ -217,12 +225,16 @@ class _Launch:
             if self.is_fastest_reduced and x >= 128 and reduced_dims == 1:
                 x //= kernel.input_vector
             elif not self.is_fastest_reduced:
-                self.output_vector = _output_vector(iteration, kernel.input_bytes)
+                self.output_vector = _output_vector_size(iteration, kernel.input_bytes)
                 x //= self.output_vector
         max_threads = kernel.max_threads // self.output_vector
-        self.block_width = min(_power_of_2(x, max_threads), _WARP_THREADS)
-        self.block_height = min(_power_of_2(y, max_threads), max_threads // self.block_width)
-        self.block_width = min(_power_of_2(x, max_threads), max_threads // self.block_height)
+        self.block_width = min(_largest_power_of_2(x, max_threads), _WARP_THREADS)
+        self.block_height = min(
+            _largest_power_of_2(y, max_threads), max_threads // self.block_width
+        )
+        self.block_width = min(
+            _largest_power_of_2(x, max_threads), max_threads // self.block_height
+        )
         step_input = self.block_width if self.is_fastest_reduced else 1
         step_output = 1 if self.is_fastest_reduced else self.block_width
         threshold = min(self.block_height * 16, _MAX_VALUES_PER_THREAD)
@@ -249,12 +261,12 @@ class _Launch:
         return min(max(by_grid, least), most)
 
 
-def _power_of_2(count: int, limit: int) -> int:
+def _largest_power_of_2(count: int, limit: int) -> int:
     """Return the largest power of 2 that is at most `count`; `limit` if `count` reaches it."""
     return limit if count >= limit else max(1, 1 << (max(count, 1).bit_length() - 1))
 
 
-def _output_vector(iteration: ReduceIteration, input_bytes: int) -> int:
+def _output_vector_size(iteration: ReduceIteration, input_bytes: int) -> int:
     """Return the number of neighbouring results of one thread: 4, 2 or 1, as alignment allows."""
     fastest = iteration.reduced_dims
     others = (s for dim, s in enumerate(iteration.input_strides) if dim != fastest)
@@ -273,7 +285,7 @@ _INDEX_BYTES = 8
 
 
 def accumulator_bytes(dtype: str) -> int:
-    """Return the bytes of the type in which torch adds elements of `dtype`."""
+    """Return the bytes of one element of the type in which torch adds elements of `dtype`."""
     return 4 if dtype in HALF_DTYPES else item_bytes(dtype)
 
 
@@ -288,6 +300,7 @@ def _welford_bytes(dtype: str) -> int:
 
 
 def _mask_bytes(_: str) -> int:
+    """Return the bytes of an element of a boolean mask, whatever the dtype of the input is."""
     return 1
 
 
@@ -312,18 +325,21 @@ def reduction_buffers(
 
     def parts() -> Iterator[int]:
         for part in iteration.parts():
-            yield from during(
-                reduce_buffers(
+            yield from buffers_during(
+                reduce_launch_buffers(
                     part, kernel, call.device.multiprocessors, call.device.multiprocessor_threads
                 ),
                 (),
             )
 
-    yield from during([accumulator * iteration.output_count] if has_own_sum else (), parts())
+    yield from buffers_during(
+        [accumulator * iteration.output_count] if has_own_sum else (), parts()
+    )
 
 
-def dimensions(argument: object) -> tuple[int, ...]:
-    """Return the dimensions of an argument: an integer, a list, or none for all."""
+def argument_dimensions(argument: object) -> tuple[int, ...]:
+    """Return the dimensions that an argument lists: one for an integer, () for None, which means
+    all."""
     if isinstance(argument, int) and not isinstance(argument, bool):
         return (argument,)
     if isinstance(argument, (list, tuple)):
@@ -331,7 +347,7 @@ def dimensions(argument: object) -> tuple[int, ...]:
     return ()
 
 
-def _reduction(
+def _reduction_workspace(
     call: OperatorCall,
     accumulator: Callable[[str], int],
     dims_position: int = 1,
@@ -339,8 +355,10 @@ def _reduction(
     is_cast: bool = False,
     is_flattened: bool = False,
 ) -> Allocations:
-    """Yield the allocations of a reduction. `is_cast` if it first converts its input to the dtype
-    of its result, `is_flattened` if it first makes it contiguous, to reduce all elements."""
+    """Yield the allocations of a reduction. `accumulator` returns the bytes of a partial result for
+    a dtype; dimensions and `keepdim` are the arguments at these positions. `is_cast` if it first
+    converts its input to the dtype of its result, `is_flattened` if it first makes an input
+    contiguous of which it reduces all elements."""
     x = call.tensor(0)
     dtype = call.results[0].tensor.dtype
     is_converted = is_cast and x.dtype != dtype
@@ -349,17 +367,17 @@ def _reduction(
     copies: list[int] = []
     if is_converted:
         copies = [tensor_bytes(x, dtype)]
-        x = converted(x, dtype)
-    if is_flattened and not dimensions(call.argument(dims_position)):
+        x = converted_meta(x, dtype)
+    if is_flattened and not argument_dimensions(call.argument(dims_position)):
         copies.append(contiguous_copy_bytes(x))
-        x = contiguous(x)
+        x = contiguous_meta(x)
     yield from call.result_bytes
-    yield from during(
+    yield from buffers_during(
         copies,
         reduction_buffers(
             call,
             x,
-            dimensions(call.argument(dims_position)),
+            argument_dimensions(call.argument(dims_position)),
             accumulator(x.dtype),
             keepdim=call.argument(keepdim_position) is True,
             result_dtype=dtype,
@@ -367,46 +385,52 @@ def _reduction(
     )
 
 
-def _count_nonzero(call: OperatorCall) -> Allocations:
-    """Count the non-zero elements: a sum of a boolean mask, converted to integers."""
+def _count_nonzero_workspace(call: OperatorCall) -> Allocations:
+    """Yield the allocations of counting non-zero elements: a boolean mask, and its conversion to
+    integers, which are summed."""
     x = call.tensor(0)
-    counted = converted(x, "int64")
+    counted = converted_meta(x, "int64")
     yield tensor_bytes(x, "bool")
     yield from call.result_bytes
-    yield from during(
+    yield from buffers_during(
         [tensor_bytes(counted)],
-        reduction_buffers(call, counted, dimensions(call.argument(1)), _INDEX_BYTES),
+        reduction_buffers(call, counted, argument_dimensions(call.argument(1)), _INDEX_BYTES),
     )
     yield -tensor_bytes(x, "bool")
 
 
-def _logsumexp(call: OperatorCall) -> Allocations:
-    """Subtract the maximum, then sum the exponentials: a difference as large as the input."""
-    x, dims = call.tensor(0), dimensions(call.argument(1))
+def _logsumexp_workspace(call: OperatorCall) -> Allocations:
+    """Yield the allocations of log-sum-exp: the maximum, the difference to it, which is as large as
+    the input, and the sum of its exponentials."""
+    x, dims = call.tensor(0), argument_dimensions(call.argument(1))
     result = sum(call.result_bytes)
     outputs = prod(call.results[0].tensor.shape)
     yield result  # the maximum
     yield from reduction_buffers(call, x, dims, item_bytes(x.dtype), keepdim=True)
-    yield from during([result, outputs], ())  # where the maximum is infinite
+    yield from buffers_during([result, outputs], ())  # where the maximum is infinite
     yield tensor_bytes(x)
     yield result
     yield from reduction_buffers(call, x, dims, accumulator_bytes(x.dtype))
     yield from (-tensor_bytes(x), -result)
 
 
-def _norm(call: OperatorCall) -> Allocations:
-    """The norm of a tensor: (self, order, dimensions, keepdim)."""
-    return _reduction(call, accumulator_bytes, 2, 3, is_cast=True)
+def _norm_workspace(call: OperatorCall) -> Allocations:
+    """Yield the allocations of a norm, whose arguments are (self, order, dimensions, keepdim)."""
+    return _reduction_workspace(call, accumulator_bytes, 2, 3, is_cast=True)
 
 
-_sum = partial(_reduction, accumulator=accumulator_bytes, is_cast=True)
-_sum_of_all = partial(_reduction, accumulator=accumulator_bytes, dims_position=9, is_cast=True)
-_extremum = partial(_reduction, accumulator=item_bytes)
-_extremum_of_all = partial(_reduction, accumulator=item_bytes, dims_position=9, is_flattened=True)
-_position = partial(_reduction, accumulator=_value_and_index_bytes, is_flattened=True)
-_variance = partial(_reduction, accumulator=_welford_bytes, keepdim_position=9)
-_truth = partial(_reduction, accumulator=_mask_bytes)
-_truth_of_all = partial(_reduction, accumulator=_mask_bytes, dims_position=9)
+_sum = partial(_reduction_workspace, accumulator=accumulator_bytes, is_cast=True)
+_sum_of_all = partial(
+    _reduction_workspace, accumulator=accumulator_bytes, dims_position=9, is_cast=True
+)
+_extremum = partial(_reduction_workspace, accumulator=item_bytes)
+_extremum_of_all = partial(
+    _reduction_workspace, accumulator=item_bytes, dims_position=9, is_flattened=True
+)
+_position = partial(_reduction_workspace, accumulator=_value_and_index_bytes, is_flattened=True)
+_variance = partial(_reduction_workspace, accumulator=_welford_bytes, keepdim_position=9)
+_truth = partial(_reduction_workspace, accumulator=_mask_bytes)
+_truth_of_all = partial(_reduction_workspace, accumulator=_mask_bytes, dims_position=9)
 
 FORMULAS: dict[str, Formula] = {
     **dict.fromkeys(("aten.sum.dim_IntList", "aten.nansum.default", "aten.mean.dim"), _sum),
@@ -436,8 +460,8 @@ FORMULAS: dict[str, Formula] = {
             "aten.norm.Scalar",
             "aten.norm.ScalarOpt_dtype",
         ),
-        _norm,
+        _norm_workspace,
     ),
-    "aten.count_nonzero.dim_IntList": _count_nonzero,
-    "aten.logsumexp.default": _logsumexp,
+    "aten.count_nonzero.dim_IntList": _count_nonzero_workspace,
+    "aten.logsumexp.default": _logsumexp_workspace,
 }

@@ -24,7 +24,7 @@ from remat.costs.devices import match_device
 from remat.costs.roofline import Roofline, operation_seconds
 from remat.costs.trace_costs import MIN_COST_S, OperationCost, with_costs
 from remat.documents.records import Node, TensorMeta
-from remat.documents.trace import Trace, convolutions
+from remat.documents.trace import Trace, convolution_nodes
 from remat.frontend.common.torch_modes import isolated_modes
 from remat.frontend.costs.cost_cache import CostCache, MeasuredCost
 from remat.frontend.costs.cost_key import cost_key, device_name, environment_key
@@ -237,7 +237,7 @@ def with_measured_convolutions(trace: Trace) -> Trace:
     created for it, unless the user's cost cache has it. One that fails, for example because its
     tensors do not fit, gets a workspace as large as its operands and results, with a warning.
     """
-    nodes = convolutions(trace)
+    nodes = convolution_nodes(trace)
     if not nodes:
         return trace
     device = torch.device(trace.device)

@@ -34,20 +34,21 @@ _MAX_TRIES = 40
 """Random values that are tried for eviction at a given slot; most of them are not in memory."""
 
 
-def relocate(profile: ScheduleProfile, random: Random) -> bool:
-    """Move a random run to another slot between the copies that it reads and its readers."""
-    return _relocate(profile, random, _random_slot(profile.slots, random))
+def relocate_run(profile: ScheduleProfile, random: Random) -> bool:
+    """Move a random run to another slot behind the copies that it reads and before its readers."""
+    return _relocate_within_copies(profile, random, _random_occupied_slot(profile.slots, random))
 
 
-def shift(profile: ScheduleProfile, random: Random) -> bool:
-    """Move a random run of an operation that runs several times, like `relocate`."""
+def shift_repeated_run(profile: ScheduleProfile, random: Random) -> bool:
+    """Move a random run of an operation that runs several times, like `relocate_run`."""
     slot = _random_recomputed_slot(profile, random)
-    return slot >= 0 and _relocate(profile, random, slot)
+    return slot >= 0 and _relocate_within_copies(profile, random, slot)
 
 
-def _relocate(profile: ScheduleProfile, random: Random, slot: int) -> bool:
+def _relocate_within_copies(profile: ScheduleProfile, random: Random, slot: int) -> bool:
+    """Move the run in `slot` like `relocate_run`; False if there is no room."""
     op = profile.slots[slot]
-    low, high = _slot_range(profile, op, slot)
+    low, high = _movable_slots(profile, op, slot)
     if high - low < 2:
         return False
     sample = random.random()
@@ -63,11 +64,11 @@ def _relocate(profile: ScheduleProfile, random: Random, slot: int) -> bool:
     return _move_near(profile, slot, target, low, high)
 
 
-def transpose(profile: ScheduleProfile, random: Random) -> bool:
+def transpose_runs(profile: ScheduleProfile, random: Random) -> bool:
     """Move a random run past a nearby slot, even where it then reads, or is read as, another
     copy."""
     slots = profile.slots
-    slot = _random_slot(slots, random)
+    slot = _random_occupied_slot(slots, random)
     op = slots[slot]
     low, high = earliest_slot(profile, op), latest_slot(profile, op, slot)
     max_shift = 4 + int(60 * random.random())
@@ -75,10 +76,10 @@ def transpose(profile: ScheduleProfile, random: Random) -> bool:
     return _move_near(profile, slot, target, low, high)
 
 
-def block(profile: ScheduleProfile, random: Random) -> bool:
-    """Move a few consecutive runs together."""
+def move_neighbouring_runs(profile: ScheduleProfile, random: Random) -> bool:
+    """Move a few consecutive runs by the same distance."""
     slots = profile.slots
-    slot = _random_slot(slots, random)
+    slot = _random_occupied_slot(slots, random)
     count = 2 + int(6 * random.random())
     moved_slots: list[int] = []
     for moved in range(slot, len(slots)):
@@ -100,19 +101,19 @@ def block(profile: ScheduleProfile, random: Random) -> bool:
     return has_moved
 
 
-def repeat(profile: ScheduleProfile, random: Random) -> bool:
-    """Recompute a value before one of its readers, and with it the values that it needs and that
-    are no longer live."""
+def add_recomputation(profile: ScheduleProfile, random: Random) -> bool:
+    """Recompute a random value before one of its readers, and with it the values that it needs and
+    that are no longer live."""
     slots = profile.slots
-    slot = _random_slot(slots, random)
+    slot = _random_occupied_slot(slots, random)
     inputs = profile.tracked_inputs[slots[slot]]
     if not inputs:
         return False
     v = inputs[int(random.random() * len(inputs))]
-    return _repeat(profile, random, v, slot, _MAX_DEPTH)
+    return _recompute_before(profile, random, v, slot, _MAX_DEPTH)
 
 
-def retire(profile: ScheduleProfile, random: Random) -> bool:
+def remove_recomputation(profile: ScheduleProfile, random: Random) -> bool:
     """Remove one of several runs of an operation."""
     slot = _random_recomputed_slot(profile, random)
     if slot < 0 or not _is_removable(profile, slot):
@@ -121,24 +122,26 @@ def retire(profile: ScheduleProfile, random: Random) -> bool:
     return True
 
 
-def exchange(profile: ScheduleProfile, random: Random) -> bool:
+def exchange_recomputations(profile: ScheduleProfile, random: Random) -> bool:
     """Remove one recomputation and add another."""
-    if not retire(profile, random):
+    if not remove_recomputation(profile, random):
         return False
     profile.apply_pending()
-    repeat(profile, random)
+    add_recomputation(profile, random)
     return True
 
 
-def relieve(profile: ScheduleProfile, random: Random) -> bool:
+def evict_over_budget(profile: ScheduleProfile, random: Random) -> bool:
     """Evict a value in a slot that is over the budget, and recompute it before it is read."""
     if not profile.excess_bytes:
         return False
     over_slots = np.flatnonzero(profile.excess_by_slot > 0)
-    return _evict(profile, random, int(over_slots[int(random.random() * len(over_slots))]))
+    return _evict_idle_value(
+        profile, random, int(over_slots[int(random.random() * len(over_slots))])
+    )
 
 
-def swap(profile: ScheduleProfile, random: Random) -> bool:
+def swap_recomputation(profile: ScheduleProfile, random: Random) -> bool:
     """Remove one recomputation; where memory is over the budget then, evict another value."""
     slot = _random_recomputed_slot(profile, random)
     if slot < 0 or not _is_removable(profile, slot):
@@ -152,11 +155,14 @@ def swap(profile: ScheduleProfile, random: Random) -> bool:
         size = sum(profile.size[v] for v in outputs)
         over_slots = np.flatnonzero(profile.excess_by_slot[low:slot] > -size)
         if len(over_slots):
-            _evict(profile, random, low + int(over_slots[int(random.random() * len(over_slots))]))
+            _evict_idle_value(
+                profile, random, low + int(over_slots[int(random.random() * len(over_slots))])
+            )
     return True
 
 
-def _random_slot(slots: list[int], random: Random) -> int:
+def _random_occupied_slot(slots: list[int], random: Random) -> int:
+    """Return a random slot with a run."""
     while True:
         slot = int(random.random() * len(slots))
         if slots[slot] >= 0:
@@ -176,7 +182,7 @@ def _is_removable(profile: ScheduleProfile, slot: int) -> bool:
     return latest_slot(profile, profile.slots[slot], slot) == len(profile.slots) - 1
 
 
-def _evict(profile: ScheduleProfile, random: Random, slot: int) -> bool:
+def _evict_idle_value(profile: ScheduleProfile, random: Random, slot: int) -> bool:
     """Recompute a random value that is idle in `slot` before it is next read; False if there is
     none."""
     count = len(profile.size)
@@ -186,13 +192,13 @@ def _evict(profile: ScheduleProfile, random: Random, slot: int) -> bool:
             continue
         reader = next_reader_of_idle(profile, v, slot)
         if reader >= 0:
-            return _repeat(profile, random, v, reader, _MAX_DEPTH)
+            return _recompute_before(profile, random, v, reader, _MAX_DEPTH)
     return False
 
 
-def _slot_range(profile: ScheduleProfile, op: int, slot: int) -> tuple[int, int]:
-    """Return the slots between the copies that the run reads and the first run that reads its
-    own."""
+def _movable_slots(profile: ScheduleProfile, op: int, slot: int) -> tuple[int, int]:
+    """Return the first and the last slot between the copies that the run in `slot` reads and the
+    first reader of its outputs, or its operation's next run."""
     low = max([copy_slot(profile, v, slot) for v in profile.inputs[op]], default=-1) + 1
     high = first_reader(profile, op, slot) - 1
     return low, high
@@ -221,7 +227,11 @@ def _nearest_empty(slots: list[int], target: int, low: int, high: int) -> int:
     return -1
 
 
-def _repeat(profile: ScheduleProfile, random: Random, v: int, slot: int, depth: int) -> bool:
+def _recompute_before(
+    profile: ScheduleProfile, random: Random, v: int, slot: int, depth: int
+) -> bool:
+    """Recompute `v` before its reader in `slot`, and up to `depth` levels of values that it needs
+    and that are no longer live; False if `v` cannot be recomputed there."""
     op = profile.producer[v]
     if profile.is_result[v] or not profile.graph.operations[op].recomputable:
         return False
@@ -241,7 +251,7 @@ def _repeat(profile: ScheduleProfile, random: Random, v: int, slot: int, depth: 
     profile.apply_pending()
     for u in profile.tracked_inputs[op]:
         if not has_later_reader(profile, u, empty) and random.random() < 0.6:
-            _repeat(profile, random, u, empty, depth - 1)
+            _recompute_before(profile, random, u, empty, depth - 1)
             profile.apply_pending()
     return True
 
@@ -264,8 +274,8 @@ class CoolingSchedule:
     end_price: float
 
 
-def mix_of(*weighted_moves: tuple[Move, int]) -> list[Move]:
-    """Return each move to try as often as its relative frequency says."""
+def mix_of_moves(*weighted_moves: tuple[Move, int]) -> list[Move]:
+    """Return a list with each move as often as its relative frequency says."""
     return [move for move, count in weighted_moves for _ in range(count)]
 
 
@@ -317,6 +327,6 @@ def anneal(
 
 
 def _inverse_mean(numbers: list[float]) -> float:
-    """Return one over the mean of the numbers that are not zero."""
+    """Return one over the mean of the numbers that are not zero; 1 without any."""
     counted = [x for x in numbers if x]
     return len(counted) / math.fsum(counted) if counted else 1.0

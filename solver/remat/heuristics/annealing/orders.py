@@ -17,10 +17,10 @@ from remat.graph import Graph, Value
 from remat.heuristics.annealing.moves import (
     CoolingSchedule,
     anneal,
-    block,
-    mix_of,
-    relocate,
-    transpose,
+    mix_of_moves,
+    move_neighbouring_runs,
+    relocate_run,
+    transpose_runs,
 )
 from remat.heuristics.annealing.schedule_profile import ScheduleProfile
 from remat.schedule import Schedule
@@ -50,7 +50,8 @@ def reorder_graph(
 
 
 def schedule_in_order(schedule: Schedule, order: Sequence[int]) -> Schedule:
-    """Return a schedule of a graph as one of the reordered graph, to start a search there."""
+    """Return a schedule of a graph as a schedule of the graph that `reorder_graph` returns for this
+    order."""
     index = {op: position for position, op in enumerate(order)}
     return Schedule.of(index[op] for op in schedule.runs)
 
@@ -67,16 +68,16 @@ def with_order_constraints(graph: Graph) -> Graph:
     stay on their side of the boundary; operations that run once or are order-sensitive stay in
     order.
     """
-    return _with_pairs(graph, _across_boundary(graph) + _in_sequence(graph))
+    return _with_order_pairs(graph, _boundary_pairs(graph) + _fixed_order_pairs(graph))
 
 
 def with_fixed_order(graph: Graph) -> Graph:
     """Return the same graph where first runs stay in the graph's order: only recomputations can
     move."""
-    return _with_pairs(graph, list(pairwise(range(len(graph)))))
+    return _with_order_pairs(graph, list(pairwise(range(len(graph)))))
 
 
-def _with_pairs(graph: Graph, pairs: list[tuple[int, int]]) -> Graph:
+def _with_order_pairs(graph: Graph, pairs: list[tuple[int, int]]) -> Graph:
     """Return the graph with a value without bytes from the first to the second operation of each
     pair."""
     inputs = [list(operation.inputs) for operation in graph.operations]
@@ -93,7 +94,9 @@ def _with_pairs(graph: Graph, pairs: list[tuple[int, int]]) -> Graph:
     return replace(graph, operations=operations, values=tuple(values))
 
 
-def _across_boundary(graph: Graph) -> list[tuple[int, int]]:
+def _boundary_pairs(graph: Graph) -> list[tuple[int, int]]:
+    """Return pairs of operations whose order keeps the forward before the boundary, and the
+    backward after it."""
     boundary = graph.boundary
     if boundary is None:
         return []
@@ -109,7 +112,8 @@ def _across_boundary(graph: Graph) -> list[tuple[int, int]]:
     return [(op, boundary) for op in last] + [(boundary, op) for op in first]
 
 
-def _in_sequence(graph: Graph) -> list[tuple[int, int]]:
+def _fixed_order_pairs(graph: Graph) -> list[tuple[int, int]]:
+    """Return the pairs of successive operations that run only once or are order-sensitive."""
     ordered = [
         op for op, o in enumerate(graph.operations) if o.order_sensitive or not o.recomputable
     ]
@@ -119,7 +123,7 @@ def _in_sequence(graph: Graph) -> list[tuple[int, int]]:
 _COOLING = CoolingSchedule(
     start_temperature=0.5, end_temperature=0.02, start_price=1.0, end_price=1.0
 )
-_MIX = mix_of((relocate, 16), (transpose, 3), (block, 1))
+_MIX = mix_of_moves((relocate_run, 16), (transpose_runs, 3), (move_neighbouring_runs, 1))
 _STEP = 0.005
 _LAST_READER_SHARES = (0.0, 0.5, 1.0)
 """Shares of a value that count as freed by a reader that is not its last."""
@@ -145,7 +149,7 @@ def small_peak_order(
         return peak_and_time(graph, Schedule.of(order))[0]
 
     orders = [list(range(len(constrained)))] + [
-        _list_schedule(constrained, share) for share in _LAST_READER_SHARES
+        _list_scheduled_order(constrained, share) for share in _LAST_READER_SHARES
     ]
     best = min(orders, key=peak)
     best_bytes = peak(best)
@@ -168,8 +172,9 @@ def small_peak_order(
     return tuple(best)
 
 
-def _list_schedule(graph: Graph, share: float) -> list[int]:
-    """Return a list schedule. Each reader of a value that is not its last is credited with a share
+def _list_scheduled_order(graph: Graph, share: float) -> list[int]:
+    """Return an order by list scheduling: of the operations that are ready, the one with the least
+    growth of memory comes next. A reader of a value that is not its last counts as freeing `share`
     of it, divided by the number of remaining readers."""
     size = [0 if v in graph.results else value.size_bytes for v, value in enumerate(graph.values)]
     output_bytes = [

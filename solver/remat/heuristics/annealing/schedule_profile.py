@@ -23,6 +23,7 @@ import numpy as np
 from remat.graph import Graph
 
 Span = tuple[int, int, float]
+"""The slots from a first one up to an end, exclusive, and the bytes to add to their memory."""
 
 
 def last_reader(copies: list[int], readers: list[int], copy: int, removed: int = -1) -> int:
@@ -50,7 +51,7 @@ class ScheduleProfile:
     its effect on the excess; `commit` or `revert` ends it.
 
     The caller ensures that every reader still comes after a producer: between
-    `placement.earliest_slot` and `placement.latest_slot` it does. `excess_bytes` is the sum over
+    `earliest_slot` and `latest_slot` it does. `excess_bytes` is the sum over
     all runs of the bytes over the budget.
     """
 
@@ -73,7 +74,7 @@ class ScheduleProfile:
         self.reset(runs, budget_bytes)
 
     def reset(self, runs: Sequence[int], budget_bytes: int) -> None:
-        """Start from these runs, evenly spread."""
+        """Replace everything by these runs, evenly spread over new slots."""
         self.budget_bytes = budget_bytes
         count = SLOTS_PER_RUN * len(runs) + SLOTS_PER_RUN
         self.slots = [-1] * count
@@ -98,8 +99,8 @@ class ScheduleProfile:
         for v, size in enumerate(self.size):
             for start, end in self._copy_lifetimes(v):
                 over[start : end + 1] += size
-        self.excess_bytes = _total_excess(over)
-        self._reset()
+        self.excess_bytes = _total_excess_bytes(over)
+        self._clear_changes()
 
     @property
     def runs(self) -> list[int]:
@@ -114,7 +115,7 @@ class ScheduleProfile:
         """Set another budget for the same runs."""
         self.excess_by_slot += self.budget_bytes - budget_bytes
         self.budget_bytes = budget_bytes
-        self.excess_bytes = _total_excess(self.excess_by_slot)
+        self.excess_bytes = _total_excess_bytes(self.excess_by_slot)
 
     def move(self, slot: int, target: int) -> None:
         """Prepare moving the run in `slot` to `target`, which is empty."""
@@ -200,14 +201,14 @@ class ScheduleProfile:
         for slot, size in points:
             new[slot - low] += size
         self._low, self._new = low, new
-        delta = _total_excess(new)
+        delta = _total_excess_bytes(new)
         if self.excess_bytes:
-            delta -= _total_excess(old)
+            delta -= _total_excess_bytes(old)
         self._delta = delta
         return delta
 
     def commit(self) -> None:
-        """Make the evaluated change."""
+        """Make the prepared changes, after `evaluate`."""
         self.apply_pending()
         low, new = self._low, self._new
         self.excess_by_slot[low : low + len(new)] = new
@@ -218,16 +219,17 @@ class ScheduleProfile:
                 self.repeated.append(op)
             elif target < 0:
                 self.repeated.remove(op)
-        self._reset()
+        self._clear_changes()
 
     def revert(self) -> None:
-        """Discard the change."""
+        """Discard the prepared changes."""
         self._pending = None
         for op, slot, target in reversed(self._applied):
-            self._move_run(op, target, slot)
-        self._reset()
+            self._move_run_in_lists(op, target, slot)
+        self._clear_changes()
 
-    def _reset(self) -> None:
+    def _clear_changes(self) -> None:
+        """Forget the prepared changes."""
         self._spans: list[Span] = []
         self._points: list[tuple[int, float]] = []
         self._pending: _RunChange | None = None
@@ -237,11 +239,12 @@ class ScheduleProfile:
     def apply_pending(self) -> None:
         """Enter the last prepared change into the lists, so that the next one can build on it."""
         if self._pending is not None:
-            self._move_run(*self._pending)
+            self._move_run_in_lists(*self._pending)
             self._applied.append(self._pending)
             self._pending = None
 
-    def _move_run(self, op: int, slot: int, target: int) -> None:
+    def _move_run_in_lists(self, op: int, slot: int, target: int) -> None:
+        """Move a run in the lists of slots and readers; -1 for a slot adds or removes it."""
         reads = self.reader_slots
         if slot >= 0:
             self.slots[slot] = -1
@@ -256,13 +259,15 @@ class ScheduleProfile:
                 insort(reads[v], target)
 
     def _add_reader(self, v: int, slot: int, removed: int = -1) -> None:
-        """Add a reader; the one in slot `removed` no longer counts."""
+        """Prepare adding a reader of `v` in `slot`; the reader in slot `removed` no longer
+        counts."""
         copies = self.run_slots[self.producer[v]]
         end = last_reader(copies, self.reader_slots[v], bisect_left(copies, slot) - 1, removed)
         if slot > end:
             self._spans.append((end + 1, slot + 1, self.size[v]))
 
     def _remove_reader(self, v: int, slot: int) -> None:
+        """Prepare removing the reader of `v` in `slot`."""
         copies, readers = self.run_slots[self.producer[v]], self.reader_slots[v]
         copy = bisect_left(copies, slot) - 1
         if last_reader(copies, readers, copy) == slot:
@@ -270,7 +275,8 @@ class ScheduleProfile:
             self._spans.append((start, slot + 1, -self.size[v]))
 
     def _add_copy(self, v: int, copies: list[int], slot: int) -> None:
-        """Add a copy produced in `slot`, which takes over the readers up to the next copy."""
+        """Prepare adding a copy of `v`, produced in `slot`, to those in the slots `copies`. It
+        takes over the readers up to the next copy."""
         size, readers, spans = self.size[v], self.reader_slots[v], self._spans
         if self.is_result[v]:
             if copies[0] < slot:
@@ -291,8 +297,8 @@ class ScheduleProfile:
             spans.append((trimmed + 1, slot, -size))
 
     def _remove_copy(self, v: int, copies: list[int], slot: int) -> None:
-        """Remove one copy of several. Its readers take the copy before it; those of the first copy,
-        which have none, must get one next."""
+        """Prepare removing the copy of `v` in `slot`, one of several in the slots `copies`. Its
+        readers take the copy before it; readers of the first copy must get another one next."""
         size, readers, spans = self.size[v], self.reader_slots[v], self._spans
         if self.is_result[v]:
             if copies[0] < slot:
@@ -309,13 +315,15 @@ class ScheduleProfile:
             spans.append((last_reader(copies, readers, copy - 1) + 1, slot, size))
 
     def _copy_lifetimes(self, v: int) -> list[tuple[int, int]]:
+        """Return the first and the last slot of each copy of a value."""
         copies, readers = self.run_slots[self.producer[v]], self.reader_slots[v]
         if self.is_result[v]:
             return [(copies[0], len(self.slots) - 1)] + [(slot, slot) for slot in copies[1:]]
         return [(slot, last_reader(copies, readers, copy)) for copy, slot in enumerate(copies)]
 
 
-def _total_excess(over: np.ndarray) -> float:
+def _total_excess_bytes(over: np.ndarray) -> float:
+    """Return the sum of the bytes over the budget, from the excess of each slot."""
     return float(np.add.reduce(np.maximum(over, 0.0)))
 
 
@@ -352,7 +360,8 @@ def copy_slot(profile: ScheduleProfile, v: int, slot: int) -> int:
 
 
 def first_reader(profile: ScheduleProfile, op: int, slot: int) -> int:
-    """Return the first slot that reads an output of the run in `slot`, or the number of slots."""
+    """Return the first slot after `slot` that reads an output of the run there, or runs its
+    operation once more; the number of slots without any."""
     copies = profile.run_slots[op]
     until = len(profile.slots)
     if len(copies) > 1:
@@ -368,7 +377,8 @@ def first_reader(profile: ScheduleProfile, op: int, slot: int) -> int:
 
 
 def last_event_before(profile: ScheduleProfile, v: int, slot: int) -> int:
-    """Return the last slot before `slot` that produces or reads `v`."""
+    """Return the last slot before `slot` that reads `v`, or produces the copy that is live
+    there."""
     readers = profile.reader_slots[v]
     reader = bisect_left(readers, slot)
     last = copy_slot(profile, v, slot)

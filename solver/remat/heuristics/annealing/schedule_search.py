@@ -21,17 +21,17 @@ from remat.graph import Graph
 from remat.heuristics.annealing.moves import (
     CoolingSchedule,
     Move,
+    add_recomputation,
     anneal,
-    block,
-    exchange,
-    mix_of,
-    relieve,
-    relocate,
-    repeat,
-    retire,
-    shift,
-    swap,
-    transpose,
+    evict_over_budget,
+    exchange_recomputations,
+    mix_of_moves,
+    move_neighbouring_runs,
+    relocate_run,
+    remove_recomputation,
+    shift_repeated_run,
+    swap_recomputation,
+    transpose_runs,
 )
 from remat.heuristics.annealing.orders import (
     first_run_order,
@@ -48,11 +48,21 @@ from remat.heuristics.local_search import (
 from remat.heuristics.polish import prune
 from remat.schedule import Schedule
 
-_ORDER_MIX = mix_of(
-    (relocate, 11), (transpose, 1), (block, 2), (repeat, 2), (retire, 3), (exchange, 1)
+_ORDER_MIX = mix_of_moves(
+    (relocate_run, 11),
+    (transpose_runs, 1),
+    (move_neighbouring_runs, 2),
+    (add_recomputation, 2),
+    (remove_recomputation, 3),
+    (exchange_recomputations, 1),
 )
-_RECOMPUTATION_MIX = mix_of(
-    (shift, 4), (repeat, 1), (retire, 4), (exchange, 1), (relieve, 2), (swap, 8)
+_RECOMPUTATION_MIX = mix_of_moves(
+    (shift_repeated_run, 4),
+    (add_recomputation, 1),
+    (remove_recomputation, 4),
+    (exchange_recomputations, 1),
+    (evict_over_budget, 2),
+    (swap_recomputation, 8),
 )
 _MIN_GAIN = 1e-9
 _EVICTION_RUN_FACTOR = 8
@@ -60,7 +70,7 @@ _EVICTION_RUN_FACTOR = 8
 
 
 @dataclass(frozen=True, slots=True)
-class _Round:
+class _AnnealingRound:
     """One round of annealing, with its share of the moves.
 
     With `from_order` it starts from the order of first runs without recomputation; otherwise from
@@ -85,19 +95,19 @@ _HIGH_PRICE = CoolingSchedule(
     start_temperature=0.3, end_temperature=0.05, start_price=10.0, end_price=100.0
 )
 _FIRST_ROUNDS = (
-    _Round(_COOL, 0.05),
-    _Round(_HOT, 0.4, from_order=True),
-    _Round(_HIGH_PRICE, 0.1, only_if_infeasible=True),
+    _AnnealingRound(_COOL, 0.05),
+    _AnnealingRound(_HOT, 0.4, from_order=True),
+    _AnnealingRound(_HIGH_PRICE, 0.1, only_if_infeasible=True),
 )
-_LATER_ROUNDS = (_Round(_HOT, 0.25), _Round(_COOL, 0.2))
+_LATER_ROUNDS = (_AnnealingRound(_HOT, 0.25), _AnnealingRound(_COOL, 0.2))
 # In a fixed order, excess must be cheap at first: evicting one value over a long stretch in favour
 # of another leads through sequences that are over the budget at hundreds of runs.
 _FIXED_ORDER_ROUNDS = (
-    _Round(_LOW_PRICE, 0.35, from_order=True),
-    _Round(_HIGH_PRICE, 0.1, only_if_infeasible=True),
-    _Round(_LOW_PRICE, 0.3, from_order=True),
-    _Round(_HIGH_PRICE, 0.1, only_if_infeasible=True),
-    _Round(_LOW_PRICE, 0.25),
+    _AnnealingRound(_LOW_PRICE, 0.35, from_order=True),
+    _AnnealingRound(_HIGH_PRICE, 0.1, only_if_infeasible=True),
+    _AnnealingRound(_LOW_PRICE, 0.3, from_order=True),
+    _AnnealingRound(_HIGH_PRICE, 0.1, only_if_infeasible=True),
+    _AnnealingRound(_LOW_PRICE, 0.25),
 )
 
 
@@ -174,8 +184,9 @@ class _AnnealingSearch:
         """True if the best schedule fits without recomputation: none is cheaper."""
         return self._fits(self.best) and len(self.best.schedule) == len(self.graph)
 
-    def anneal(self, annealing_round: _Round, max_moves: int) -> None:
-        """Run one round, and update the best schedule."""
+    def anneal(self, annealing_round: _AnnealingRound, max_moves: int) -> None:
+        """Run one round, and update the best schedule. Does nothing if the best is optimal, if the
+        round is `only_if_infeasible` and something fits, or if `stop` returns True."""
         has_fit = self._fits(self.best)
         if self.is_optimal() or self.stop() or (annealing_round.only_if_infeasible and has_fit):
             return
@@ -203,10 +214,11 @@ class _AnnealingSearch:
         )
         if profile.excess_bytes < self.excess_bytes:
             self.least_excess_runs, self.excess_bytes = tuple(profile.runs), profile.excess_bytes
-        self._take(Schedule.of(best_runs or profile.runs))
+        self._accept_if_better(Schedule.of(best_runs or profile.runs))
 
     def evict(self) -> None:
-        """If nothing fits yet, run eviction in the order that came nearest to the budget."""
+        """Run eviction in the order that came nearest to the budget, and update the best schedule.
+        Does nothing if something fits already, or if `stop` returns True."""
         if self._fits(self.best) or self.stop():
             return
         permuted, to_original = reorder_graph(
@@ -222,14 +234,17 @@ class _AnnealingSearch:
                     permuted, target_bytes=self.budget_bytes, max_runs=max_runs, stop=self.stop
                 )
             ]
-        self._take(to_original(candidates[0].schedule))
+        self._accept_if_better(to_original(candidates[0].schedule))
 
-    def _take(self, schedule: Schedule) -> None:
+    def _accept_if_better(self, schedule: Schedule) -> None:
+        """Make the pruned schedule the best one if it ranks before it."""
         evaluated = EvaluatedSchedule.of(self.graph, prune(self.graph, schedule))
         self.best = min(self.best, evaluated, key=self._rank)
 
     def _fits(self, evaluated: EvaluatedSchedule) -> bool:
+        """True if the peak of a schedule is within the budget."""
         return evaluated.peak_bytes <= self.budget_bytes
 
     def _rank(self, evaluated: EvaluatedSchedule) -> tuple[int, float, int]:
+        """Return the sort key of a schedule, the smallest the best: what fits, then the fastest."""
         return max(evaluated.peak_bytes, self.budget_bytes), evaluated.time_s, evaluated.peak_bytes

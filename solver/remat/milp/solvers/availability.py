@@ -38,10 +38,11 @@ def usable_backends() -> list[BackendStatus]:
     """
     others = [family for family in FAMILIES if family is not HIGHS]
     statuses = _probe_classes([name for family in others for name in family.classes])
-    return [_highs(), *(_family_status(family, statuses) for family in others)]
+    return [_highs_status(), *(_family_status(family, statuses) for family in others)]
 
 
-def _highs() -> BackendStatus:
+def _highs_status() -> BackendStatus:
+    """Return the status of HiGHS, which is usable wherever this module can be imported."""
     try:
         return BackendStatus(HIGHS.name, True, metadata.version("highspy"))
     except metadata.PackageNotFoundError:
@@ -62,12 +63,13 @@ def _family_status(family: SolverFamily, statuses: dict[str, BackendStatus]) -> 
 
 
 def _probe_classes(pending: list[str]) -> dict[str, BackendStatus]:
-    """Return what the probe reports of each class. It is restarted after a class that kills it."""
+    """Return the status of each of PuLP's classes, as the probe reports it. The probe is restarted
+    after a class that kills it."""
     deadline = time.monotonic() + _TIMEOUT_S
     statuses: dict[str, BackendStatus] = {}
     while pending:
         output, reason = _run_probe(pending, deadline - time.monotonic())
-        statuses |= _parse_output(output)
+        statuses |= _parse_probe_output(output)
         pending = [name for name in pending if name not in statuses]
         if pending:
             statuses[pending[0]] = BackendStatus(pending[0], False, reason=reason)
@@ -95,7 +97,8 @@ def _run_probe(names: list[str], seconds: float) -> tuple[str, str]:
     ), f"died when statuses (exit {process.returncode})"
 
 
-def _parse_output(output: str) -> dict[str, BackendStatus]:
+def _parse_probe_output(output: str) -> dict[str, BackendStatus]:
+    """Return the status of each class that the probe's output has."""
     statuses: dict[str, BackendStatus] = {}
     for line in output.splitlines():
         if line.startswith(_LINE_PREFIX):

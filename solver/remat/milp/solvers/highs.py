@@ -71,7 +71,7 @@ class HighsSolver:
                 np.array([i for i, _ in entries], dtype=np.int32),
                 np.array([x for _, x in entries], dtype=np.float64),
             )
-        callback_errors = self._subscribe(highs)
+        callback_errors = self._subscribe_callbacks(highs)
         status = highs.run()
         if status == highspy.HighsStatus.kError and not callback_errors:
             # A process has one pool of HiGHS threads, and another solve has set its size
@@ -88,6 +88,7 @@ class HighsSolver:
         return _read_answer(highs, program)
 
     def _set_options(self, highs: highspy.Highs) -> None:
+        """Set HiGHS's options from the fields."""
         options: dict[str, str | int | float | bool] = {
             "mip_rel_gap": self.gap,
             "mip_abs_gap": 1e-9,
@@ -101,11 +102,12 @@ class HighsSolver:
         for name, value in options.items():
             highs.setOptionValue(name, value)
 
-    def _subscribe(self, highs: highspy.Highs) -> list[BaseException]:
-        """Subscribe to HiGHS's callbacks.
+    def _subscribe_callbacks(self, highs: highspy.Highs) -> list[BaseException]:
+        """Subscribe to HiGHS's callbacks for progress and interruption, and return the list of
+        their errors.
 
-        An exception in a callback ends the run and is appended to the list that is returned: HiGHS
-        1.16 would take it for an error of its own.
+        An exception in a callback ends the run and is appended to this list: HiGHS 1.16 would take
+        it for an error of its own.
         """
         callback_errors: list[BaseException] = []
 
@@ -121,7 +123,9 @@ class HighsSolver:
             data = event.data_out
             try:
                 if self.report is not None and not callback_errors:
-                    self.report(_finite(data.mip_primal_bound), _finite(data.mip_dual_bound))
+                    self.report(
+                        _finite_or_none(data.mip_primal_bound), _finite_or_none(data.mip_dual_bound)
+                    )
             except BaseException as error:
                 callback_errors.append(error)
 
@@ -165,6 +169,8 @@ def load_program(highs: highspy.Highs, program: ProgramArrays) -> None:
 
 
 def _read_answer(highs: highspy.Highs, program: ProgramArrays) -> SolverRun:
+    """Return HiGHS's answer, and set the values of the columns if it has a solution. Raises
+    `SolverError` if it has no answer."""
     status = highs.getModelStatus()
     if status == highspy.HighsModelStatus.kNotset:
         raise SolverError("HiGHS stopped without an answer")
@@ -187,7 +193,9 @@ def _read_answer(highs: highspy.Highs, program: ProgramArrays) -> SolverRun:
         outcome=outcome,
         schedule=None,
         objective=objective,
-        bound=_finite(info.mip_dual_bound) if is_mip else (objective if is_optimal else None),
+        bound=_finite_or_none(info.mip_dual_bound)
+        if is_mip
+        else (objective if is_optimal else None),
         nodes=max(0, int(info.mip_node_count)) if is_mip else 0,
         seconds=highs.getRunTime(),
         message=highs.modelStatusToString(status),
@@ -195,8 +203,8 @@ def _read_answer(highs: highspy.Highs, program: ProgramArrays) -> SolverRun:
 
 
 def _run_without_columns(program: ProgramArrays) -> SolverRun:
-    """Return the answer for a program without variables, which HiGHS calls empty and does not
-    check."""
+    """Return the answer for a program without variables: optimal if all its rows hold. HiGHS calls
+    it empty and does not check the rows."""
     is_equal = program.senses == EQUAL
     is_feasible = np.where(is_equal, program.rhs == 0, program.senses * program.rhs <= 0).all()
     if is_feasible:
@@ -206,5 +214,6 @@ def _run_without_columns(program: ProgramArrays) -> SolverRun:
     return SolverRun(SolverOutcome.INFEASIBLE, None, None, None, 0, 0.0, "Empty")
 
 
-def _finite(number: float) -> float | None:
+def _finite_or_none(number: float) -> float | None:
+    """Return the number, or None for what HiGHS calls infinite."""
     return number if math.isfinite(number) and abs(number) < 1e100 else None

@@ -33,9 +33,9 @@ _TRIAL_LIMIT_VARIABLES = 6_000
 _OPTIMAL = 1
 
 
-def probe(class_name: str) -> dict[str, str | bool]:
-    """Return `usable`, `version` and `reason` of a class; `reason` is "" if there is nothing to
-    say."""
+def probe_solver_class(class_name: str) -> dict[str, str | bool]:
+    """Try a class of PuLP's, and return `usable`, `version` and `reason`: why it is not usable, or
+    how far its licence goes. Unknown ones are ""."""
     version = ""
     usable = False
     reason = ""
@@ -49,20 +49,21 @@ def probe(class_name: str) -> dict[str, str | bool]:
             if not backend.available():
                 messages = [str(w.message) for w in caught_warnings if w.category is UserWarning]
                 return {"usable": False, "version": "", "reason": "; ".join(messages)}
-        version = _version(backend)
-        _run_program(class_name, 2)
+        version = _solver_version(backend)
+        _solve_trivial_program(class_name, 2)
         usable = True
         if class_name in _TRIAL_LICENCES:
             reason = f"its licence refuses programs of {_TRIAL_LIMIT_VARIABLES:,} variables: "
-            _run_program(class_name, _TRIAL_LIMIT_VARIABLES)
+            _solve_trivial_program(class_name, _TRIAL_LIMIT_VARIABLES)
     except Exception as error:
         words = " ".join(f"{type(error).__name__}: {error}".split())
         return {"usable": usable, "version": version, "reason": reason + words}
     return {"usable": True, "version": version, "reason": ""}
 
 
-def _run_program(class_name: str, count: int) -> None:
-    """Solve a program with that many variables and rows, which any presolve removes."""
+def _solve_trivial_program(class_name: str, count: int) -> None:
+    """Solve a program with `count` variables and rows, which any presolve removes. Raises
+    RuntimeError if the solver does not call it optimal."""
     problem = pulp.LpProblem("probe", pulp.LpMinimize)
     chosen = [problem.add_variable(f"x{i:05d}", 0, 1, pulp.LpInteger) for i in range(count)]
     # The cost of one variable only: looking up the others takes some of PuLP 4's classes a minute.
@@ -79,7 +80,8 @@ def _run_program(class_name: str, count: int) -> None:
         raise RuntimeError(f"a program of {count:,} variables has the status {word!r}")
 
 
-def _version(backend: pulp.LpSolver) -> str:
+def _solver_version(backend: pulp.LpSolver) -> str:
+    """Return the version of the solver's package, or of the command of CBC; "" if unknown."""
     package = _PACKAGES.get(backend.name)
     if package is not None:
         try:
@@ -96,4 +98,6 @@ def _version(backend: pulp.LpSolver) -> str:
 
 if __name__ == "__main__":
     for name in sys.argv[1:]:
-        print("\n" + LINE_PREFIX + json.dumps({"name": name, **probe(name)}), flush=True)
+        print(
+            "\n" + LINE_PREFIX + json.dumps({"name": name, **probe_solver_class(name)}), flush=True
+        )

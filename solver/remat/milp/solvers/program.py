@@ -57,7 +57,7 @@ Term = Column | int
 
 
 def value_of(term: Term) -> float:
-    """Return the value of a term in the solution."""
+    """Return the value of a term in the solution: 0 for a variable without a value."""
     return float(term) if isinstance(term, int) else term.value or 0.0
 
 
@@ -91,8 +91,8 @@ class Program:
         """Add the row: sum of coefficients times terms (sense) rhs. Fixed terms are moved to the
         right-hand side.
 
-        A row without variables is either void or false. A false one must stay in the program, and
-        solvers accept no empty rows.
+        A row without variables is either void, and left out, or false. Solvers accept no empty
+        rows, so a false one (of the sense AT_MOST) gets a variable that is fixed to 0.
         """
         coefficients: dict[Column, float] = {}
         for coefficient, term in terms:
@@ -106,7 +106,8 @@ class Program:
             self.add_row(coefficients, sense, rhs)
 
     def arrays(self) -> ProgramArrays:
-        """Return the program in its present state."""
+        """Return the program in its present state as arrays, with the columns in the order of their
+        names."""
         columns = sorted(self.columns, key=lambda column: column.name)
         index = {column: i for i, column in enumerate(columns)}
         starts = np.zeros(len(self.rows) + 1, dtype=np.int32)
@@ -161,7 +162,7 @@ class ProgramArrays:
         return zip(self.indices[entries].tolist(), self.coefficients[entries].tolist(), strict=True)
 
     def row_activities(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return the sum of each row's entries, for a value of each column."""
+        """Return the sum of each row's terms, for these values of the columns."""
         of_row = np.repeat(np.arange(len(self.rhs)), np.diff(self.starts))
         terms = self.coefficients * values[self.indices]
         return np.bincount(of_row, terms, minlength=len(self.rhs)).astype(np.float64)

@@ -70,7 +70,7 @@ _BOUNDS: dict[str, Callable[[Any], float]] = {
 
 
 def is_highs(name: str) -> bool:
-    """True if this is the default solver, which does not go through PuLP's class."""
+    """True if a solver of this name is HiGHS, the default, which runs without PuLP."""
     return name.casefold() == HIGHS.name.casefold()
 
 
@@ -82,7 +82,7 @@ def find_family(name: str) -> SolverFamily:
         if folded_name == candidate.name.casefold():
             return candidate
     owner = next((f for f in FAMILIES if folded_name in map(str.casefold, f.classes)), None)
-    pulp_class = _classes().get(folded_name)
+    pulp_class = _pulp_classes().get(folded_name)
     if pulp_class is not None:
         remedy = "see PuLP's manual" if owner is None else owner.remedy
         return SolverFamily(pulp_class.name, (pulp_class.name,), remedy)
@@ -90,16 +90,17 @@ def find_family(name: str) -> SolverFamily:
         # This PuLP does not have that class: use another one of the family.
         return owner
     names = ", ".join(candidate.name for candidate in FAMILIES)
-    classes = ", ".join(sorted(cls.name for cls in _classes().values()))
+    classes = ", ".join(sorted(cls.name for cls in _pulp_classes().values()))
     raise SolverError(f"no solver is called {name!r}; use {names}. PuLP knows {classes}")
 
 
 def open_solver(
     name: str, *, gap: float, time_limit: float, threads: int, warm_start: bool
 ) -> pulp.LpSolver:
-    """Return the family's first available solver, set up. Raises `SolverError` if there is none."""
+    """Return the first solver of the family `name` that is available, with these options. Raises
+    `SolverError` if none is."""
     family = find_family(name)
-    classes = _classes()
+    classes = _pulp_classes()
     refusals: list[str] = []
     for class_name in family.classes:
         cls = classes.get(class_name.casefold())
@@ -108,7 +109,7 @@ def open_solver(
         try:
             with warnings.catch_warnings(record=True) as caught_warnings:
                 warnings.simplefilter("always")
-                backend = _construct(cls, gap, time_limit, threads, warm_start)
+                backend = _construct_solver(cls, gap, time_limit, threads, warm_start)
                 available = backend.available()
         except Exception as error:
             refusals.append(f"{class_name}: {error}")
@@ -145,7 +146,8 @@ def _dual_bound(backend: pulp.LpSolver, problem: pulp.LpProblem) -> float | None
     return number if math.isfinite(number) and abs(number) < 1e19 else None
 
 
-def _classes() -> dict[str, type[pulp.LpSolver]]:
+def _pulp_classes() -> dict[str, type[pulp.LpSolver]]:
+    """Return PuLP's solver classes, by their names without case."""
     return {
         cls.name.casefold(): cls
         for cls in vars(pulp).values()
@@ -153,9 +155,10 @@ def _classes() -> dict[str, type[pulp.LpSolver]]:
     }
 
 
-def _construct(
+def _construct_solver(
     cls: type[pulp.LpSolver], gap: float, time_limit: float, threads: int, warm_start: bool
 ) -> pulp.LpSolver:
+    """Return a solver of this class with the options that it accepts, silent."""
     gap = max(gap, MIN_GAP)
     options: dict[str, Any] = {
         "timeLimit": time_limit,
@@ -185,9 +188,9 @@ _PULP: Any = pulp
 
 
 def _release_import_errors() -> None:
-    """Remove the tracebacks that PuLP's classes store of solvers that are not installed.
-
-    Their frames reference those of all callers: the function that imported remat, with its tensors.
+    """Remove the tracebacks of failed imports, which PuLP's classes store for solvers that are not
+    installed: they reference the frames of all callers, such as the function that imported remat,
+    with its tensors.
     """
     for solver_class in vars(pulp).values():
         if isinstance(error := getattr(solver_class, "err", None), BaseException):
@@ -211,7 +214,7 @@ def run_pulp(
     program: ProgramArrays, solver: pulp.LpSolver, start: Mapping[Column, float] | None = None
 ) -> PulpResult:
     """Run a solver of PuLP's; the columns then have the values of its solution, if any."""
-    problem, variables = to_problem(program, start)
+    problem, variables = to_pulp_problem(program, start)
     result: Any = problem.solve(solver)
     for column, variable in zip(program.columns, variables, strict=True):
         column.value = variable.varValue
@@ -226,15 +229,16 @@ def run_pulp(
     return PulpResult(outcome, _PULP.LpStatus[problem.status], bound)
 
 
-def to_problem(
+def to_pulp_problem(
     program: ProgramArrays, start: Mapping[Column, float] | None = None
 ) -> tuple[pulp.LpProblem, list[pulp.LpVariable]]:
     """Return a program in PuLP's form, and its variables in the order of the columns, with the
     values of `start`.
 
-    Most of PuLP's classes drop the constant of an objective, on which gap and bound depend. Those
-    of PuLP 4 for a solver's own package look every variable up in all of it, 6 s for 8,000
-    variables: there a variable replaces it, which presolve substitutes again.
+    Most of PuLP's classes drop the constant of an objective, on which gap and bound depend: it
+    becomes the cost of a variable that is fixed to 1. With PuLP 4 one variable is the whole
+    objective, by a row that presolve removes: its classes for a solver's own package take 6 s for
+    an objective of 8,000 variables.
     """
     problem = pulp.LpProblem("rematerialization", pulp.LpMinimize)
     variables = [
@@ -255,13 +259,13 @@ def to_problem(
     costs = {x: cost for x, cost in zip(variables, program.costs.tolist(), strict=True) if cost}
     for row, sense in enumerate(program.senses.tolist()):
         terms = {variables[i]: coefficient for i, coefficient in program.row(row)}
-        _add_row(problem, f"row{row}", terms, sense, float(program.rhs[row]))
+        _add_pulp_row(problem, f"row{row}", terms, sense, float(program.rhs[row]))
     if start is not None:
         for column, variable in zip(program.columns, variables, strict=True):
             variable.varValue = start.get(column)
     if program.offset and IS_PULP_4:
         cost = problem.add_variable("cost")
-        _add_row(problem, "cost", {**costs, cost: -1.0}, pulp.LpConstraintEQ, -program.offset)
+        _add_pulp_row(problem, "cost", {**costs, cost: -1.0}, pulp.LpConstraintEQ, -program.offset)
         if start is not None:
             cost.varValue = program.offset + sum(c * (x.varValue or 0.0) for x, c in costs.items())
         costs = {cost: 1.0}
@@ -269,28 +273,31 @@ def to_problem(
         constant_one = problem.add_variable("one", 1, 1)
         constant_one.varValue = 1.0
         costs[constant_one] = program.offset
-    problem.setObjective(_expression(costs))
+    problem.setObjective(_pulp_expression(costs))
     return problem, variables
 
 
-def _expression(terms: Mapping[pulp.LpVariable, float], constant: float = 0.0) -> Any:
+def _pulp_expression(terms: Mapping[pulp.LpVariable, float], constant: float = 0.0) -> Any:
+    """Return a sum of terms and a constant as PuLP's expression."""
     if IS_PULP_4:
         return _PULP.LpAffineExpression.from_dict(terms, constant)
     return pulp.LpAffineExpression(terms, constant=constant)
 
 
-def _add_row(
+def _add_pulp_row(
     problem: pulp.LpProblem, name: str, terms: dict[pulp.LpVariable, float], sense: int, rhs: float
 ) -> None:
+    """Add a row to PuLP's problem: the sum of terms (sense) rhs."""
     if IS_PULP_4:
-        row = _expression(terms, -rhs)
+        row = _pulp_expression(terms, -rhs)
         row.sense = sense
         problem.addConstraint(row, name)
     else:
-        problem.addConstraint(pulp.LpConstraint(_expression(terms), sense, rhs=rhs), name)
+        problem.addConstraint(pulp.LpConstraint(_pulp_expression(terms), sense, rhs=rhs), name)
 
 
 def _outcome_of_stats(stats: Any) -> SolverOutcome:
+    """Return the outcome that the statistics of PuLP 4 report."""
     reasons = _PULP.LpSolveStatus
     if stats.has_solution:
         # No limit other than the gap's is set that could be reached.

@@ -30,7 +30,7 @@ def interrupt_commands_when(is_over: Callable[[], bool] | None) -> Iterator[None
     caller = threading.get_native_id()
     watcher = threading.Thread(
         target=_interrupt_started_processes,
-        args=(is_over, finished, caller, set(_started_by(caller))),
+        args=(is_over, finished, caller, set(_processes_started_by(caller))),
         daemon=True,
     )
     watcher.start()
@@ -42,8 +42,9 @@ def interrupt_commands_when(is_over: Callable[[], bool] | None) -> Iterator[None
 
 
 def kill_child_processes() -> None:
-    """Kill every process that this one has started, and their children, before exiting at once."""
-    for pid in _descendants(_children(os.getpid())):
+    """Kill every process that this one has started, and their children. For a process that is about
+    to exit at once. Does nothing unless on Linux."""
+    for pid in _descendant_processes(_child_processes(os.getpid())):
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 
@@ -51,13 +52,15 @@ def kill_child_processes() -> None:
 def _interrupt_started_processes(
     is_over: Callable[[], bool], finished: threading.Event, caller: int, earlier_pids: set[int]
 ) -> None:
+    """Wait until `is_over` returns True, then interrupt and later kill what the thread `caller` has
+    started, except `earlier_pids`; until `finished` is set."""
     kill_at: float | None = None
     while not finished.wait(_POLL_INTERVAL_S):
         if not is_over():
             continue
         is_first = kill_at is None
         kill_at = time.monotonic() + _KILL_DELAY_S if kill_at is None else kill_at
-        for pid in _descendants(set(_started_by(caller)) - earlier_pids):
+        for pid in _descendant_processes(set(_processes_started_by(caller)) - earlier_pids):
             with suppress(ProcessLookupError):
                 if is_first:
                     os.kill(pid, signal.SIGINT)
@@ -65,25 +68,27 @@ def _interrupt_started_processes(
                     os.kill(pid, signal.SIGKILL)
 
 
-def _descendants(pids: set[int]) -> list[int]:
-    """Return these processes and all that they have started."""
+def _descendant_processes(pids: set[int]) -> list[int]:
+    """Return these processes and all that they have started, directly or not."""
     descendants: list[int] = []
     pending = sorted(pids)
     while pending:
         descendants.append(pending.pop())
-        pending += _children(descendants[-1])
+        pending += _child_processes(descendants[-1])
     return descendants
 
 
-def _children(pid: int) -> set[int]:
+def _child_processes(pid: int) -> set[int]:
+    """Return the processes that a process has started; none where there is no /proc."""
     with suppress(OSError):
         tasks = os.listdir(f"/proc/{pid}/task")
-        return {child for task in tasks for child in _started_by(int(task), pid)}
+        return {child for task in tasks for child in _processes_started_by(int(task), pid)}
     return set()
 
 
-def _started_by(thread: int, pid: int | None = None) -> list[int]:
-    """Return the processes that a thread of a process has started."""
+def _processes_started_by(thread: int, pid: int | None = None) -> list[int]:
+    """Return the processes that a thread of a process (by default this one) has started; none where
+    there is no /proc."""
     owner = "self" if pid is None else str(pid)
     with suppress(OSError):
         text = Path(f"/proc/{owner}/task/{thread}/children").read_text()

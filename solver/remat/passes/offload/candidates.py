@@ -62,7 +62,8 @@ def idle_spans(graph: Graph, values: Iterable[int]) -> dict[int, IdleSpan]:
 def _idle_span(
     producer: int, readers: Sequence[int], is_backward: Sequence[bool]
 ) -> IdleSpan | None:
-    """Return the idle span of a value. A span of the backward has at least one operation within."""
+    """Return the idle span of a value. For a value of the backward it is the longest span between
+    two uses; None if no operation runs within."""
     if is_backward[producer]:
         spans = [*pairwise(sorted({producer, *readers}))]
         longest = max(spans, key=lambda span: span[1] - span[0], default=(0, 0))

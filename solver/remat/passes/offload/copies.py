@@ -75,12 +75,13 @@ class CopyTimes:
 
     @property
     def waiting_s(self) -> float:
-        """The part of `step_s` in which the step waits for copies."""
+        """The seconds of `step_s` in which the step waits for copies."""
         return math.fsum(wait.end_s - wait.start_s for wait in self.waits)
 
     @property
     def copying_s(self) -> float:
-        """The sum of the seconds of all copies; beyond `waiting_s`, they are hidden."""
+        """The sum of the seconds of all copies. Operations run at the same time, except in the
+        seconds of `waiting_s`."""
         return sum(copy.end_s - copy.start_s for copy in self.copies)
 
     @property
@@ -110,12 +111,12 @@ def offloaded_values(graph: Graph) -> tuple[OffloadedValue, ...]:
     return tuple(sorted(offloaded, key=lambda o: o.offload))
 
 
-def count_without_copies(graph: Graph) -> int:
+def count_without_offload_copies(graph: Graph) -> int:
     """Return the number of operations that neither start a copy nor wait for one."""
     return len(graph) - len({op for o in offloaded_values(graph) for op in o.operations})
 
 
-def without_copies(graph: Graph) -> Graph:
+def without_offload_copies(graph: Graph) -> Graph:
     """Return the graph of the step in which offloaded values stay on the device. Operations write
     over what came back from the host, but not over what the forward of such a step saves."""
     offloaded = offloaded_values(graph)

@@ -86,12 +86,13 @@ def offload_values(
     by_value = {stay.value: stay for stay in stays}
     spans = idle_spans(graph, by_value)
     needed = {v: _needed_before(graph, stay, spans.get(v)) for v, stay in by_value.items()}
-    places = [*_places(graph, by_value, spans, needed, link, recomputed_s)]
-    return _insert(graph, places, arrival_overwrites)
+    places = [*_copy_positions(graph, by_value, spans, needed, link, recomputed_s)]
+    return _insert_copies(graph, places, arrival_overwrites)
 
 
 def _needed_before(graph: Graph, stay: HostStay, span: IdleSpan | None) -> int:
-    """Return the first operation that needs the value of a stay after it."""
+    """Return the first operation that needs a value after its stay on the host. Raises `RematError`
+    if the value cannot be offloaded, or if none does."""
     name = graph.values[stay.value].name
     if span is None or stay.value in graph.results:
         raise RematError(f"{name} cannot be offloaded: it is a result, or read at once")
@@ -104,8 +105,8 @@ def _needed_before(graph: Graph, stay: HostStay, span: IdleSpan | None) -> int:
     return min(needs)
 
 
-class _CopyPlaces(NamedTuple):
-    """Where a value's copies end and start: its memory is free after the operation `released`; the
+class _CopyPositions(NamedTuple):
+    """Positions of a value's copies: its memory is free after the operation `released`; the
     copy back starts before `start`, and has ended before `needed`."""
 
     value: int
@@ -114,16 +115,17 @@ class _CopyPlaces(NamedTuple):
     needed: int
 
 
-def _places(
+def _copy_positions(
     graph: Graph,
     stays: Mapping[int, HostStay],
     spans: Mapping[int, IdleSpan],
     needed: Mapping[int, int],
     link: Link,
     recomputed_s: Mapping[str, float],
-) -> Iterator[_CopyPlaces]:
-    """Yield the places of the copies of each value, in the reverse order in which they are
-    needed."""
+) -> Iterator[_CopyPositions]:
+    """Yield the positions of the copies of each value, in the reverse order in which the values are
+    needed: `needed` has the operation before which each one is. Values whose copies take too long
+    are left out: they stay on the device."""
     boundary = graph.boundary
     assert boundary is not None
     end_s = [*accumulate(o.cost_s + recomputed_s.get(o.name, 0.0) for o in graph.operations)]
@@ -154,14 +156,15 @@ def _places(
             next_start_s = start_s
             # what is freed before the backward starts is not saved for it
             last = released[value] - (released[value] == boundary)
-            yield _CopyPlaces(value, last, start, end)
+            yield _CopyPositions(value, last, start, end)
 
 
-def _insert(
-    graph: Graph, places: list[_CopyPlaces], arrival_overwrites: Mapping[int, int]
+def _insert_copies(
+    graph: Graph, places: list[_CopyPositions], arrival_overwrites: Mapping[int, int]
 ) -> OffloadedGraph:
-    """Return the graph with the operations of these copies. Copies that start at the same place do
-    so in the reverse order of `places`, and end so."""
+    """Return the graph with the operations of the copies at these positions. Copies back that start
+    before the same operation do so in the reverse order of `places`. `arrival_overwrites` is as in
+    `offload_values`."""
     before: dict[int, list[CopyOperation]] = defaultdict(list)
     after: dict[int, list[CopyOperation]] = defaultdict(list)
     for place in places:
@@ -173,15 +176,16 @@ def _insert(
         before[place.needed].append(CopyOperation("arrive", place.value))
     arriving = {place.value for place in places}
     overwrites = {op: v for op, v in arrival_overwrites.items() if v in arriving}
-    insertion = _Insertion(graph, overwrites)
+    insertion = _CopyInsertion(graph, overwrites)
     for op in range(len(graph)):
         for copy in (*before[op], op, *after[op]):
             insertion.add(copy)
     return insertion.result()
 
 
-class _Insertion:
-    """The operations and values of a graph with copies, while it is built."""
+class _CopyInsertion:
+    """Builds a graph with copies: its operations and values so far. `overwrites` has the value that
+    an operation of the old graph writes over."""
 
     def __init__(self, graph: Graph, overwrites: Mapping[int, int]) -> None:
         self.old = graph
@@ -199,7 +203,7 @@ class _Insertion:
         self.index[source] = len(self.operations)
         self.sources.append(source)
         if isinstance(source, CopyOperation):
-            self.operations.append(self._copy(source))
+            self.operations.append(self._copy_operation(source))
             return
         operation = self.old.operations[source]
         if operation.same_copy_as >= 0:
@@ -220,14 +224,15 @@ class _Insertion:
         )
         return OffloadedGraph(graph, tuple(self.sources))
 
-    def _copy(self, copy: CopyOperation) -> Operation:
-        """Return an operation that starts or awaits a copy. It takes no time of the device."""
+    def _copy_operation(self, copy: CopyOperation) -> Operation:
+        """Return the operation that starts or awaits a copy, and add its output. It takes no time
+        of the device."""
         kind, value = copy
         producer = self.old.operations[self.old.producer[value]]
         handle = replace(self.old.values[value], size_bytes=HANDLE_BYTES)
         boundary = self.old.boundary
         operation = Operation(
-            name=self._new_name(f"{kind}_{self.old.values[value].name}"),
+            name=self._new_operation_name(f"{kind}_{self.old.values[value].name}"),
             inputs=(value,),
             outputs=(),
             cost_s=0.0,
@@ -236,31 +241,32 @@ class _Insertion:
             module=producer.module,
         )
         if kind == "offload":
-            return replace(operation, outputs=(self._add_value(copy, "sent", handle),))
+            return replace(operation, outputs=(self._add_copy_output(copy, "sent", handle),))
         if kind == "release":
             offload = CopyOperation("offload", value)
             return replace(
                 operation,
                 inputs=(value, self.output[offload]),
-                outputs=(self._add_value(copy, "stored", handle),),
+                outputs=(self._add_copy_output(copy, "stored", handle),),
                 same_copy_as=self.index[offload],
             )
         if kind == "reload":
             stored = self.output[CopyOperation("release", value)]
-            buffer = self._add_value(copy, "buffer", self.old.values[value])
+            buffer = self._add_copy_output(copy, "buffer", self.old.values[value])
             return replace(operation, inputs=(stored,), outputs=(buffer,))
         buffer = self.output[CopyOperation("reload", value)]
         return replace(
             operation, inputs=(buffer,), outputs=(value,), overwrites=(buffer,), renews=(value,)
         )
 
-    def _add_value(self, copy: CopyOperation, suffix: str, like: Value) -> int:
-        """Add the output of a copy, and return its index."""
+    def _add_copy_output(self, copy: CopyOperation, suffix: str, like: Value) -> int:
+        """Add the output of a copy, a value like `like` with a suffix, and return its index."""
         self.output[copy] = len(self.values)
         self.values.append(replace(like, name=f"{like.name}_{suffix}"))
         return self.output[copy]
 
-    def _new_name(self, name: str) -> str:
+    def _new_operation_name(self, name: str) -> str:
+        """Return a name that no operation has: `name`, or that with a number."""
         numbered = (f"{name}_{number}" for number in count(2))
         unique = next(n for n in chain([name], numbered) if n not in self.names)
         self.names.add(unique)

@@ -24,28 +24,29 @@ def with_shorter_waits(graph: Graph, schedule: Schedule, budget_bytes: int, link
     peak, if that is larger) and with no more bytes on the host; the same schedule if that is not
     possible."""
     offloaded = offloaded_values(graph)
-    if _is_waiting(graph, schedule, link, {o.release for o in offloaded}):
-        moves = _Moves(graph, schedule, offloaded, budget_bytes)
+    if _waits_for_copies(graph, schedule, link, {o.release for o in offloaded}):
+        moves = _CopyMoves(graph, schedule, offloaded, budget_bytes)
         moves.release_later(link)
-        schedule = _faster(graph, schedule, moves.runs, budget_bytes, link)
-    if _is_waiting(graph, schedule, link, {o.arrive for o in offloaded}):
-        moves = _Moves(graph, schedule, offloaded, budget_bytes)
+        schedule = _faster_schedule(graph, schedule, moves.runs, budget_bytes, link)
+    if _waits_for_copies(graph, schedule, link, {o.arrive for o in offloaded}):
+        moves = _CopyMoves(graph, schedule, offloaded, budget_bytes)
         moves.reload_earlier(link)
-        schedule = _faster(graph, schedule, moves.runs, budget_bytes, link)
+        schedule = _faster_schedule(graph, schedule, moves.runs, budget_bytes, link)
     return schedule
 
 
-def _is_waiting(graph: Graph, schedule: Schedule, link: Link, operations: set[int]) -> bool:
+def _waits_for_copies(graph: Graph, schedule: Schedule, link: Link, operations: set[int]) -> bool:
+    """True if one of these operations waits for a copy in this schedule."""
     names = {graph.operations[op].name for op in operations}
     waits = copy_times(graph, schedule.runs, link).waits
     return any(w.operation in names and w.end_s > w.start_s for w in waits)
 
 
-def _faster(
+def _faster_schedule(
     graph: Graph, schedule: Schedule, runs: list[int], budget_bytes: int, link: Link
 ) -> Schedule:
-    """Return the schedule with these runs if it is faster and within the budget; else the one
-    before."""
+    """Return the schedule with these `runs` if it is valid, faster, within the budget or the
+    present peak, and has no more bytes on the host; else `schedule`."""
     moved = Schedule.of(runs)
     limit_bytes = max(budget_bytes, simulate(graph, schedule).peak_bytes)
     try:
@@ -61,7 +62,7 @@ def _faster(
     return moved if is_better else schedule
 
 
-class _Moves:
+class _CopyMoves:
     """A schedule while runs of `release` and `reload` are moved, with the memory during each run,
     and the seconds at which each ends if nothing waits."""
 
@@ -88,7 +89,9 @@ class _Moves:
         end_s = 0.0
         for o in sorted(self.offloaded, key=lambda o: self.runs.index(o.offload)):
             size_bytes = self.graph.values[o.value].size_bytes
-            end_s = max(end_s, self._start_s(o.offload)) + size_bytes / link.to_host_bytes_per_s
+            end_s = (
+                max(end_s, self._first_start_s(o.offload)) + size_bytes / link.to_host_bytes_per_s
+            )
             run = new_run = self.runs.index(o.release)
             last = self.runs.index(o.reload) - 1
             if run < self.boundary_run:
@@ -96,10 +99,10 @@ class _Moves:
             while (
                 new_run < last
                 and self.end_s[new_run] < end_s
-                and self._takes(new_run + 1, size_bytes)
+                and self._take_memory(new_run + 1, size_bytes)
             ):
                 new_run += 1
-            self._move(run, new_run)
+            self._move_run(run, new_run)
 
     def reload_earlier(self, link: Link) -> None:
         """Start copies back where they end in time, or as early as there is room for them: not
@@ -107,32 +110,33 @@ class _Moves:
         start_s = math.inf
         for o in sorted(self.offloaded, key=lambda o: self.runs.index(o.arrive), reverse=True):
             size_bytes = self.graph.values[o.value].size_bytes
-            start_s = min(start_s, self._start_s(o.arrive))
+            start_s = min(start_s, self._first_start_s(o.arrive))
             start_s -= size_bytes / link.to_device_bytes_per_s
             run = new_run = self.runs.index(o.reload)
             first = max(self.boundary_run, self.runs.index(o.release)) + 1
             while (
                 new_run > first
                 and self.end_s[new_run - 1] > start_s
-                and self._takes(new_run - 1, size_bytes)
+                and self._take_memory(new_run - 1, size_bytes)
             ):
                 new_run -= 1
-            self._move(run, new_run)
+            self._move_run(run, new_run)
 
-    def _start_s(self, op: int) -> float:
+    def _first_start_s(self, op: int) -> float:
         """Return the seconds at which the first run of an operation starts."""
         run = self.runs.index(op)
         return self.end_s[run - 1] if run else 0.0
 
-    def _takes(self, run: int, size_bytes: int) -> bool:
-        """Allocate memory during a run, if the budget has room for it."""
+    def _take_memory(self, run: int, size_bytes: int) -> bool:
+        """Count memory as allocated during a run, if the budget has room for it; else return
+        False."""
         if self.during_bytes[run] + size_bytes > self.budget_bytes:
             return False
         self.during_bytes[run] += size_bytes
         return True
 
-    def _move(self, run: int, new_run: int) -> None:
-        """Move a run that takes no time, and needs what the run that it moved to needs."""
+    def _move_run(self, run: int, new_run: int) -> None:
+        """Move a run that takes no time to the position of another one, with the memory of that."""
         if new_run == run:
             return
         during_bytes = self.during_bytes[new_run]

@@ -35,13 +35,14 @@ _MIN_SHARE = 0.25
 
 
 def with_moved_slices(trace: Trace) -> Trace:
-    """Return the trace with slices of large results of linear layers moved to their inputs; the
-    same trace if there are none. Operations that changed have no costs."""
+    """Return the trace with slices of large results of linear layers moved to the inputs of these
+    layers; the same trace if there are none, or if it has splits. Operations that changed have no
+    costs."""
     if trace.splits:  # it was made of a trace without such slices
         return trace
     moved = trace
     while (first := first_layer_slice(moved)) is not None:
-        moved = _Rewriting(moved, first).trace()
+        moved = _SliceRewriting(moved, first).trace()
     return moved
 
 
@@ -77,8 +78,9 @@ class LayerSlice:
         """The number of rows of the slice."""
         return self.rows // self.shape[self.dimension] * (self.end - self.start)
 
-    def sliced(self, shape: Sequence[int]) -> tuple[int, ...] | None:
-        """Return the shape of a tensor with the slice's rows only; None if it has no such rows."""
+    def sliced_shape(self, shape: Sequence[int]) -> tuple[int, ...] | None:
+        """Return the shape that a tensor of this shape has with the slice's rows only. Its rows are
+        the leading dimensions, or the first dimension; None if it has other rows."""
         leading = len(self.shape) - 1
         if tuple(shape[:leading]) == self.shape[:-1]:
             size = self.end - self.start
@@ -92,11 +94,11 @@ def first_layer_slice(trace: Trace) -> LayerSlice | None:
     slices = [n for n, node in enumerate(nodes) if node.target == "aten.slice.Tensor"]
     if not slices:
         return None
-    finder = _Finder(trace)
+    finder = _LayerSliceFinder(trace)
     return next((item for n in slices if (item := finder.find(n)) is not None), None)
 
 
-class _Finder:
+class _LayerSliceFinder:
     """Finds slices of linear layers' results in a trace."""
 
     def __init__(self, trace: Trace) -> None:
@@ -106,8 +108,8 @@ class _Finder:
         self.least_bytes = _MIN_SHARE * max((trace.storage_bytes[s] for s in produced), default=0)
 
     def find(self, number: int) -> LayerSlice | None:
-        """Return the slice that a node makes of a linear layer's result; None if it makes none, or
-        if it cannot be moved."""
+        """Return the slice of a linear layer's result that the node with this index makes; None if
+        it makes none, or if it cannot be moved."""
         trace, node = self.trace, self.trace.nodes[number]
         source = node.operand_names[0]
         shape = trace.tensors[source].shape
@@ -118,24 +120,27 @@ class _Finder:
             return None
         part = LayerSlice(shape, *sliced_range)
         forward = self._chain_to_product(part, source, number)
-        copy = self._copy_of(node)
+        copy = self._contiguous_copy_of(node)
         if not forward or (copy is None and not node.results[0].tensor.is_row_major()):
             return None
         result = replace(part, forward=(number, *forward), copy=copy)
         gradients = (
-            self._gradient_of(result, n) for n, other in enumerate(trace.nodes) if other.backward
+            self._with_gradient_from(result, n)
+            for n, other in enumerate(trace.nodes)
+            if other.backward
         )
         return next((item for item in gradients if item is not None), None)
 
     def _chain_to_product(self, part: LayerSlice, name: str, reader: int) -> tuple[int, ...]:
-        """Return the nodes from the one that produces the slice's source up to the product; none if
-        there are others, or others read their results."""
+        """Return the nodes from the producer of the slice's source `name` up to the product; () if
+        other operations than views and casts are between them, or if others than the next one
+        (first `reader`) read their results."""
         trace, chain = self.trace, list[int]()
         while self._is_read_by(name, [reader]) and name in self.index.producer:
             reader = self.index.producer[name]
             node, tensor = trace.nodes[reader], trace.tensors[name]
             chain.append(reader)
-            if not tensor.is_row_major() or part.sliced(tensor.shape) is None:
+            if not tensor.is_row_major() or part.sliced_shape(tensor.shape) is None:
                 break
             if node.target in PRODUCTS:
                 rows, addend = node.args[PRODUCTS[node.target]], node.args[0]
@@ -150,8 +155,9 @@ class _Finder:
             name = node.operand_names[0]
         return ()
 
-    def _copy_of(self, node: Node) -> int | None:
-        """Return the node that copies a slice, its only reader, into a contiguous tensor."""
+    def _contiguous_copy_of(self, node: Node) -> int | None:
+        """Return the node that copies a slice into a contiguous tensor; None unless it is the only
+        reader of the slice."""
         readers = self.index.consumers.get(node.results[0].name, [])
         if len(readers) != 1 or not self._is_read_by(node.results[0].name, readers):
             return None
@@ -159,9 +165,10 @@ class _Finder:
         is_copy = copy.target == "aten.clone.default" and copy.results[0].tensor.is_row_major()
         return readers[0] if is_copy and copy.results[0].name not in self.returned else None
 
-    def _gradient_of(self, part: LayerSlice, number: int) -> LayerSlice | None:
-        """Return the slice with the nodes of its gradient, which begin with this one; None if they
-        do not."""
+    def _with_gradient_from(self, part: LayerSlice, number: int) -> LayerSlice | None:
+        """Return the slice with the nodes of its gradient, the first of which has the index
+        `number`; None if that node does not pad the gradient of this slice, or the slice cannot be
+        moved."""
         trace, node = self.trace, self.trace.nodes[number]
         padded = self._padded_gradient(node, part)
         if padded is None or not trace.tensors[padded.gradient].is_row_major():
@@ -176,7 +183,7 @@ class _Finder:
                 break
             current = reader.results[0].name
             tensor = trace.tensors[current]
-            if part.sliced(tensor.shape) is None or not tensor.is_row_major():
+            if part.sliced_shape(tensor.shape) is None or not tensor.is_row_major():
                 return None
             chain.append(readers[0])
         product = trace.nodes[part.forward[-1]]
@@ -187,8 +194,8 @@ class _Finder:
         return replace(padded, backward=tuple(chain), gradients=gradients)
 
     def _padded_gradient(self, node: Node, part: LayerSlice) -> LayerSlice | None:
-        """Return the slice with its gradient if a node pads that with zeros to the gradient of the
-        slice's source."""
+        """Return the slice with its gradient if the node pads it with zeros to the gradient of the
+        slice's source; else None."""
         if node.target not in ("aten.slice_backward.default", "aten.slice_scatter.default"):
             return None
         if _sliced_range(node, 2, part.shape) != (part.dimension, part.start, part.end):
@@ -211,8 +218,8 @@ class _Finder:
         return replace(part, gradient=gradient.name, zeros=None if is_read else number)
 
     def _readers_of_gradient(self, gradient: str, rows: object) -> tuple[int, ...]:
-        """Return the nodes that read the gradient of the product, with those that read its
-        transposes; none if one of them needs rows whose gradient is zero."""
+        """Return the nodes that read the gradient of the product, or its transposes; () if one of
+        them needs the rows whose gradient is zero. `rows` is the layer's input, as an argument."""
         nodes, readers = self.trace.nodes, list[int]()
         for number in self.index.consumers[gradient]:
             node, operand = nodes[number], Ref(gradient)
@@ -237,15 +244,17 @@ class _Finder:
         return tuple(readers)
 
     def _is_read_by(self, name: str, readers: Sequence[int]) -> bool:
-        """True if only these nodes read a tensor, which nothing writes to, and no caller gets."""
+        """True if these are all nodes that read a tensor, nothing writes into it, and it is neither
+        an output nor a gradient of the step."""
         is_mutated = self.trace.storage_of[name] in self.index.mutated
         is_returned = name in self.returned
         return not is_mutated and not is_returned and self.index.consumers.get(name) == [*readers]
 
 
 def _sliced_range(node: Node, first: int, shape: Sequence[int]) -> tuple[int, int, int] | None:
-    """Return dimension, start and end of a slice of a tensor of this shape, from the arguments of
-    a node from `first` on; None for a step, or if the slice is all of it or nothing."""
+    """Return dimension, start and end of a slice of a tensor of this shape. They are the arguments
+    of a node from index `first` on. None for a step other than 1, and for a slice of all elements
+    or none."""
     defaults: list[Any] = [0, None, None, 1]
     values = [*node.args[first : first + 4], *defaults[len(node.args[first : first + 4]) :]]
     dimension, start, end, step = values
@@ -256,8 +265,8 @@ def _sliced_range(node: Node, first: int, shape: Sequence[int]) -> tuple[int, in
     return (dimension, start, end) if step == 1 and is_part else None
 
 
-class _Rewriting:
-    """The trace with one slice moved to the input of its layer."""
+class _SliceRewriting:
+    """Writes the trace in which one slice is moved to the input of its layer."""
 
     def __init__(self, trace: Trace, part: LayerSlice) -> None:
         self.old, self.part = trace, part
@@ -282,14 +291,14 @@ class _Rewriting:
             elif number == part.backward[-1]:
                 self._write_gradient()
             if number in part.gradients:
-                self._write_reader(node)
+                self._write_gradient_reader(node)
             elif number not in self.removed:
                 is_changed = not self.names.keys().isdisjoint(node.operand_names)
                 self.writer.add(node.with_operands(self.names) if is_changed else node)
         return self.writer.trace()
 
     def _write_layer(self) -> None:
-        """Write the slice of the layer's input, and the layer of that."""
+        """Write the slice of the layer's input, and the layer applied to it."""
         part, old, writer = self.part, self.old, self.writer
         self.sliced_rows = self._write_slice()
         sliced = old.nodes[part.forward[0]]
@@ -297,7 +306,9 @@ class _Rewriting:
         results = [sliced.results[0]]
         if part.copy is None:
             last_storage = old.storage_of[source]
-            writer.storage_bytes[last_storage] = self._scaled(writer.storage_bytes[last_storage])
+            writer.storage_bytes[last_storage] = self._slice_bytes(
+                writer.storage_bytes[last_storage]
+            )
         else:
             results += old.nodes[part.copy].results
             last_storage = results[-1].storage
@@ -313,23 +324,27 @@ class _Rewriting:
         part, meta, like = self.part, self.old.tensors[self.rows], self.product
         storage = self.old.storage_of[self.rows]
         shape = (*part.shape[:-1], meta.shape[1])
-        whole = _row_major(meta, shape)
-        name = self._write(like, "aten.view.default", (Ref(self.rows), shape), whole, storage)
-        sliced = part.sliced(shape)
+        whole = _row_major_meta(meta, shape)
+        name = self._write_node(like, "aten.view.default", (Ref(self.rows), shape), whole, storage)
+        sliced = part.sliced_shape(shape)
         assert sliced is not None
         offset = part.start * whole.stride[part.dimension]
         tensor = whole.model_copy(update={"shape": sliced, "offset": offset})
         args: Args = (Ref(name), part.dimension, part.start, part.end)
-        name = self._write(like, "aten.slice.Tensor", args, tensor, storage)
-        copied = self.writer.new_storage(self._scaled(self._size_bytes(self.rows)))
+        name = self._write_node(like, "aten.slice.Tensor", args, tensor, storage)
+        copied = self.writer.new_storage(self._slice_bytes(self._elements_bytes(self.rows)))
         contiguous: Kwargs = {"memory_format": Literal("memory_format", "contiguous_format")}
-        tensor = _row_major(meta, sliced)
-        name = self._write(like, "aten.clone.default", (Ref(name),), tensor, copied, contiguous)
+        tensor = _row_major_meta(meta, sliced)
+        name = self._write_node(
+            like, "aten.clone.default", (Ref(name),), tensor, copied, contiguous
+        )
         flat = (part.slice_rows, meta.shape[1])
         args = (Ref(name), flat)
-        return self._write(like, "aten.view.default", args, _row_major(meta, flat), copied)
+        return self._write_node(
+            like, "aten.view.default", args, _row_major_meta(meta, flat), copied
+        )
 
-    def _size_bytes(self, name: str) -> int:
+    def _elements_bytes(self, name: str) -> int:
         """Return the bytes of the elements of a tensor that fills its storage."""
         old = self.old
         elements = prod(old.tensors[name].shape)
@@ -347,7 +362,7 @@ class _Rewriting:
             current = node.results[0].name
         self.names[current] = name
 
-    def _write_reader(self, node: Node) -> None:
+    def _write_gradient_reader(self, node: Node) -> None:
         """Write a node that reads the gradient of the product, or a transpose of it."""
         operand = node.operand_names[0]
         (result,) = node.results
@@ -357,7 +372,7 @@ class _Rewriting:
             shape = (words, self.part.slice_rows)
             tensor = result.tensor.model_copy(update={"shape": shape, "stride": (1, words)})
             storage = self.writer.storage_of(self.names[operand])
-            name = self._write(node, node.target, changed.args, tensor, storage)
+            name = self._write_node(node, node.target, changed.args, tensor, storage)
             self.names[result.name] = name
         elif node.target == "aten.mm.default" and operand == self.gradient:
             self._write_padded(node)
@@ -369,20 +384,22 @@ class _Rewriting:
         """Write the gradient of the layer's input: zero in the rows that the slice leaves out."""
         part = self.part
         (result,) = node.results
-        storage = self.writer.new_storage(self._scaled(self._size_bytes(result.name)))
+        storage = self.writer.new_storage(self._slice_bytes(self._elements_bytes(result.name)))
         args: Args = (Ref(self.names[self.gradient]), *node.args[1:])
         width = result.tensor.shape[1]
-        meta = _row_major(result.tensor, (part.slice_rows, width))
-        name = self._write(node, node.target, args, meta, storage)
+        meta = _row_major_meta(result.tensor, (part.slice_rows, width))
+        name = self._write_node(node, node.target, args, meta, storage)
         shape = (*part.shape[:-1], width)
-        sliced = part.sliced(shape)
+        sliced = part.sliced_shape(shape)
         assert sliced is not None
         args = (Ref(name), sliced)
-        name = self._write(node, "aten.view.default", args, _row_major(meta, sliced), storage)
+        name = self._write_node(
+            node, "aten.view.default", args, _row_major_meta(meta, sliced), storage
+        )
         after = part.shape[part.dimension] - part.end
         pads = (*(0, 0) * (len(shape) - 1 - part.dimension), part.start, after)
-        args, meta = (Ref(name), pads, 0.0), _row_major(meta, shape)
-        name = self._write(node, "aten.constant_pad_nd.default", args, meta, result.storage)
+        args, meta = (Ref(name), pads, 0.0), _row_major_meta(meta, shape)
+        name = self._write_node(node, "aten.constant_pad_nd.default", args, meta, result.storage)
         self.writer.add(
             unmeasured(
                 node, name=self.writer.new_name(f"{result.name}{MOVED_SUFFIX}"), view=True,
@@ -395,18 +412,20 @@ class _Rewriting:
         new `names`, and return the name of its result. `storages` has the new storage of each old
         one."""
         (result,) = node.results
-        shape = self.part.sliced(result.tensor.shape)
+        shape = self.part.sliced_shape(result.tensor.shape)
         assert shape is not None
         if result.storage not in storages:
             size_bytes = self.old.storage_bytes[result.storage]
-            storages[result.storage] = self.writer.new_storage(self._scaled(size_bytes))
+            storages[result.storage] = self.writer.new_storage(self._slice_bytes(size_bytes))
         args = node.with_operands(names).args
         if node.target in VIEWS:
             args = (args[0], shape)
-        meta = _row_major(result.tensor, shape)
-        return self._write(node, node.target, args, meta, storages[result.storage], node.kwargs)
+        meta = _row_major_meta(result.tensor, shape)
+        return self._write_node(
+            node, node.target, args, meta, storages[result.storage], node.kwargs
+        )
 
-    def _write(
+    def _write_node(
         self,
         like: Node,
         target: str,
@@ -415,7 +434,7 @@ class _Rewriting:
         storage: int,
         kwargs: Kwargs | None = None,
     ) -> str:
-        """Write a node with one result, and return its name."""
+        """Write a node with one result, in the module of `like`, and return the result's name."""
         is_view = target in (*VIEWS, *TRANSPOSES, "aten.slice.Tensor")
         name = self.writer.new_name(f"{like.name}{MOVED_SUFFIX}")
         result = Result(name=name, tensor=tensor, storage=storage)
@@ -427,12 +446,12 @@ class _Rewriting:
         )  # fmt: skip
         return name
 
-    def _scaled(self, size_bytes: int) -> int:
-        """Return the bytes of the slice's rows, from the bytes of all rows."""
+    def _slice_bytes(self, size_bytes: int) -> int:
+        """Return the bytes of the slice's rows of a tensor, from the bytes of all its rows."""
         return size_bytes * self.part.slice_rows // self.part.rows
 
 
-def _row_major(tensor: TensorMeta, shape: Sequence[int]) -> TensorMeta:
-    """Return the metadata of a contiguous tensor of this shape."""
+def _row_major_meta(tensor: TensorMeta, shape: Sequence[int]) -> TensorMeta:
+    """Return the metadata of a tensor like `tensor`, but contiguous and of this shape."""
     stride = tuple(prod(shape[d + 1 :]) for d in range(len(shape)))
     return tensor.model_copy(update={"shape": tuple(shape), "stride": stride, "offset": 0})

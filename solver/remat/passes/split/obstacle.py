@@ -45,13 +45,13 @@ def split_obstacle(trace: Trace) -> str:
 
 
 def _changes_rows(trace: Trace, node: Node, source: str) -> bool:
-    """True if the dimensions before the last are not the same in the result."""
+    """True if the node changes the dimensions before the last one, of three or more."""
     before, after = trace.tensors[source].shape, node.results[0].tensor.shape
     return len(before) >= 3 and before[:-1] != after[:-1]
 
 
 def _is_read_by_loss(index: TraceIndex, node: Node) -> bool:
-    """True if a cross-entropy loss reads a tensor, or a copy or view of it."""
+    """True if a cross-entropy loss reads the result of a node, or a copy or view of it."""
     pending = [node.results[0].name]
     while pending:
         for number in index.consumers.get(pending.pop(), ()):

@@ -20,7 +20,7 @@ from remat.documents.trace import Trace
 from remat.passes.split.rules import split_call
 from remat.passes.split.states import (
     WHOLE,
-    Call,
+    CallToSplit,
     PartialSum,
     Rows,
     SplitCall,
@@ -69,7 +69,7 @@ class Region:
 
 def mutated_storages(trace: Trace, node: Node) -> set[int]:
     """Return the storages that a node without results writes into or frees: a buffer, a sum of
-    gradients, a gradient that is added into `.grad`."""
+    gradients, a gradient that is added into `.grad`. None for a node with results."""
     if node.results or not node.args:
         return set()
     mutated = node.args[1] if node.target == ACCUMULATE_TARGET else node.args[0]
@@ -98,7 +98,7 @@ def find_region(
     """Return the region around the tensor `seed`, split along these of its dimensions; None if the
     operation that produces it cannot be split so, or if the region has more than `max_nodes`
     operations and views."""
-    growth = _Growth(index, seed, rows, max_nodes)
+    growth = _RegionGrowth(index, seed, rows, max_nodes)
     if not growth.grow():
         return None
     split_calls = dict(sorted(growth.split_calls.items()))
@@ -106,8 +106,9 @@ def find_region(
 
 
 @dataclass
-class _Growth:
-    """A region while it grows."""
+class _RegionGrowth:
+    """A region while it grows from the tensor `seed`, to at most `max_nodes` operations and
+    views."""
 
     index: TraceIndex
     seed: str
@@ -123,52 +124,61 @@ class _Growth:
         self.produced: set[str] = set()
         shape = self.metas[self.seed].shape
         self.rows = math.prod(shape[dimension] for dimension in self.seed_rows.dimensions)
-        self.least_elements = MIN_SHARE * self._elements(self.seed)
+        self.least_elements = MIN_SHARE * self._element_count(self.seed)
 
     def grow(self) -> bool:
-        """Add all operations of the region. Return False if there is none, or too many."""
+        """Add all operations of the region. Return False if the producer of the seed cannot be
+        split, or if there are too many operations."""
         if self.seed not in self.producer:
             return False
-        if not self._add(self.producer[self.seed], {self.seed: self.seed_rows}):
+        if not self._add_operation(self.producer[self.seed], {self.seed: self.seed_rows}):
             return False
-        pending = [self.seed, *self._read_by(self.producer[self.seed])]
+        pending = [self.seed, *self._tensors_read_by(self.producer[self.seed])]
         visited: set[str] = set()
         while pending and len(self.split_calls) <= self.max_nodes:
             name = pending.pop()
             if name in visited or not isinstance(self.states.get(name), Rows):
                 continue
             visited.add(name)
-            if self._elements(name) <= self.least_elements:
+            if self._element_count(name) <= self.least_elements:
                 continue
             for index in (self.producer.get(name), *self.consumers.get(name, ())):
-                if index is not None and index not in self.split_calls and self._add(index, {}):
-                    pending.extend(self._read_by(index))
+                if (
+                    index is not None
+                    and index not in self.split_calls
+                    and self._add_operation(index, {})
+                ):
+                    pending.extend(self._tensors_read_by(index))
                     pending.extend(r.name for r in self.trace.nodes[index].results)
         if len(self.split_calls) <= self.max_nodes:
             self._add_bridges()
         return len(self.split_calls) <= self.max_nodes
 
-    def _elements(self, name: str) -> int:
+    def _element_count(self, name: str) -> int:
+        """Return the number of elements of a tensor."""
         return math.prod(self.metas[name].shape)
 
-    def _read_by(self, index: int) -> list[str]:
+    def _tensors_read_by(self, index: int) -> list[str]:
+        """Return the names of the tensors that an operation reads, each once."""
         return list(dict.fromkeys(self.trace.operands[index]))
 
-    def _add(self, index: int, wanted: Mapping[str, State]) -> bool:
+    def _add_operation(self, index: int, wanted: Mapping[str, State]) -> bool:
         """Add an operation if its rule accepts states of its arguments that agree with the region,
-        and produces `wanted`. Return True if it was added."""
+        and gives its results the states `wanted`. Return True if it was added."""
         node = self.trace.nodes[index]
         if node.piece_of:  # pieces are not split further: more pieces would do the same
             return False
         if any(self.trace.storage_of[n] in self.index.mutated for n in self.trace.operands[index]):
             return False
         fixed = {**self.states, **wanted}
-        for states in islice(self._combinations(index), _MAX_COMBINATIONS):
-            split = split_call(Call(node, self.metas, states, self.rows))
+        for states in islice(self._state_combinations(index), _MAX_COMBINATIONS):
+            split = split_call(CallToSplit(node, self.metas, states, self.rows))
             if split is None:
                 continue
             results = {r.name: s for r, s in zip(node.results, split.results, strict=True)}
-            if any(name in fixed and _is_conflict(fixed[name], s) for name, s in results.items()):
+            if any(
+                name in fixed and _is_state_conflict(fixed[name], s) for name, s in results.items()
+            ):
                 continue
             if any(not self._has_piece_layout(name, state) for name, state in results.items()):
                 continue
@@ -178,15 +188,16 @@ class _Growth:
             return True
         return False
 
-    def _combinations(self, index: int) -> Iterator[dict[str, State]]:
+    def _state_combinations(self, index: int) -> Iterator[dict[str, State]]:
         """Yield possible states of the tensors that an operation reads."""
-        names = self._read_by(index)
-        choices = [list(self._choices(name)) for name in names]
+        names = self._tensors_read_by(index)
+        choices = [list(self._state_choices(name)) for name in names]
         for states in product(*choices):
             yield dict(zip(names, states, strict=True))
 
-    def _choices(self, name: str) -> Iterator[State]:
-        """Yield the states that a tensor may have for one more reader."""
+    def _state_choices(self, name: str) -> Iterator[State]:
+        """Yield the states in which one more operation may read a tensor: its present one (a sum is
+        read whole), or, for a tensor new to the region, whole and by rows."""
         if name in self.states and name in self.produced:
             state = self.states[name]
             yield state if isinstance(state, Rows) else WHOLE
@@ -200,8 +211,8 @@ class _Growth:
                 yield rows
 
     def _has_piece_layout(self, name: str, state: State, *, is_slice: bool = False) -> bool:
-        """True if pieces of a tensor have a memory layout: of their own, or as slices of a tensor
-        that is there as a whole."""
+        """True if pieces of a tensor in this state have strides: as tensors of their own, or with
+        `is_slice` as slices of the whole tensor."""
         if not isinstance(state, Rows):
             return True
         return piece_meta(self.metas[name], state, 1, is_slice=is_slice) is not None
@@ -223,11 +234,11 @@ class _Growth:
             leading |= self._ancestors_of_region(True, readers)
             for index in readers:
                 if index in leading and index not in self.split_calls:
-                    added |= self._add(index, {})
+                    added |= self._add_operation(index, {})
 
     def _ancestors_of_region(self, backward: bool, readers: Sequence[int]) -> set[int]:
-        """Return the operations of a pass, from the first of `readers` on, on which one of the
-        region in that pass depends."""
+        """Return the operations of the forward, or with `backward` of the backward, on which a
+        later operation of the region in the same one depends, from the first of `readers` on."""
         nodes, ancestors = self.trace.nodes, set[int]()
         first = min((i for i in readers if nodes[i].backward == backward), default=len(nodes))
         last = max((i for i in self.split_calls if nodes[i].backward == backward), default=0)
@@ -241,7 +252,7 @@ class _Growth:
         return ancestors
 
 
-def _is_conflict(state: State, result: State) -> bool:
-    """True if a tensor in this state cannot be the result of an operation in another. A sum is
-    whole once it is complete, so it can be read as a whole."""
+def _is_state_conflict(state: State, result: State) -> bool:
+    """True if a tensor that the region reads in `state` cannot be produced in the state `result`. A
+    sum is whole once it is complete, so it can be read whole."""
     return state != result and not (state == WHOLE and isinstance(result, PartialSum))

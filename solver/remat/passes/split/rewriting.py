@@ -22,7 +22,7 @@ from remat.documents.targets import ADD_PRODUCT_TARGET, ADD_TARGET, WRITE_ROWS_T
 from remat.documents.trace import Trace
 from remat.errors import RematError
 from remat.passes.split.regions import Region
-from remat.passes.split.stages import completed_tensors, ordered_groups, split_bytes
+from remat.passes.split.stages import completed_tensors, ordered_stage_groups, split_bytes
 from remat.passes.split.states import (
     PartialSum,
     Rows,
@@ -59,11 +59,11 @@ def split_regions(regions: Sequence[Region], pieces: Sequence[int]) -> Trace:
     }
     writer = TraceWriter(old, frozenset(replaced))
     rewritings = [
-        _Rewriting(region, completed, _piece_rows(region.rows, number), writer)
+        _RegionRewriting(region, completed, _piece_rows(region.rows, number), writer)
         for region, (completed, _), number in zip(regions, parts, pieces, strict=True)
     ]
     all_kept_views = {index for _, kept_views in parts for index in kept_views}
-    for group, members in ordered_groups(regions, all_kept_views):
+    for group, members in ordered_stage_groups(regions, all_kept_views):
         if group.kind == "stage":
             rewritings[group.region].write_stage(members)
         else:
@@ -88,10 +88,10 @@ class _Piece:
     is_last: bool
 
 
-class _Rewriting:
-    """The state of a region's rewriting: what was written so far of each piece and of each whole.
+class _RegionRewriting:
+    """Writes the pieces of a region's operations: its state is what exists so far of each tensor.
 
-    `completed` are the tensors that are needed whole.
+    `completed` are the tensors that are needed as a whole.
     """
 
     def __init__(
@@ -122,7 +122,8 @@ class _Rewriting:
                 self._write_piece(index, piece)
 
     def record(self, *, with_previous: bool) -> SplitRecord:
-        """Return the record of the split."""
+        """Return the record of the split; `with_previous` if it was made at once with the split
+        before."""
         region = self.region
         return SplitRecord(
             seed=region.seed,
@@ -130,14 +131,14 @@ class _Rewriting:
             dimension_count=region.seed_rows.count,
             rows=region.rows,
             pieces=len(self.pieces),
-            module=self._module(),
+            module=self._largest_module(),
             split_bytes=split_bytes(region),
             with_previous=with_previous,
         )
 
-    def _module(self) -> str:
-        """Return the module to which most bytes of the split tensors belong, if there is one: a
-        loss is often computed outside of any."""
+    def _largest_module(self) -> str:
+        """Return the path of the module to which most bytes of the split tensors belong; "" if all
+        are outside of modules, as a loss often is."""
         sizes_bytes: Counter[str] = Counter()
         for index in self.region.split_calls:
             node = self.old.nodes[index]
@@ -155,7 +156,7 @@ class _Rewriting:
         if split.scaled is not None:
             args = self._with_scaled_argument(node, args, split.scaled, piece)
         renamed = {
-            name: self._piece_of(name, piece, node)
+            name: self._piece_of_tensor(name, piece, node)
             for name in node.operand_names
             if isinstance(self.region.states[name], Rows)
         }
@@ -169,8 +170,8 @@ class _Rewriting:
         ).with_operands(renamed)
         states = dict(zip((r.name for r in node.results), split.results, strict=True))
         sums = [r for r in node.results if isinstance(states[r.name], PartialSum)]
-        if self._adds_product(node, sums, piece):
-            self._add_product(call, sums[0], piece)
+        if self._can_add_product(node, sums, piece):
+            self._write_added_product(call, sums[0], piece)
             return
         source = next(iter(renamed.values())) if node.view else ""
         results = tuple(self._piece_result(r, states[r.name], piece, source) for r in node.results)
@@ -179,15 +180,15 @@ class _Rewriting:
             if result.storage in self.scalar_bytes:
                 self._copy_scalar(node, result, piece)
             if isinstance(states[result.name], PartialSum):
-                self._add(node, result, piece)
+                self._add_summand(node, result, piece)
             elif result.name in self.completed:
-                self._put(node, result, states[result.name], piece)
+                self._append_piece(node, result, states[result.name], piece)
         if piece.is_last:
-            self._divide(node, states)
+            self._divide_sums(node, states)
 
     def _piece_result(self, result: Result, state: State, piece: _Piece, source: str) -> Result:
-        """Return the result of a piece, and remember its name. A view is in the storage of the
-        tensor `source`."""
+        """Return the result of a piece in this state, and remember its name. A view is in the
+        storage of the tensor `source`, which is "" for other operations."""
         name = self.writer.new_name(f"{result.name}_piece_{piece.number}")
         self.piece_name[result.name, piece.number] = name
         if result.storage in self.scalar_bytes:
@@ -209,6 +210,7 @@ class _Rewriting:
         return result.model_copy(update={"name": name, "tensor": tensor, "storage": storage})
 
     def _piece_storage(self, storage: int, piece: _Piece) -> int:
+        """Return the storage of a piece of the tensors in `storage`; add it at the first call."""
         key = storage, piece.number
         if key not in self.storage_of_piece:
             whole_bytes = self.old.storage_bytes[storage]
@@ -217,9 +219,9 @@ class _Rewriting:
             )
         return self.storage_of_piece[key]
 
-    def _piece_of(self, name: str, piece: _Piece, like: Node) -> str:
-        """Return the name of a tensor's piece; write the views that select it from a tensor of
-        another operation."""
+    def _piece_of_tensor(self, name: str, piece: _Piece, like: Node) -> str:
+        """Return the name of a tensor's piece. If the region does not produce the tensor, write the
+        views that select the piece, with the module of `like`."""
         key = name, piece.number
         if key in self.piece_name:
             return self.piece_name[key]
@@ -232,8 +234,8 @@ class _Rewriting:
         return piece_name
 
     def _with_scaled_argument(self, node: Node, args: Args, index: int, piece: _Piece) -> Args:
-        """Write the product of an argument and the piece's share of the rows, and return the
-        arguments with it."""
+        """Write the product of the argument with this index and the piece's share of the rows, and
+        return the arguments with it."""
         argument = args[index]
         assert isinstance(argument, Ref)
         name = self.writer.new_name(f"{node.name}_scaled_{piece.number}")
@@ -246,12 +248,13 @@ class _Rewriting:
 
     # -- wholes -----------------------------------------------------------------------------------
 
-    def _adds_product(self, node: Node, sums: Sequence[Result], piece: _Piece) -> bool:
-        """True if a piece's matrix product can be added to the sum by the kernel that computes
-        it."""
+    def _can_add_product(self, node: Node, sums: Sequence[Result], piece: _Piece) -> bool:
+        """True if the kernel of a piece's matrix product can add it to the sum: in the backward,
+        from the second piece on."""
         return bool(node.target == "aten.mm.default" and sums and piece.number and node.backward)
 
-    def _add_product(self, call: Node, result: Result, piece: _Piece) -> None:
+    def _write_added_product(self, call: Node, result: Result, piece: _Piece) -> None:
+        """Write the operation that computes a piece's matrix product and adds it to the sum."""
         whole = self._partial_result(result, piece)
         args: Args = (Ref(self.total[result.name]), *call.args)
         update = {"target": ADD_PRODUCT_TARGET, "args": args, "results": (whole,)}
@@ -267,8 +270,8 @@ class _Rewriting:
         self.writer.append(node, "aten.clone.default", (Ref(large),), scalar)
         self.piece_name[result.name, piece.number] = name
 
-    def _add(self, node: Node, result: Result, piece: _Piece) -> None:
-        """Add a piece's summand."""
+    def _add_summand(self, node: Node, result: Result, piece: _Piece) -> None:
+        """Write the operation that adds a piece's summand to the sum: none for the first piece."""
         name = self.piece_name[result.name, piece.number]
         if not piece.number:
             self.total[result.name] = name
@@ -280,8 +283,8 @@ class _Rewriting:
         self.total[result.name] = whole.name
 
     def _partial_result(self, result: Result, piece: _Piece) -> Result:
-        """Return the result that a sum or buffer is after this piece: the tensor itself after the
-        last, unless it is still to be divided."""
+        """Return the tensor that a sum or buffer is after this piece: after the last one `result`
+        itself, unless it is still to be divided; else a new one."""
         state = self.region.produced[result.name]
         is_divided = isinstance(state, PartialSum) and state != PartialSum()
         if piece.is_last and not is_divided:
@@ -290,8 +293,9 @@ class _Rewriting:
         name = self.writer.new_name(f"{result.name}_partial_{piece.number}")
         return Result(name=name, tensor=result.tensor, storage=storage)
 
-    def _divide(self, node: Node, states: Mapping[str, State]) -> None:
-        """Divide sums by their divisors."""
+    def _divide_sums(self, node: Node, states: Mapping[str, State]) -> None:
+        """Write the divisions of a node's sums by their divisors; none for sums without a
+        divisor."""
         for result in node.results:
             state = states[result.name]
             if not isinstance(state, PartialSum) or state == PartialSum():
@@ -305,9 +309,9 @@ class _Rewriting:
             whole = result.model_copy(update={"position": -1})
             self.writer.append(node, target, args, whole)
 
-    def _put(self, node: Node, result: Result, state: State, piece: _Piece) -> None:
-        """Append a piece: write it into the result's buffer (in the backward), or concatenate all
-        after the last one (in the forward)."""
+    def _append_piece(self, node: Node, result: Result, state: State, piece: _Piece) -> None:
+        """Append a piece to the whole result: write its rows into a buffer in the backward, or if
+        the result is not row-major; else concatenate all pieces after the last one."""
         assert isinstance(state, Rows)
         if node.backward or not result.tensor.is_row_major():
             whole = self._partial_result(result, piece)
@@ -318,9 +322,10 @@ class _Rewriting:
             self.writer.append(node, WRITE_ROWS_TARGET, args, whole)
             self.total[result.name] = whole.name
         elif piece.is_last:
-            self._concatenate(node, result, state)
+            self._concatenate_pieces(node, result, state)
 
-    def _concatenate(self, node: Node, result: Result, state: Rows) -> None:
+    def _concatenate_pieces(self, node: Node, result: Result, state: Rows) -> None:
+        """Write the concatenation of all pieces of a result."""
         parts = tuple(Ref(self.piece_name[result.name, p.number]) for p in self.pieces)
         whole = result.model_copy(update={"position": -1})
         dimension = state.dimensions[-1]

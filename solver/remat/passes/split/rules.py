@@ -12,7 +12,7 @@ from math import prod
 from remat.passes.split.states import (
     SUM,
     WHOLE,
-    Call,
+    CallToSplit,
     PartialSum,
     Rows,
     SplitCall,
@@ -21,7 +21,7 @@ from remat.passes.split.states import (
     piece_shape,
 )
 
-Rule = Callable[[Call], SplitCall | None]
+Rule = Callable[[CallToSplit], SplitCall | None]
 
 _MEAN, _SUM = 1, 2
 """Values of the argument `reduction` of torch's losses."""
@@ -30,9 +30,9 @@ _MAX_INDEX = 2**63 - 1
 """The end of a slice up to the last element."""
 
 
-def split_call(call: Call) -> SplitCall | None:
-    """Return what a call in these states gives; None if it cannot be split so, or if nothing of it
-    is split."""
+def split_call(call: CallToSplit) -> SplitCall | None:
+    """Return the split call of an operation whose arguments are in these states. None if it cannot
+    be split so, samples random numbers, or reads no tensor by rows."""
     rule = RULES.get(call.node.target)
     is_split = any(isinstance(call.states.get(name), Rows) for name in call.tensors)
     if rule is None or call.node.random or not is_split:
@@ -41,8 +41,8 @@ def split_call(call: Call) -> SplitCall | None:
     return None if result is None or _may_overflow(call, result) else result
 
 
-def _may_overflow(call: Call, result: SplitCall) -> bool:
-    """True if a mean becomes a sum in float16: torch adds it up in float32."""
+def _may_overflow(call: CallToSplit, result: SplitCall) -> bool:
+    """True if a mean in float16 becomes a sum, which may overflow: torch adds it up in float32."""
     return any(
         isinstance(state, PartialSum) and state != SUM and item.tensor.dtype == "float16"
         for item, state in zip(call.node.results, result.results, strict=True)
@@ -52,8 +52,9 @@ def _may_overflow(call: Call, result: SplitCall) -> bool:
 # -- each row, or each element, of its own ---------------------------------------------------------
 
 
-def _elementwise(call: Call) -> SplitCall | None:
-    """Each element of the results depends on the elements in its place, after broadcasting."""
+def _split_elementwise(call: CallToSplit) -> SplitCall | None:
+    """Split an operator by rows if each element of its results depends only on the elements of the
+    operands at the same index, after broadcasting."""
     shape = call.node.results[0].tensor.shape
     if any(result.tensor.shape != shape for result in call.node.results):
         return None
@@ -76,7 +77,7 @@ def _elementwise(call: Call) -> SplitCall | None:
     return call.results_in(split)
 
 
-def _by_rows(
+def _row_rule(
     *arguments: int,
     mixed: int | None = None,
     normalized: int | None = None,
@@ -90,7 +91,7 @@ def _by_rows(
     Results have the same rows; if `summed`, only the first one has, and others are sums.
     """
 
-    def rule(call: Call) -> SplitCall | None:
+    def rule(call: CallToSplit) -> SplitCall | None:
         rows = call.common_rows(*arguments)
         if rows is None:
             return None
@@ -110,7 +111,7 @@ def _by_rows(
 # -- products and reductions -----------------------------------------------------------------------
 
 
-def _product(equation: str, first: int = 0) -> Rule:
+def _product_rule(equation: str, first: int = 0) -> Rule:
     """Return the rule of a product of matrices, in the notation of `torch.einsum`.
 
     It is split along the rows of the left operand, the columns of the right one, a batch dimension,
@@ -119,7 +120,7 @@ def _product(equation: str, first: int = 0) -> Rule:
     """
     (left, right), result = equation.split("->")[0].split(","), equation.split("->")[1]
 
-    def rule(call: Call) -> SplitCall | None:
+    def rule(call: CallToSplit) -> SplitCall | None:
         for dimension in dict.fromkeys(left + right):
             places = left.find(dimension), right.find(dimension)
             states = tuple(Rows(place) if place >= 0 else WHOLE for place in places)
@@ -131,9 +132,9 @@ def _product(equation: str, first: int = 0) -> Rule:
     return rule
 
 
-def _product_with_bias(call: Call) -> SplitCall | None:
-    """A matrix product added to a bias: for each row, or one for all. It is split by rows."""
-    result, bias = _product("ik,kj->ij", first=1)(call), call.shape(0)
+def _split_product_with_bias(call: CallToSplit) -> SplitCall | None:
+    """Split a matrix product with a bias, which has a row for each row or one for all, by rows."""
+    result, bias = _product_rule("ik,kj->ij", first=1)(call), call.shape(0)
     if result is None or result.results != (Rows(0),):
         return None
     if call.state(0) == WHOLE:
@@ -142,8 +143,9 @@ def _product_with_bias(call: Call) -> SplitCall | None:
     return result if is_by_rows else None
 
 
-def _reduction(call: Call) -> SplitCall | None:
-    """Other dimensions are reduced, or all rows are summed."""
+def _split_reduction(call: CallToSplit) -> SplitCall | None:
+    """Split a reduction by rows if it reduces other dimensions only. If it sums or averages all the
+    rows, the pieces are partial sums."""
     rows, shape = call.common_rows(0), call.shape(0)
     if rows is None:
         return None
@@ -168,38 +170,39 @@ def _reduction(call: Call) -> SplitCall | None:
 # -- shapes and parts ------------------------------------------------------------------------------
 
 
-def _reshape(call: Call) -> SplitCall | None:
-    """The rows must be a product of dimensions before and after."""
+def _split_reshape(call: CallToSplit) -> SplitCall | None:
+    """Split a reshape by rows if these are adjacent dimensions of its result, too."""
     rows, result = call.common_rows(0), call.node.results[0].tensor.shape
     if rows is None:
         return None
     before = prod(call.shape(0)[: rows.first])
     candidates = candidate_rows(result, call.rows)
-    return _with_shape(
+    return _split_with_shape(
         call, next((c for c in candidates if prod(result[: c.first]) == before), None)
     )
 
 
-def _expand(call: Call) -> SplitCall | None:
-    """Other dimensions than the rows are expanded."""
+def _split_expand(call: CallToSplit) -> SplitCall | None:
+    """Split an expansion by rows if only other dimensions are expanded."""
     rows, result = call.common_rows(0), call.node.results[0].tensor.shape
     if rows is None:
         return None
     moved = rows.shifted(len(result) - len(call.shape(0)))
     has_rows = prod(result[d] for d in moved.dimensions) == call.rows
-    return _with_shape(call, moved if has_rows else None)
+    return _split_with_shape(call, moved if has_rows else None)
 
 
-def _with_shape(call: Call, rows: Rows | None) -> SplitCall | None:
-    """Return the call whose result has these rows, and whose argument 1 is its shape."""
+def _split_with_shape(call: CallToSplit, rows: Rows | None) -> SplitCall | None:
+    """Return the split call whose result has these rows, and whose argument 1 is the shape of a
+    piece; None without rows."""
     if rows is None:
         return None
     shape = call.node.results[0].tensor.shape
     return SplitCall((rows,), lambda number: call.args_with(1, piece_shape(shape, rows, number)))
 
 
-def _permute(call: Call) -> SplitCall | None:
-    """The dimensions of the rows must stay neighbours, in their order."""
+def _split_permute(call: CallToSplit) -> SplitCall | None:
+    """Split a permutation by rows if the dimensions of the rows stay neighbours, in their order."""
     rows, dimensions = call.common_rows(0), len(call.shape(0))
     if rows is None:
         return None
@@ -215,16 +218,16 @@ def _permute(call: Call) -> SplitCall | None:
     return call.results_in(Rows(places[0], rows.count))
 
 
-def _unsqueeze(call: Call) -> SplitCall | None:
-    """A dimension is added outside of the rows."""
+def _split_unsqueeze(call: CallToSplit) -> SplitCall | None:
+    """Split by rows if a dimension is added outside of the dimensions of the rows."""
     rows, added = call.common_rows(0), call.argument(1) % (len(call.shape(0)) + 1)
     if rows is None or rows.first < added < rows.dimensions.stop:
         return None
     return call.results_in(rows.shifted(added <= rows.first))
 
 
-def _squeeze(call: Call) -> SplitCall | None:
-    """Dimensions of size 1 outside of the rows are removed."""
+def _split_squeeze(call: CallToSplit) -> SplitCall | None:
+    """Split by rows if dimensions of size 1 outside of the rows are removed."""
     rows, shape, argument = call.common_rows(0), call.shape(0), call.argument(1)
     dimensions = {d % len(shape) for d in ((argument,) if isinstance(argument, int) else argument)}
     if rows is None or not dimensions.isdisjoint(rows.dimensions):
@@ -232,16 +235,16 @@ def _squeeze(call: Call) -> SplitCall | None:
     return call.results_in(rows.shifted(-sum(d < rows.first and shape[d] == 1 for d in dimensions)))
 
 
-def _select(call: Call) -> SplitCall | None:
-    """An index of a dimension that is not one of the rows."""
+def _split_select(call: CallToSplit) -> SplitCall | None:
+    """Split the selection of an index by rows, if its dimension is not one of the rows."""
     rows, dimension = call.common_rows(0), call.argument(1, 0) % len(call.shape(0))
     if rows is None or dimension in rows.dimensions:
         return None
     return call.results_in(rows.shifted(-(dimension < rows.first)))
 
 
-def _slice(call: Call) -> SplitCall | None:
-    """A part of a dimension that is not one of the rows, or all of them."""
+def _split_slice(call: CallToSplit) -> SplitCall | None:
+    """Split a slice by rows, if its dimension is not one of the rows, or if it selects all rows."""
     rows, shape = call.common_rows(0), call.shape(0)
     dimension = call.argument(1, 0) % len(shape)
     if rows is None:
@@ -253,17 +256,18 @@ def _slice(call: Call) -> SplitCall | None:
     return SplitCall((rows,), lambda number: (call.node.args[0], dimension, 0, _MAX_INDEX))
 
 
-def _slice_backward(call: Call) -> SplitCall | None:
-    """The gradient of a part of a dimension that is not one of the rows: zeros around it."""
-    split = _by_rows(0, mixed=2)(call)
-    return None if split is None else _with_shape(call, call.common_rows(0))
+def _split_slice_backward(call: CallToSplit) -> SplitCall | None:
+    """Split the gradient of a slice by rows, if the slice's dimension is not one of the rows."""
+    split = _row_rule(0, mixed=2)(call)
+    return None if split is None else _split_with_shape(call, call.common_rows(0))
 
 
 # -- losses and embeddings -------------------------------------------------------------------------
 
 
-def _nll_loss(call: Call) -> SplitCall | None:
-    """The mean is the sum divided by the sum of the weights of targets that are not ignored."""
+def _split_nll_loss(call: CallToSplit) -> SplitCall | None:
+    """Split a negative log likelihood loss into partial sums, by its first dimension. A mean is
+    divided by the sum of the weights of targets that are not ignored, the second result."""
     kind = call.argument(3)
     if call.common_rows(0, 1) != Rows(0) or kind not in (_MEAN, _SUM):
         return None
@@ -274,20 +278,20 @@ def _nll_loss(call: Call) -> SplitCall | None:
     return SplitCall(results, lambda number: call.args_with(3, _SUM))
 
 
-def _nll_loss_backward(call: Call) -> SplitCall | None:
-    """The sum of weights is the one of all rows."""
+def _split_nll_loss_backward(call: CallToSplit) -> SplitCall | None:
+    """Split the backward of that loss by rows: each piece reads the sum of weights of all rows."""
     is_reduced = call.argument(4) in (_MEAN, _SUM)
-    return _by_rows(1, 2)(call) if is_reduced else _by_rows(0, 1, 2)(call)
+    return _row_rule(1, 2)(call) if is_reduced else _row_rule(0, 1, 2)(call)
 
 
-def _elementwise_loss(reduction: int) -> Rule:
-    """Return the rule of a loss between two tensors of one shape, with the index of its argument
-    `reduction`."""
+def _elementwise_loss_rule(reduction: int) -> Rule:
+    """Return the rule of a loss between two tensors of one shape, whose argument with the index
+    `reduction` says if it is a mean, a sum or neither. The first two give partial sums."""
 
-    def rule(call: Call) -> SplitCall | None:
+    def rule(call: CallToSplit) -> SplitCall | None:
         kind = call.argument(reduction, _MEAN)
         if kind not in (_MEAN, _SUM):
-            return _elementwise(call)
+            return _split_elementwise(call)
         if call.common_rows(0, 1) is None or call.shape(0) != call.shape(1) or call.name(2):
             return None  # a weight may be broadcast
         divisor = float(prod(call.shape(0))) if kind == _MEAN else 1.0
@@ -296,14 +300,15 @@ def _elementwise_loss(reduction: int) -> Rule:
     return rule
 
 
-def _elementwise_loss_backward(reduction: int) -> Rule:
-    """Return the rule of such a loss's backward. Its mean is over the elements of a piece, so the
-    gradient of the loss is multiplied by the piece's share."""
+def _elementwise_loss_backward_rule(reduction: int) -> Rule:
+    """Return the rule of the backward of a loss between two tensors, with the index of its argument
+    `reduction`. The operator divides a mean by the elements of a piece, so the gradient of the loss
+    is multiplied by the piece's share of the rows."""
 
-    def rule(call: Call) -> SplitCall | None:
+    def rule(call: CallToSplit) -> SplitCall | None:
         kind, rows = call.argument(reduction, _MEAN), call.common_rows(1, 2)
         if kind not in (_MEAN, _SUM):
-            return _elementwise(call)
+            return _split_elementwise(call)
         if call.shape(1) != call.shape(2) or call.shape(0) or call.name(3) or rows is None:
             return None
         return SplitCall((rows,), scaled=0 if kind == _MEAN else None)
@@ -311,8 +316,9 @@ def _elementwise_loss_backward(reduction: int) -> Rule:
     return rule
 
 
-def _embedding_backward(call: Call) -> SplitCall | None:
-    """A sum over the rows, unless it is scaled by how often each index is among all rows."""
+def _split_embedding_backward(call: CallToSplit) -> SplitCall | None:
+    """Split the gradient of an embedding into partial sums over the rows. None if it is scaled by
+    how often each index is among all rows."""
     is_scaled_by_frequency = call.argument(4, False)
     return call.results_in(SUM) if call.common_rows(0, 1) and not is_scaled_by_frequency else None
 
@@ -361,58 +367,58 @@ _BACKWARD = """
 """
 
 _OTHERS: dict[str, Rule] = {
-    "mm.default": _product("ik,kj->ij"),
-    "addmm.default": _product_with_bias,
-    "bmm.default": _product("bik,bkj->bij"),
-    "_softmax.default": _by_rows(mixed=1),
-    "_log_softmax.default": _by_rows(mixed=1),
-    "_softmax_backward_data.default": _by_rows(mixed=2),
-    "_log_softmax_backward_data.default": _by_rows(mixed=2),
-    "cumsum.default": _by_rows(mixed=1),
-    "gather.default": _by_rows(mixed=1),
-    "scatter.value": _by_rows(mixed=1),
-    "scatter.src": _by_rows(mixed=1),
-    "scatter_add.default": _by_rows(mixed=1),
-    "split.Tensor": _by_rows(0, mixed=2),
-    "split_with_sizes.default": _by_rows(0, mixed=2),
-    "cat.default": _by_rows(mixed=1),
-    "view.default": _reshape,
-    "_unsafe_view.default": _reshape,
-    "reshape.default": _reshape,
-    "expand.default": _expand,
-    "t.default": _permute,
-    "transpose.int": _permute,
-    "permute.default": _permute,
-    "unsqueeze.default": _unsqueeze,
-    "squeeze.dim": _squeeze,
-    "squeeze.dims": _squeeze,
-    "slice.Tensor": _slice,
-    "select.int": _select,
-    "slice_backward.default": _slice_backward,
-    "sum.default": _reduction,
-    "sum.dim_IntList": _reduction,
-    "mean.default": _reduction,
-    "mean.dim": _reduction,
-    "amax.default": _reduction,
-    "amin.default": _reduction,
-    "logsumexp.default": _reduction,
-    "native_layer_norm.default": _by_rows(0, normalized=1),
-    "native_layer_norm_backward.default": _by_rows(0, 1, 3, 4, normalized=2, summed=True),
-    "_fused_rms_norm.default": _by_rows(0, normalized=1),
-    "_fused_rms_norm_backward.default": _by_rows(0, 1, 3, normalized=2, summed=True),
-    "nll_loss_forward.default": _nll_loss,
-    "nll_loss_backward.default": _nll_loss_backward,
-    "mse_loss.default": _elementwise_loss(2),
-    "mse_loss_backward.default": _elementwise_loss_backward(3),
-    "binary_cross_entropy.default": _elementwise_loss(3),
-    "binary_cross_entropy_backward.default": _elementwise_loss_backward(4),
-    "embedding.default": _by_rows(1),
-    "embedding_dense_backward.default": _embedding_backward,
+    "mm.default": _product_rule("ik,kj->ij"),
+    "addmm.default": _split_product_with_bias,
+    "bmm.default": _product_rule("bik,bkj->bij"),
+    "_softmax.default": _row_rule(mixed=1),
+    "_log_softmax.default": _row_rule(mixed=1),
+    "_softmax_backward_data.default": _row_rule(mixed=2),
+    "_log_softmax_backward_data.default": _row_rule(mixed=2),
+    "cumsum.default": _row_rule(mixed=1),
+    "gather.default": _row_rule(mixed=1),
+    "scatter.value": _row_rule(mixed=1),
+    "scatter.src": _row_rule(mixed=1),
+    "scatter_add.default": _row_rule(mixed=1),
+    "split.Tensor": _row_rule(0, mixed=2),
+    "split_with_sizes.default": _row_rule(0, mixed=2),
+    "cat.default": _row_rule(mixed=1),
+    "view.default": _split_reshape,
+    "_unsafe_view.default": _split_reshape,
+    "reshape.default": _split_reshape,
+    "expand.default": _split_expand,
+    "t.default": _split_permute,
+    "transpose.int": _split_permute,
+    "permute.default": _split_permute,
+    "unsqueeze.default": _split_unsqueeze,
+    "squeeze.dim": _split_squeeze,
+    "squeeze.dims": _split_squeeze,
+    "slice.Tensor": _split_slice,
+    "select.int": _split_select,
+    "slice_backward.default": _split_slice_backward,
+    "sum.default": _split_reduction,
+    "sum.dim_IntList": _split_reduction,
+    "mean.default": _split_reduction,
+    "mean.dim": _split_reduction,
+    "amax.default": _split_reduction,
+    "amin.default": _split_reduction,
+    "logsumexp.default": _split_reduction,
+    "native_layer_norm.default": _row_rule(0, normalized=1),
+    "native_layer_norm_backward.default": _row_rule(0, 1, 3, 4, normalized=2, summed=True),
+    "_fused_rms_norm.default": _row_rule(0, normalized=1),
+    "_fused_rms_norm_backward.default": _row_rule(0, 1, 3, normalized=2, summed=True),
+    "nll_loss_forward.default": _split_nll_loss,
+    "nll_loss_backward.default": _split_nll_loss_backward,
+    "mse_loss.default": _elementwise_loss_rule(2),
+    "mse_loss_backward.default": _elementwise_loss_backward_rule(3),
+    "binary_cross_entropy.default": _elementwise_loss_rule(3),
+    "binary_cross_entropy_backward.default": _elementwise_loss_backward_rule(4),
+    "embedding.default": _row_rule(1),
+    "embedding_dense_backward.default": _split_embedding_backward,
 }
 
 RULES: dict[str, Rule] = {
     **{
-        f"aten.{name}": _elementwise
+        f"aten.{name}": _split_elementwise
         for names in (_UNARY, _BINARY, _TERNARY, _BACKWARD)
         for name in names.split()
     },

@@ -57,8 +57,9 @@ def split_largest_operations(trace: Trace, pieces: int, max_piece_nodes: float =
 
 
 def _separate_regions(trace: Trace, operations: list[int], max_nodes: float) -> list[Region]:
-    """Return regions around operations, without tensors in common. The search ends at the first
-    operation that cannot be split: the peak stays as large as what that needs."""
+    """Return regions around these operations that have no tensors in common. It ends at the first
+    operation that cannot be split, or only with more than `max_nodes` operations and views: the
+    peak stays as large as what that operation needs."""
     index = TraceIndex(trace)
     graph = trace.graph_of_sizes
     regions: list[Region] = []
@@ -77,8 +78,8 @@ def _separate_regions(trace: Trace, operations: list[int], max_nodes: float) -> 
 
 
 def _split_at_once(regions: list[Region], pieces: int) -> Trace:
-    """Return the trace with regions split; only the first one if there is no order of the pieces of
-    all."""
+    """Return the trace with these regions in `pieces` pieces, or as many as they have rows. Only
+    the first region is split if the pieces of all have no valid order."""
     numbers = [min(pieces, region.rows) for region in regions]
     try:
         return split_regions(regions, numbers)
@@ -105,14 +106,15 @@ def find_peak_region(index: TraceIndex, operation: int, max_nodes: float = inf) 
     by_size = sorted(operands, key=lambda v: -values[v].size_bytes)
     for value in by_size[:_MAX_SEEDS]:
         regions = _regions_around(index, values[value].name, max_nodes)
-        best = max(regions, key=_preference, default=None)
+        best = max(regions, key=_region_preference, default=None)
         if best is not None and split_bytes(best):
             return best
     return None
 
 
-def _preference(region: Region) -> tuple[int, int, int]:
-    """Return the sort key of a region; the largest is the best."""
+def _region_preference(region: Region) -> tuple[int, int, int]:
+    """Return the sort key of a region, the largest the best: bytes that are split, fewest elements
+    that the forward sums up, rows."""
     nodes = region.trace.nodes
     forward_sums = (
         prod(result.tensor.shape)
@@ -140,7 +142,8 @@ def operand_bytes(graph: Graph) -> list[int]:
 
 
 def _regions_around(index: TraceIndex, name: str, max_nodes: float) -> list[Region]:
-    """Return a region around a tensor for each number of rows that it can have."""
+    """Return the regions around a tensor, one for each choice of adjacent dimensions as rows that
+    can be split; none for a tensor that no operation produces."""
     if name not in index.producer:  # a tangent
         return []
     shape = index.trace.tensors[name].shape
@@ -159,18 +162,18 @@ def with_recorded_splits(trace: Trace, splits: Iterable[AnySplit]) -> Trace:
     Raises `RematError` if an operation does not exist, or has fewer rows than pieces, or if splits
     that were made at once have tensors in common.
     """
-    groups = _groups_of(splits)
+    groups = _splits_made_at_once(splits)
     if groups:
         trace = with_moved_slices(trace)
     for together in groups:
         index = TraceIndex(trace)
-        regions = [_region_of(index, split) for split in together]
+        regions = [_recorded_region(index, split) for split in together]
         trace = split_regions(regions, [split.pieces for split in together])
     return trace
 
 
-def _groups_of(splits: Iterable[AnySplit]) -> list[list[AnySplit]]:
-    """Group the splits that were made at once."""
+def _splits_made_at_once(splits: Iterable[AnySplit]) -> list[list[AnySplit]]:
+    """Return the splits in groups that were made at once."""
     groups: list[list[AnySplit]] = []
     for split in splits:
         if split.with_previous and groups:
@@ -180,7 +183,8 @@ def _groups_of(splits: Iterable[AnySplit]) -> list[list[AnySplit]]:
     return groups
 
 
-def _region_of(index: TraceIndex, split: AnySplit) -> Region:
+def _recorded_region(index: TraceIndex, split: AnySplit) -> Region:
+    """Return the region of a recorded split in this trace. Raises `RematError` if it has none."""
     rows = Rows(split.first_dimension, split.dimension_count)
     tensor = index.trace.tensors.get(split.seed)
     dimensions = 0 if tensor is None else len(tensor.shape)

@@ -13,7 +13,7 @@ from remat.passes.split.regions import Region, mutated_storages
 from remat.passes.split.states import PartialSum, Rows
 
 
-class Group(NamedTuple):
+class OperationGroup(NamedTuple):
     """Operations that are written together: all of a stage of a region, or one alone ("node",
     "view"). `number` is the number of the stage, or the index of the operation."""
 
@@ -22,7 +22,7 @@ class Group(NamedTuple):
     region: int = -1
 
 
-def stages(region: Region) -> dict[int, int]:
+def operation_stages(region: Region) -> dict[int, int]:
     """Return the stage of each operation of the region, by its index in `trace.nodes`.
 
     An operation that reads a tensor which an earlier stage completes is in a later stage.
@@ -49,8 +49,9 @@ def stages(region: Region) -> dict[int, int]:
 
 
 def completed_tensors(region: Region) -> tuple[set[str], set[int]]:
-    """Return the region's tensors that are needed as a whole, and the indices of its views of
-    them."""
+    """Return the region's tensors that are needed as a whole: sums, and what operations outside of
+    it or the caller read. And return the indices of its views of them, which are also written as a
+    whole."""
     names_read = {
         name
         for index, operands in enumerate(region.trace.operands)
@@ -86,48 +87,48 @@ def split_bytes(region: Region) -> int:
     return sum(trace.storage_bytes[storage] for storage in storages)
 
 
-def ordered_groups(
+def ordered_stage_groups(
     regions: Sequence[Region], kept_views: Iterable[int]
-) -> list[tuple[Group, list[int]]]:
+) -> list[tuple[OperationGroup, list[int]]]:
     """Return the operations of a trace in a valid order: the operations of a stage of a region in
     one group, each other operation in its own. A view of a region that is also needed as a whole is
     written once more, in a group of its own. Raises `RematError` if there is no such order."""
     trace = regions[0].trace
     nodes = trace.nodes
     group_of = {
-        index: Group("stage", stage, number)
+        index: OperationGroup("stage", stage, number)
         for number, region in enumerate(regions)
-        for index, stage in stages(region).items()
+        for index, stage in operation_stages(region).items()
     }
-    members: dict[Group, list[int]] = {}
+    members: dict[OperationGroup, list[int]] = {}
     for index in range(len(nodes)):
-        members.setdefault(group_of.get(index, Group("node", index)), []).append(index)
-    members.update({Group("view", index): [index] for index in kept_views})
-    by_piece: dict[str, Group] = {}
-    whole: dict[str, Group] = {}
+        members.setdefault(group_of.get(index, OperationGroup("node", index)), []).append(index)
+    members.update({OperationGroup("view", index): [index] for index in kept_views})
+    by_piece: dict[str, OperationGroup] = {}
+    whole: dict[str, OperationGroup] = {}
     for group, indices in members.items():
         names = [r.name for index in indices for r in nodes[index].results]
         whole.update((n, group) for n in names if group.kind == "view" or n not in whole)
         by_piece.update((n, group) for n in names if group.kind != "view")
-    waits_for: dict[Group, set[Group]] = {}
+    waits_for: dict[OperationGroup, set[OperationGroup]] = {}
     for group, indices in members.items():
         in_pieces = regions[group.region].produced if group.kind == "stage" else {}
         read = {name for index in indices for name in trace.operands[index]}
         waits_for[group] = {
             by_piece[name] if name in in_pieces else whole[name] for name in read if name in whole
         } - {group}
-    _order_mutations(trace, members, waits_for)
+    _keep_mutation_order(trace, members, waits_for)
     priority = {g: (nodes[i[0]].backward, i[0]) for g, i in members.items()}
-    return _topological(members, waits_for, priority)
+    return _topological_groups(members, waits_for, priority)
 
 
-def _order_mutations(
+def _keep_mutation_order(
     trace: Trace,
-    members: Mapping[Group, Sequence[int]],
-    waits_for: Mapping[Group, set[Group]],
+    members: Mapping[OperationGroup, Sequence[int]],
+    waits_for: Mapping[OperationGroup, set[OperationGroup]],
 ) -> None:
-    """Keep the order between an operation that writes into a tensor and all others that read or
-    write that tensor."""
+    """Add to `waits_for` that an operation which writes into a tensor keeps its order with all
+    others that read or write that tensor."""
     group_of = {i: g for g, indices in members.items() if g.kind != "view" for i in indices}
     touching: dict[int, list[int]] = {}
     for index, node in enumerate(trace.nodes):
@@ -142,20 +143,21 @@ def _order_mutations(
                     waits_for[two].add(one)
 
 
-def _topological(
-    members: Mapping[Group, list[int]],
-    waits_for: Mapping[Group, set[Group]],
-    priority: Mapping[Group, tuple[bool, int]],
-) -> list[tuple[Group, list[int]]]:
-    """Return the groups in topological order; among groups that are ready, `priority` decides."""
-    followers: dict[Group, list[Group]] = {}
+def _topological_groups(
+    members: Mapping[OperationGroup, list[int]],
+    waits_for: Mapping[OperationGroup, set[OperationGroup]],
+    priority: Mapping[OperationGroup, tuple[bool, int]],
+) -> list[tuple[OperationGroup, list[int]]]:
+    """Return the groups in topological order; among groups that are ready, `priority` decides.
+    Raises `RematError` if there is no such order."""
+    followers: dict[OperationGroup, list[OperationGroup]] = {}
     for group, others in waits_for.items():
         for other in others:
             followers.setdefault(other, []).append(group)
     missing = {group: len(others) for group, others in waits_for.items()}
     ready = [(priority[group], group) for group in members if not missing[group]]
     heapq.heapify(ready)
-    ordered: list[tuple[Group, list[int]]] = []
+    ordered: list[tuple[OperationGroup, list[int]]] = []
     while ready:
         _, group = heapq.heappop(ready)
         ordered.append((group, members[group]))

@@ -21,7 +21,7 @@ class Rows:
 
     @property
     def dimensions(self) -> range:
-        """The dimensions that are the rows."""
+        """The indices of the dimensions that are the rows."""
         return range(self.first, self.first + self.count)
 
     def shifted(self, by: int) -> Rows:
@@ -50,8 +50,9 @@ WHOLE, SUM = Whole(), PartialSum()
 
 
 @dataclass(frozen=True)
-class Call:
-    """An operation, the metadata of all tensors, and the states of the ones that it reads."""
+class CallToSplit:
+    """An operation that may be split into pieces of `rows` rows in total, with the metadata of all
+    tensors, and the states of the ones that it reads."""
 
     node: Node
     metas: Mapping[str, TensorMeta]
@@ -72,7 +73,7 @@ class Call:
         return self.metas[self.name(index)].shape
 
     def state(self, index: int) -> State:
-        """Return the state of an argument; no tensor is whole."""
+        """Return the state of an argument; an argument that is no tensor counts as whole."""
         return self.states.get(self.name(index), WHOLE)
 
     @property
@@ -81,20 +82,20 @@ class Call:
         return list(dict.fromkeys(self.node.operand_names))
 
     def common_rows(self, *by_rows: int) -> Rows | None:
-        """Return the rows that these arguments have, or all tensors if there are no `by_rows`. None
-        if they do not have the same rows, or if another tensor is not whole."""
+        """Return the rows of the arguments with the indices `by_rows`, by default of all tensors.
+        None unless all of these have the same rows, and all other tensors are whole."""
         names = [self.name(index) for index in by_rows] or self.tensors
         rows, *others = {self.states.get(name, WHOLE) for name in names}
         are_whole = all(self.states.get(n, WHOLE) == WHOLE for n in self.tensors if n not in names)
         return rows if isinstance(rows, Rows) and not others and are_whole else None
 
     def args_with(self, index: int, argument: Argument) -> Args:
-        """Return the arguments with another one at `index`."""
+        """Return the arguments with another one at `index`; missing ones before it are None."""
         missing = (None,) * (index - len(self.node.args))
         return (*self.node.args[:index], *missing, argument, *self.node.args[index + 1 :])
 
     def results_in(self, state: State) -> SplitCall:
-        """Return the split call of which all results have one state."""
+        """Return the split call of which all results are in this state, with the same arguments."""
         return SplitCall((state,) * len(self.node.results))
 
 

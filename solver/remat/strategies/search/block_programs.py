@@ -125,7 +125,7 @@ def _levels_of_block_groups(
 ) -> Iterator[SharedDecisions]:
     """Yield shared decisions of more and more, smaller and smaller groups of blocks. Ends where a
     group would have fewer than two pairs of blocks."""
-    pairs = identical_blocks.merge_neighbours(blocks, _MERGED_BLOCKS)
+    pairs = identical_blocks.merge_neighbouring_blocks(blocks, _MERGED_BLOCKS)
     inner = pairs.count - 2
     for count in _GROUP_COUNTS:
         if inner < 2 * count:

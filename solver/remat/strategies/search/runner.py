@@ -235,7 +235,9 @@ class MilpRunner:
                 is_cancelled=lambda: is_done() or self.clock.is_cancelled(),
                 options=TIGHT_TOLERANCES if exact else None,
             )
-            answer = backends.run(milp, highs, solver=self.options.solver, incumbent=incumbent)
+            answer = backends.run_model(
+                milp, highs, solver=self.options.solver, incumbent=incumbent
+            )
         except SolverError as error:
             self.stats["solver_error"] = str(error)
             answer = _run_without_answer("failed", time.monotonic() - began)
