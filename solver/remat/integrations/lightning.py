@@ -13,12 +13,18 @@ from typing import Any, Unpack
 from torch import nn
 
 from remat.errors import RematError, TraceError
-from remat.frontend.api.enable import EnableOptions, check_options, disable, enable, is_enabled
+from remat.frontend.api.enable import (
+    EnableOptions,
+    check_enable_options,
+    disable,
+    enable,
+    is_enabled,
+)
 
 __all__ = ["RematCallback"]
 
 
-def _callback_class() -> Any:
+def _lightning_callback_class() -> Any:
     """Return the class `Callback` of the installed Lightning package."""
     for package in ("lightning.pytorch", "pytorch_lightning"):
         try:
@@ -28,7 +34,7 @@ def _callback_class() -> Any:
     raise RematError("this needs Lightning: pip install 'remat[lightning]'")
 
 
-class RematCallback(_callback_class()):
+class RematCallback(_lightning_callback_class()):
     """Train `module` within `budget`: call `remat.enable` when fitting starts, and `remat.disable`
     when it ends.
 
@@ -40,7 +46,7 @@ class RematCallback(_callback_class()):
     def __init__(
         self, budget: int | str, module: str = "", **options: Unpack[EnableOptions]
     ) -> None:
-        check_options(budget, options)
+        check_enable_options(budget, options)
         self.budget = budget
         self.module = module
         self.options = options

@@ -29,7 +29,7 @@ def apply(model: nn.Module, policies: Policies) -> AppliedPolicies:
     """
     check_policy_rules(policies, REGIONS)
     regions.import_torch_remat()
-    return AppliedPolicies(model, policies, regions.run_block)
+    return AppliedPolicies(model, policies, regions.run_block_under_policy)
 
 
 def save_regions(policies: Policies) -> dict[str, tuple[str, ...]]:

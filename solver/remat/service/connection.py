@@ -80,7 +80,7 @@ class Connection:
                     if kind == "done":
                         return
                     if progress is not None and kind in ("progress", "incumbent"):
-                        progress(_progress(data))
+                        progress(_progress_of_event(data))
                 if self.job(id).status in wire.ENDED_STATES:
                     return
             except self._silent:
@@ -102,8 +102,8 @@ class Connection:
             if source.response.status_code != 200:
                 source.response.read()
                 if source.response.status_code in _BUSY_STATUSES:
-                    raise self._unreachable(str(_error_of(source.response)))
-                raise _error_of(source.response)
+                    raise self._unreachable(str(_response_error(source.response)))
+                raise _response_error(source.response)
             for event in source:
                 yield event.event, event.data, event.id or last_event
 
@@ -147,7 +147,7 @@ class Connection:
             is_number = retry_after.isdecimal()
             time.sleep(min(float(retry_after), _MAX_RETRY_PAUSE_S) if is_number else _RETRY_PAUSE_S)
         if response.status_code >= 400:
-            raise _error_of(response)
+            raise _response_error(response)
         return response.content
 
     def _unreachable_error(self, error: Exception) -> ServiceError:
@@ -188,13 +188,13 @@ class Connection:
             ) from None
 
 
-def _progress(data: str) -> Progress:
+def _progress_of_event(data: str) -> Progress:
     """Return the progress in the data of an event."""
     record = validate_json(wire.ProgressRecord, data, "progress")
     return Progress(**dict(record))
 
 
-def _error_of(response: Any) -> RematError:
+def _response_error(response: Any) -> RematError:
     """Return the error that the problem document of a response describes."""
     try:
         problem = validate_json(wire.ProblemDetails, response.content, "problem")

@@ -207,7 +207,7 @@ class _Request(Record):
         return costs == "measure" or (costs is None and not self.trace.measured)
 
 
-def _checked_as(name: str) -> Callable[[Any], Any]:
+def _option_validator(name: str) -> Callable[[Any], Any]:
     """Return a function that returns its argument if it is a valid value of an option of a plan,
     and else raises the error of that option."""
 
@@ -226,20 +226,20 @@ def _option_field(door: Door, name: str) -> tuple[Any, Any]:
         limits = Field(ge=schema["minimum"], lt=schema["exclusiveMaximum"])
         json_type: Any = Annotated[int, limits]
     else:
-        json_type = Annotated[Any, PlainValidator(_checked_as(name)), WithJsonSchema(schema)]
+        json_type = Annotated[Any, PlainValidator(_option_validator(name)), WithJsonSchema(schema)]
     return json_type if default is not None else json_type | None, Field(
         default=default, description=option.help
     )
 
 
-def _with_options(door: Door) -> type[_Request]:
+def _request_class_with_options(door: Door) -> type[_Request]:
     """Return the class of a request with a field for each option of a plan that has a JSON form."""
     names = [name for name in door.options if OPTIONS[name].schema is not None]
     fields: Any = {name: _option_field(door, name) for name in names}
     return create_model("_RequestWithOptions", __base__=_Request, __module__=__name__, **fields)
 
 
-_SolveOptions = _with_options(POST_SOLVE)
+_SolveOptions = _request_class_with_options(POST_SOLVE)
 
 _OF_TRACES: dict[str, Any] = {
     "if": {"required": ["graph"], "properties": {"graph": {"type": "object"}}},
@@ -468,7 +468,7 @@ class DryRunResult(Record):
     costs: str
 
 
-def graph_of(request: _Request) -> Graph | Trace:
+def graph_of_request(request: _Request) -> Graph | Trace:
     """Return the trace or the graph of a request, to pass to `remat.solve`."""
     if request.trace is not None:
         return request.trace

@@ -75,18 +75,18 @@ def frontier_picture(
     all_plans = [*plans, *(plan for _, plan in others)]
     baseline_bytes = max((plan.baseline_peak_bytes for plan in all_plans), default=None)
     x = _memory_scale([plan.peak_bytes for plan in all_plans], baseline_bytes, capacity_bytes)
-    high_overhead = _high_overhead(plans, points)
+    high_overhead = _largest_drawn_overhead(plans, points)
     clipped = sorted((p for p in points if p.overhead > high_overhead), key=lambda p: p[1:])
     y = Scale(0, high_overhead * (1.1 if clipped else 1.0), PERCENT, "extra time (%)")
     items: list[Item] = []
     legend: list[LegendEntry] = []
     if plans:
-        line = Line("line", _plan_steps(plans), "plans")
+        line = Line("line", _plan_staircase(plans), "plans")
         items.append(line)
         legend.append(LegendEntry("plans", mark=Mark(0, 0, 3.5, role="run"), line=line))
     bounds = [(float(p.peak_bytes), p.lower_bound) for p in plans if p.lower_bound is not None]
     if bounds:
-        line = Line("bound", _bound_steps(bounds), "lower bound", is_dashed=True)
+        line = Line("bound", _bound_staircase(bounds), "lower bound", is_dashed=True)
         dot = Mark(0, 0, 2, role="bound-dot")
         items += [line, *(replace(dot, x=peak, y=bound) for peak, bound in bounds)]
         legend.append(LegendEntry("lower bound", mark=dot, line=line))
@@ -96,7 +96,10 @@ def frontier_picture(
         items.append(mark)
         legend.append(LegendEntry(BASELINE_LABEL, mark=replace(mark, tip=None)))
     shown = [point for point in points if point.overhead <= high_overhead]
-    items += [*_strategy_marks(shown, strategies, x, y), *_clipped(clipped, strategies, y)]
+    items += [
+        *_strategy_marks(shown, strategies, x, y),
+        *_clipped_point_marks(clipped, strategies, y),
+    ]
     items += map(_plan_mark, plans)
     for index, name in enumerate(strategies):
         legend.append(LegendEntry(name, mark=strategy_mark(index, 0, 0)))
@@ -107,7 +110,7 @@ def frontier_picture(
             corner_note = f"{label}, far beyond"
         else:
             items.append(Rule("budget", "x", capacity_bytes, label))
-    summary = _summary(plans, strategies)
+    summary = _frontier_summary(plans, strategies)
     return Picture(TITLE, summary, x, [Panel(y, _HEIGHT, items)], legend, corner_note)
 
 
@@ -127,7 +130,7 @@ def _memory_scale(
     return Scale(low_bytes, 1.03 * high_bytes, unit, f"peak memory ({unit.name})")
 
 
-def _high_overhead(plans: Sequence[PlanData], points: Sequence[StrategyPoint]) -> float:
+def _largest_drawn_overhead(plans: Sequence[PlanData], points: Sequence[StrategyPoint]) -> float:
     """Return the largest overhead that is drawn at its place."""
     plan_overhead = max((plan.overhead for plan in plans), default=0.0)
     overheads = [point.overhead for point in points if point.overhead > 0]
@@ -139,7 +142,7 @@ def _high_overhead(plans: Sequence[PlanData], points: Sequence[StrategyPoint]) -
     return max(high, 0.001) * 1.05
 
 
-def _plan_steps(plans: Sequence[PlanData]) -> list[Point]:
+def _plan_staircase(plans: Sequence[PlanData]) -> list[Point]:
     """Return the corners of the staircase of the smallest known overhead for each peak. A plan is
     feasible for all larger peaks, so steps go right, then down."""
     points = [(float(plan.peak_bytes), plan.overhead) for plan in plans]
@@ -150,7 +153,7 @@ def _plan_steps(plans: Sequence[PlanData]) -> list[Point]:
     return corners
 
 
-def _bound_steps(points: list[Point]) -> list[Point]:
+def _bound_staircase(points: list[Point]) -> list[Point]:
     """Return the corners of the staircase of the proved lower bound. A bound for a peak holds for
     all smaller peaks, so steps go down, then right."""
     corners = points[:1]
@@ -159,7 +162,9 @@ def _bound_steps(points: list[Point]) -> list[Point]:
     return corners
 
 
-def rows_of_comparison(comparison: ComparisonData[P]) -> tuple[list[P], list[ComparisonRow[P]]]:
+def auto_plans_and_other_rows(
+    comparison: ComparisonData[P],
+) -> tuple[list[P], list[ComparisonRow[P]]]:
     """Return the plans of `Auto`, which are a line with lower bounds in the picture of a
     comparison, and the rows of the other strategies, which are points."""
     auto = [r.plan for r in comparison.rows if r.plan is not None and r.strategy == Auto.name]
@@ -182,7 +187,7 @@ def _strategy_marks(
         yield ring if around else mark
 
 
-def _clipped(
+def _clipped_point_marks(
     points: Sequence[StrategyPoint], strategies: list[str], y: Scale
 ) -> Iterator[Mark | Note]:
     """Yield triangles at the upper edge for points above it, and a note with each strategy's
@@ -210,7 +215,7 @@ def _plan_mark(plan: PlanData) -> Mark:
     return Mark(plan.peak_bytes, plan.overhead, 3.5, tip, "run")
 
 
-def _summary(plans: Sequence[PlanData], strategies: list[str]) -> str:
+def _frontier_summary(plans: Sequence[PlanData], strategies: list[str]) -> str:
     """Return the number of plans, and the first and the last of them, as text."""
     if not plans:
         return f"{len(strategies)} strategies" if strategies else "no plans"

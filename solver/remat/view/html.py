@@ -24,7 +24,7 @@ from remat.view.pictures import (
     schedule_svg,
     timeline_svg,
 )
-from remat.view.text import escape, escape_lines, shorten
+from remat.view.text import escape_markup, escape_markup_lines, shorten_name
 
 _MAX_ROWS = 40
 _CONTENT_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
@@ -68,19 +68,19 @@ def plan_html(plan: PlanData, program: Program | None = None) -> str:
     (as from `remat.rewrite`), its annotated code."""
     parts = [
         "<h1>Rematerialization plan</h1>",
-        _figures(plan),
-        _preformatted(plan_report(plan)),
+        _key_numbers_html(plan),
+        _preformatted_html(plan_report(plan)),
         timeline_svg(plan),
         schedule_svg(plan),
     ]
     if table := candidates_table(plan):
-        parts += ["<h2>Candidates</h2>", _preformatted(Report(table))]
+        parts += ["<h2>Candidates</h2>", _preformatted_html(Report(table))]
     if plan.schedule.recomputed(plan.graph):
-        parts += [modules_svg(plan), "<h2>Recomputed most</h2>", _recomputed_table(plan)]
+        parts += [modules_svg(plan), "<h2>Recomputed most</h2>", _recomputed_table_html(plan)]
     if program is not None:
-        code = _preformatted(annotated_code(program, plan), "remat-code")
+        code = _preformatted_html(annotated_code(program, plan), "remat-code")
         parts.append(f"<h2>Program</h2><details><summary>code</summary>{code}</details>")
-    return page("Rematerialization plan", "".join(parts))
+    return html_page("Rematerialization plan", "".join(parts))
 
 
 def frontier_html(
@@ -95,18 +95,18 @@ def frontier_html(
     parts = [
         f"<h1>{FRONTIER_TITLE}</h1>",
         frontier_svg(plans, rows, device=device),
-        _preformatted(text, "remat-code"),
+        _preformatted_html(text, "remat-code"),
     ]
-    return page(FRONTIER_TITLE, "".join(parts))
+    return html_page(FRONTIER_TITLE, "".join(parts))
 
 
-def page(title: str, body: str) -> str:
+def html_page(title: str, body: str) -> str:
     """Return a complete HTML page. `title` is plain text, `body` is markup."""
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"/>'
-        f'<meta http-equiv="Content-Security-Policy" content="{escape(_CONTENT_POLICY)}"/>'
+        f'<meta http-equiv="Content-Security-Policy" content="{escape_markup(_CONTENT_POLICY)}"/>'
         '<meta name="viewport" content="width=device-width, initial-scale=1"/>'
-        f"<title>{escape(title)}</title><style>{_PAGE_STYLE}{_STYLE}</style></head>"
+        f"<title>{escape_markup(title)}</title><style>{_PAGE_STYLE}{_STYLE}</style></head>"
         f'<body><main class="remat-plan">{body}</main></body></html>\n'
     )
 
@@ -115,28 +115,28 @@ def plan_fragment(plan: PlanData) -> str:
     """Return what a notebook displays of a plan: its figures, the timeline, and `describe()` in a
     collapsed section."""
     return (
-        f'<div class="remat-plan"><style>{_STYLE}</style>{_figures(plan)}{timeline_svg(plan)}'
-        f"<details><summary>details</summary>{_preformatted(plan_report(plan))}</details></div>"
+        f'<div class="remat-plan"><style>{_STYLE}</style>{_key_numbers_html(plan)}{timeline_svg(plan)}'
+        f"<details><summary>details</summary>{_preformatted_html(plan_report(plan))}</details></div>"
     )
 
 
 def comparison_fragment(comparison: ComparisonData) -> str:
     """Return what a notebook displays of a comparison: the picture of its frontier, and its table
     in a collapsed section."""
-    table = _preformatted(comparison.report())
+    table = _preformatted_html(comparison.report())
     return (
         f'<div class="remat-plan"><style>{_STYLE}</style>{comparison_svg(comparison)}'
         f"<details><summary>table</summary>{table}</details></div>"
     )
 
 
-def _preformatted(text: object, css_class: str | None = None) -> str:
+def _preformatted_html(text: object, css_class: str | None = None) -> str:
     """Return a report or other text as preformatted HTML."""
     attribute = "" if css_class is None else f' class="{css_class}"'
-    return f"<pre{attribute}>{escape_lines(str(text))}</pre>"
+    return f"<pre{attribute}>{escape_markup_lines(str(text))}</pre>"
 
 
-def _allocator_text(plan: PlanData) -> str:
+def _allocator_caption(plan: PlanData) -> str:
     """Return the peak that is predicted for torch's CUDA allocator, as text; "" without one."""
     prediction = plan.allocator
     if prediction is None:
@@ -147,7 +147,7 @@ def _allocator_text(plan: PlanData) -> str:
     )
 
 
-def _figures(plan: PlanData) -> str:
+def _key_numbers_html(plan: PlanData) -> str:
     """Return four boxes with the peak, extra time, lower bound and recomputations of a plan."""
     recomputed = plan.schedule.recomputed(plan.graph)
     operation_count = count_without_copies(plan.graph)
@@ -159,7 +159,7 @@ def _figures(plan: PlanData) -> str:
         (
             format_bytes(plan.peak_bytes),
             f"peak, {plan.share:.1%} of {format_bytes(plan.baseline_peak_bytes)}; "
-            f"budget {format_bytes(plan.budget_bytes)}{_allocator_text(plan)}",
+            f"budget {format_bytes(plan.budget_bytes)}{_allocator_caption(plan)}",
         ),
         (
             f"{plan.overhead:+.2%}",
@@ -173,13 +173,13 @@ def _figures(plan: PlanData) -> str:
         ),
     ]
     boxes = (
-        f'<div class="remat-figure"><b>{escape(figure)}</b><span>{escape(caption)}</span></div>'
+        f'<div class="remat-figure"><b>{escape_markup(figure)}</b><span>{escape_markup(caption)}</span></div>'
         for figure, caption in figures
     )
     return f'<div class="remat-figures">{"".join(boxes)}</div>'
 
 
-def _recomputed_table(plan: PlanData) -> str:
+def _recomputed_table_html(plan: PlanData) -> str:
     """Return a table of the operations whose recomputation takes the most time."""
     graph = plan.graph
     counts = plan.schedule.recomputed(graph)
@@ -200,9 +200,9 @@ def _recomputed_table(plan: PlanData) -> str:
             format_seconds(counts[op] * operation.cost_s),
         )
         rows.append(
-            f"<tr><td>{escape(shorten(operation.name, 80))}</td>"
-            f"<td>{escape(shorten(operation.module, 120))}</td>"
-            + "".join(f'<td class="n">{escape(text)}</td>' for text in numbers)
+            f"<tr><td>{escape_markup(shorten_name(operation.name, 80))}</td>"
+            f"<td>{escape_markup(shorten_name(operation.module, 120))}</td>"
+            + "".join(f'<td class="n">{escape_markup(text)}</td>' for text in numbers)
             + "</tr>"
         )
     others = len(order) - _MAX_ROWS

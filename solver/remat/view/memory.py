@@ -51,7 +51,7 @@ def memory_layers(plan: PlanData) -> MemoryLayers:
     count = len(runs)
     of_copies = ("results", "activations", "activation-gradients", "recomputed", "reloaded")
     change = {name: [0] * (count + 2) for name in of_copies}
-    layer_names = copy_layers(plan, timeline)
+    layer_names = value_copy_layers(plan, timeline)
     for copy, name in zip(timeline.copies, layer_names, strict=True):
         size = graph.values[copy.value].size_bytes
         change[name][copy.start] += size
@@ -65,7 +65,7 @@ def memory_layers(plan: PlanData) -> MemoryLayers:
     return MemoryLayers(layers, timeline)
 
 
-def copy_layers(plan: PlanData, timeline: Timeline) -> list[str]:
+def value_copy_layers(plan: PlanData, timeline: Timeline) -> list[str]:
     """Return the name of the layer that each copy of the timeline belongs to."""
     graph, count = plan.graph, len(plan.schedule)
     buffers = {offloaded.buffer for offloaded in offloaded_values(graph)}
@@ -114,7 +114,7 @@ def run_start_times_s(plan: PlanData) -> list[float]:
     return list(accumulate(costs, initial=0.0))
 
 
-def plan_copies(plan: PlanData) -> CopyTimes | None:
+def plan_copy_times(plan: PlanData) -> CopyTimes | None:
     """Return the simulated copies of a plan's offloaded tensors; None if it offloads nothing."""
     figures = plan.offload
     if figures is None or not plan.graph.renewal:

@@ -124,7 +124,7 @@ def check_autocast(dtype: str | None) -> None:
         raise UsageError(f"--autocast {dtype!r}: it must be {' or '.join(AUTOCAST_DTYPES)}")
 
 
-def check_device(name: str | None) -> None:
+def check_data_sheet_device(name: str | None) -> None:
     """Raise `UsageError` for a device without a data sheet."""
     try:
         if name is not None:
@@ -164,7 +164,7 @@ def check_local_device(device: str | None, command: str, instead: str) -> None:
     )
 
 
-def parameters_of(group: type) -> list[inspect.Parameter]:
+def dataclass_parameters(group: type) -> list[inspect.Parameter]:
     """Return a command's parameters for the fields of a dataclass whose annotations are typer's."""
     hints = get_type_hints(group, include_extras=True)
     return [
@@ -178,7 +178,7 @@ def parameters_of(group: type) -> list[inspect.Parameter]:
     ]
 
 
-def with_parameters(
+def replace_command_parameter(
     command: Callable[..., None],
     name: str,
     parameters: Sequence[inspect.Parameter],

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from remat.commands.common.command_options import parameters_of, with_parameters
+from remat.commands.common.command_options import dataclass_parameters, replace_command_parameter
 from remat.commands.common.exits import UsageError
 from remat.errors import BudgetError
 from remat.limits.budget import Budget
@@ -112,7 +112,7 @@ class StrategyFlags:
             key, equals, text = option.partition("=")
             if not equals or not key:
                 raise UsageError(f"--option {option!r} is not of the form NAME=VALUE, as in k=4")
-            data[key.strip()] = _parse_value(text)
+            data[key.strip()] = _parse_option_value(text)
         return _build_strategy(data | _strategy_shortcuts(self.gap, self.time_limit, self.solver))
 
 
@@ -142,7 +142,7 @@ class PlanFlags:
             raise UsageError(f"--{str(error).removeprefix('--')}") from None
 
 
-def check_flag(name: str, value: object) -> None:
+def check_plan_flag(name: str, value: object) -> None:
     """Raise `UsageError` for a wrong value of an option of a plan."""
     try:
         check_option(name, value)
@@ -152,7 +152,7 @@ def check_flag(name: str, value: object) -> None:
         raise UsageError(f"--{error}") from None
 
 
-def flag(name: str) -> Any:
+def plan_option_flag(name: str) -> Any:
     """Return typer's description of an option of a plan."""
     option = OPTIONS[name]
     return typer.Option(
@@ -172,7 +172,7 @@ def with_plan_options(door: Door) -> Callable[[Callable[..., None]], Callable[..
         names = [name for name in door.options if OPTIONS[name].metavar is not None]
         if "step" in declared:
             names.remove("outputs")  # one of `StepOptions`
-        parameters = parameters_of(StrategyFlags)
+        parameters = dataclass_parameters(StrategyFlags)
         strategy_names = [parameter.name for parameter in parameters]
         if "budget" not in declared:
             required = inspect.Parameter("budget", inspect.Parameter.KEYWORD_ONLY)
@@ -183,7 +183,7 @@ def with_plan_options(door: Door) -> Callable[[Callable[..., None]], Callable[..
                 inspect.Parameter.KEYWORD_ONLY,
                 default=door.default(name),
                 annotation=Annotated[
-                    str if door.default(name) is not None else str | None, flag(name)
+                    str if door.default(name) is not None else str | None, plan_option_flag(name)
                 ],
             )
             for name in names
@@ -194,7 +194,7 @@ def with_plan_options(door: Door) -> Callable[[Callable[..., None]], Callable[..
             budget = values.pop("budget", None)
             return PlanFlags(door, strategy, values, budget)
 
-        return with_parameters(command, "flags", parameters, build)
+        return replace_command_parameter(command, "flags", parameters, build)
 
     return decorate
 
@@ -237,7 +237,7 @@ def _build_strategy(data: dict[str, Any]) -> Strategy:
         raise UsageError(str(error)) from None
 
 
-def _parse_value(text: str) -> Any:
+def _parse_option_value(text: str) -> Any:
     for parse in (json.loads, float):  # a float also parses nan and inf
         try:
             return parse(text)

@@ -126,18 +126,18 @@ PlotWriter = Callable[[PlotInput], str | bytes]
 """Returns the content of an output file."""
 
 
-def _page_html(plot_input: PlotInput) -> str:
+def _plan_page(plot_input: PlotInput) -> str:
     return view.plan_html(plot_input.plan, plot_input.program)
 
 
-def _annotated_code(plot_input: PlotInput) -> str:
+def _plan_code(plot_input: PlotInput) -> str:
     program = plot_input.program
     if program is None:
         raise UsageError("--kind code needs the trace of the plan: --trace TRACE")
     return view.annotated_code(program, plot_input.plan, plot_input.plan_trace)
 
 
-def _frontier_writer(suffix: str) -> PlotWriter:
+def _frontier_plot_writer(suffix: str) -> PlotWriter:
     return lambda plot_input: FRONTIER_WRITERS[suffix](
         FrontierContent(
             plot_input.plans,
@@ -147,7 +147,7 @@ def _frontier_writer(suffix: str) -> PlotWriter:
     )
 
 
-def _figure_writer(suffix: str, draw_figure: Callable[[Plan], Figure]) -> PlotWriter:
+def _figure_plot_writer(suffix: str, draw_figure: Callable[[Plan], Figure]) -> PlotWriter:
     return lambda plot_input: figure_bytes(draw_figure(plot_input.plan), suffix)
 
 
@@ -155,9 +155,9 @@ PLOT_WRITERS: dict[tuple[str, str], PlotWriter] = {
     ("timeline", ".svg"): lambda plot_input: view.timeline_svg(plot_input.plan),
     ("schedule", ".svg"): lambda plot_input: view.schedule_svg(plot_input.plan),
     ("modules", ".svg"): lambda plot_input: view.modules_svg(plot_input.plan),
-    ("page", ".html"): _page_html,
+    ("page", ".html"): _plan_page,
     ("csv", ".csv"): lambda plot_input: view.operations_csv(plot_input.plan),
-    **{("frontier", suffix): _frontier_writer(suffix) for suffix in FRONTIER_WRITERS},
+    **{("frontier", suffix): _frontier_plot_writer(suffix) for suffix in FRONTIER_WRITERS},
     ("frontier", ".csv"): lambda plot_input: to_csv_text(
         [plan_summary(p) for p in plot_input.plans]
     ),
@@ -165,11 +165,11 @@ PLOT_WRITERS: dict[tuple[str, str], PlotWriter] = {
     ("snapshot", ".pickle"): lambda plot_input: pickle.dumps(
         view.memory_snapshot(plot_input.plan), protocol=4
     ),
-    ("code", ".py"): _annotated_code,
+    ("code", ".py"): _plan_code,
     ("dot", ".dot"): lambda plot_input: view.graph_dot(plot_input.plan.graph, plot_input.plan),
     ("graphml", ".graphml"): lambda plot_input: view.graph_graphml(plot_input.plan.graph),
     **{
-        (kind, suffix): _figure_writer(suffix, draw_figure)
+        (kind, suffix): _figure_plot_writer(suffix, draw_figure)
         for suffix in (".png", ".pdf")
         for kind, draw_figure in (
             ("timeline", view.timeline_figure),

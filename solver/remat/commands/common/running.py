@@ -37,7 +37,7 @@ from remat.plan import Plan
 from remat.plan_options import CheckedOptions
 from remat.progress import Cancel, Progress
 from remat.report.solve_progress import format_progress
-from remat.view.text import plain
+from remat.view.text import plain_text
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bars
@@ -227,7 +227,7 @@ class ProgressLine:
     def on_measure_progress(self, completed: int, total: int, name: str) -> None:
         """Show the progress of `remat.measure`, as its `progress` callback."""
         if self._bars is not None and self._task is not None:
-            description = plain(f"{self._title} {name}")
+            description = plain_text(f"{self._title} {name}")
             self._bars.update(
                 self._task, completed=completed, total=max(1, total), description=description
             )
@@ -240,7 +240,7 @@ class ProgressLine:
     def set_description(self, text: str) -> None:
         """Replace the text of the line."""
         if self._bars is not None and self._task is not None:
-            self._bars.update(self._task, description=plain(text))
+            self._bars.update(self._task, description=plain_text(text))
 
 
 @contextmanager

@@ -44,7 +44,7 @@ def step_from_name(name: str, sizes: BatchSizes, overrides: Sequence[str]) -> Na
     transformers = _import_package("transformers")
     if "/" not in name:
         model_type = _find_model_type(transformers, name)
-        return name, *_build_step({"model_type": model_type}, name, sizes, overrides)
+        return name, *_step_of_configuration({"model_type": model_type}, name, sizes, overrides)
     with _without_warnings(transformers):
         try:
             data, _ = transformers.PretrainedConfig.get_config_dict(name)
@@ -52,7 +52,7 @@ def step_from_name(name: str, sizes: BatchSizes, overrides: Sequence[str]) -> Na
             raise TraceError(
                 f"cannot load the configuration of {name!r} from the hub: {one_line(error)}"
             ) from error
-    return name.rpartition("/")[2], *_build_step(data, name, sizes, overrides)
+    return name.rpartition("/")[2], *_step_of_configuration(data, name, sizes, overrides)
 
 
 def step_from_configuration(file: str, sizes: BatchSizes, overrides: Sequence[str]) -> NamedStep:
@@ -66,10 +66,10 @@ def step_from_configuration(file: str, sizes: BatchSizes, overrides: Sequence[st
         raise TraceError(f"cannot read the configuration {file}: {one_line(error)}") from error
     if not isinstance(data, dict):
         raise TraceError(f"{file} has a JSON {type(data).__name__}, but a configuration is a dict")
-    return path.stem, *_build_step(data, file, sizes, overrides)
+    return path.stem, *_step_of_configuration(data, file, sizes, overrides)
 
 
-def _build_step(
+def _step_of_configuration(
     data: ConfigData, source: str, sizes: BatchSizes, overrides: Sequence[str]
 ) -> ModelCall:
     changes = dict(_parse_override(text) for text in overrides)
@@ -89,7 +89,7 @@ def _build_step(
             with torch.device("cpu"):
                 kwargs = make_batch(task, config, sizes)
             if torch.get_default_device().type != "meta":
-                _check_memory(model_class, config, source)
+                _check_weights_fit_memory(model_class, config, source)
             model = model_class(config)
             if "input_ids" in kwargs:
                 _check_positions(model, config, sizes, source)
@@ -141,16 +141,16 @@ def _parse_override(text: str) -> tuple[str, object]:
 def _find_model_type(transformers: ModuleType, name: str) -> str:
     types = list(transformers.CONFIG_MAPPING)
     # Model types are spelled with dashes or with underscores.
-    by_letters = {_letters(model_type): model_type for model_type in types}
-    if _letters(name) not in by_letters:
+    by_letters = {_letters_and_digits(model_type): model_type for model_type in types}
+    if _letters_and_digits(name) not in by_letters:
         raise TraceError(
             f"{name!r} is not a model type of transformers {transformers.__version__}"
             f"{similar_names_hint(name, types)}; write hf:org/name for a configuration from the hub"
         )
-    return name if name in types else by_letters[_letters(name)]
+    return name if name in types else by_letters[_letters_and_digits(name)]
 
 
-def _letters(name: str) -> str:
+def _letters_and_digits(name: str) -> str:
     return "".join(c for c in name.lower() if c.isalnum())
 
 
@@ -178,7 +178,7 @@ def _build_configuration(
                 )
         aliases = config_class.attribute_map
         layers = LAYERS | {aliases.get(name, name) for name in LAYERS}
-        check_sizes(
+        check_configuration_sizes(
             data | changes, source, layers, SIZES | {aliases.get(name, name) for name in SIZES}
         )
         if sizes.image is not None and hasattr(unchanged, "image_size"):
@@ -259,7 +259,7 @@ def _task_and_model_class(
     )
 
 
-def _check_memory(model_class: type[nn.Module], config: Any, source: str) -> None:
+def _check_weights_fit_memory(model_class: type[nn.Module], config: Any, source: str) -> None:
     """Raise `TraceError` for weights that exceed the memory; the system would kill the process."""
     try:
         with torch.device("meta"):
@@ -323,7 +323,7 @@ _MAX_LAYERS = 10_000
 _MAX_SIZE = 100_000_000
 
 
-def check_sizes(
+def check_configuration_sizes(
     fields: Mapping[str, object], source: str, layers: Set[str] = LAYERS, sizes: Set[str] = SIZES
 ) -> None:
     """Raise `TraceError` if a size is below 1, or so large that building the model takes hours.
@@ -406,7 +406,7 @@ def denoising_step(
             "(model, args)"
         )
     model_class = getattr(diffusers, name)
-    check_sizes(data | changes, source)
+    check_configuration_sizes(data | changes, source)
     try:
         unet = model_class.from_config(data | changes)
     except Exception as error:
@@ -421,7 +421,9 @@ def denoising_step(
                 f"{source} needs a condition that remat does not provide ({key} is "
                 f"{config[key]!r}); write a function that returns (model, args)"
             )
-    noisy = torch.randn(sizes.batch, config["in_channels"], *_image_size(config, source, sizes))
+    noisy = torch.randn(
+        sizes.batch, config["in_channels"], *_denoiser_image_size(config, source, sizes)
+    )
     noise = torch.randn(sizes.batch, config["out_channels"], *noisy.shape[2:])
     args = [noisy, torch.randint(0, 1000, (sizes.batch,)), noise]
     if name == "UNet2DConditionModel":
@@ -438,7 +440,7 @@ def unknown_field_error(key: str, fields: Iterable[str], source: str) -> TraceEr
     )
 
 
-def _image_size(config: Any, source: str, sizes: BatchSizes) -> tuple[int, int]:
+def _denoiser_image_size(config: Any, source: str, sizes: BatchSizes) -> tuple[int, int]:
     size = sizes.image or config["sample_size"]
     if size is None:
         raise TraceError(f"{source} has no sample_size; pass the image size, as in --image 64")

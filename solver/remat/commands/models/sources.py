@@ -70,20 +70,20 @@ def load_training_step(
 
     Raises `TraceError` with one line, which names the line in the user's file if there is one.
     """
-    target = _device(device)
+    target = _loading_device(device)
     if dtype is not None and dtype not in DTYPES:
         raise TraceError(f"the dtype {dtype!r} is not supported; use {', '.join(DTYPES)}")
     _seed_generators(seed)
     construction_device = target if target.type == "meta" else contextlib.nullcontext()
     with contextlib.redirect_stdout(sys.stderr), construction_device:
-        name, model, args, kwargs = _load_by_form(source, sizes or BatchSizes(), overrides)
-        args, kwargs = _checked_inputs(source, model, args, kwargs)
+        name, model, args, kwargs = _load_source(source, sizes or BatchSizes(), overrides)
+        args, kwargs = _checked_step_inputs(source, model, args, kwargs)
         return _move_step(
             TrainingStep(name, model, args, kwargs), target, DTYPES[dtype] if dtype else None
         )
 
 
-def _checked_inputs(
+def _checked_step_inputs(
     source: str, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments of a call. Raises `TraceError` if the model does not accept them, which
@@ -99,7 +99,7 @@ def _checked_inputs(
         raise TraceError(f"{error}.{names} Change what {source} returns") from None
 
 
-def _load_by_form(
+def _load_source(
     source: str, sizes: BatchSizes, overrides: Sequence[str]
 ) -> tuple[str, nn.Module, tuple[Any, ...], dict[str, Any]]:
     if source.startswith(_HUGGING_FACE_PREFIX):
@@ -121,7 +121,7 @@ def _load_by_form(
     return name, *step_from_factory(place, name)
 
 
-def _device(name: str) -> torch.device:
+def _loading_device(name: str) -> torch.device:
     return torch.device("meta") if name == "meta" else local_device(name)
 
 

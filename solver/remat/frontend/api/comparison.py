@@ -79,7 +79,7 @@ class Equality:
         return {k: v if math.isfinite(v) else None for k, v in fields.items()}
 
 
-def deep_copy(model: nn.Module, arguments: T) -> tuple[nn.Module, T]:
+def deep_copy_step(model: nn.Module, arguments: T) -> tuple[nn.Module, T]:
     """Return a deep copy of the model and its arguments. Raises `TraceError` where they cannot be
     copied."""
     try:
@@ -107,8 +107,10 @@ def compare_steps(
     buffers_before = reference.buffers()
     # remat first: if it cannot plan, the reference is not compiled in vain.
     losses = [runner.first_step(seed) for runner in (remat, reference)][::-1]
-    gradients = _differences(reference.gradients(), remat.gradients())
-    buffers = _differences(*(_changed(buffers_before, runner.buffers()) for runner in runners))
+    gradients = _tensor_differences(reference.gradients(), remat.gradients())
+    buffers = _tensor_differences(
+        *(_changed_tensors(buffers_before, runner.buffers()) for runner in runners)
+    )
     peaks = [reference.peak_bytes(seed, remat), remat.peak_bytes(seed, reference)]
     times: tuple[list[float], list[float]] = ([], [])
     for _ in range(rounds):
@@ -174,7 +176,7 @@ class StepRunner:
             # The output lives until the step ends, as in many training loops, or is dropped before
             # the backward: as the plan assumes.
             output = self._module(*self._args, **self._kwargs)
-            loss = loss_of(output)
+            loss = loss_of_output(output)
             if self._outputs_dropped:
                 del output
             # Autocast keeps its casts until the outermost context ends, which is the caller's.
@@ -245,7 +247,7 @@ class StepRunner:
         return elapsed_s
 
 
-def loss_of(output: object) -> torch.Tensor:
+def loss_of_output(output: object) -> torch.Tensor:
     """Return the scalar to call `backward()` on: the output's `loss`, the output itself, or the
     first scalar of a tuple or dict. Raises `TraceError` where there is none."""
     candidates: list[object] = [getattr(output, "loss", None), output]
@@ -259,13 +261,13 @@ def loss_of(output: object) -> torch.Tensor:
                 break
             return item.reshape(())
     raise TraceError(
-        f"a step needs a loss, and the model returned {_summary(output)}; return a scalar that "
+        f"a step needs a loss, and the model returned {_output_summary(output)}; return a scalar that "
         "requires a gradient: as the only output, as the attribute `loss`, or as the first scalar "
         "of a tuple or dict (models of transformers return one where they are called with labels)"
     )
 
 
-def _summary(output: object) -> str:
+def _output_summary(output: object) -> str:
     """Return the type of a model's output in a few words, for an error."""
     if isinstance(output, torch.Tensor):
         grad = "" if output.requires_grad else " without a gradient"
@@ -289,7 +291,7 @@ class _TensorDifference:
         if a is None or b is None or a.shape != b.shape:
             return cls(False, math.inf, math.inf)
         a, b = (t.to_dense() if t.layout != torch.strided else t for t in (a, b))
-        if _is_equal(a, b):
+        if _tensors_equal(a, b):
             return cls(True, 0.0, 0.0)
         wide = torch.complex128 if a.is_complex() else torch.float64
         distance = (a.to(wide) - b.to(wide)).abs().nan_to_num(nan=math.inf, posinf=math.inf)
@@ -298,18 +300,18 @@ class _TensorDifference:
         return cls(False, absolute, absolute / scale if scale else math.inf)
 
 
-def _is_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+def _tensors_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
     """True if the tensors are equal bit for bit, except for the bits of NaNs."""
     if a.dtype != b.dtype:
         return False
     return torch.equal(a, b) or bool(((a == b) | (a.isnan() & b.isnan())).all())
 
 
-def _differences(a: Tensors, b: Tensors) -> list[_TensorDifference]:
+def _tensor_differences(a: Tensors, b: Tensors) -> list[_TensorDifference]:
     """Return the differences of the tensors that have the same name."""
     return [_TensorDifference.of(a.get(name), b.get(name)) for name in dict.fromkeys((*a, *b))]
 
 
-def _changed(before: Tensors, after: Tensors) -> dict[str, torch.Tensor]:
+def _changed_tensors(before: Tensors, after: Tensors) -> dict[str, torch.Tensor]:
     """Return the tensors of `after` that are not equal to those of the same name in `before`."""
-    return {k: t for k, t in after.items() if k not in before or not _is_equal(before[k], t)}
+    return {k: t for k, t in after.items() if k not in before or not _tensors_equal(before[k], t)}

@@ -22,7 +22,7 @@ from remat.errors import InfeasibleBudget, TraceError
 from remat.frontend.api.optimize import (
     FORWARD_ATTRIBUTE,
     check_no_planned_submodule,
-    checked_options,
+    checked_door_options,
 )
 from remat.frontend.blocks.fsdp2 import check_unsharded, is_sharded, local_tensor
 from remat.frontend.blocks.planner import ScopedPlanner
@@ -76,7 +76,7 @@ def enable(
     Raises `TraceError` if the model is enabled, optimised or compiled already, `InfeasibleBudget`
     if its parameters alone do not fit, and the errors of `remat.optimize`.
     """
-    checked = check_options(budget, options)
+    checked = check_enable_options(budget, options)
     check_not_planned(model, checked.scope)
     if not is_smallest_accepted(checked.infeasible):
         _check_parameters_fit(model, checked.budget)
@@ -292,10 +292,10 @@ def check_not_planned(model: object, scope: str = MODEL) -> None:
         check_unsharded(model)
 
 
-def check_options(budget: int | str, options: EnableOptions) -> CheckedOptions:
+def check_enable_options(budget: int | str, options: EnableOptions) -> CheckedOptions:
     """Return the options of `enable` as data. Raises its errors for an invalid budget or option,
     whatever the model: for integrations that enable a model later."""
-    return checked_options(ENABLE, budget, options)
+    return checked_door_options(ENABLE, budget, options)
 
 
 def _check_parameters_fit(model: nn.Module, budget: Budget | None) -> None:

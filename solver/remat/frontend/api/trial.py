@@ -22,7 +22,7 @@ from remat.frontend.api.comparison import (
     StepRunner,
     check_rounds,
     compare_steps,
-    deep_copy,
+    deep_copy_step,
 )
 from remat.frontend.runtime.module import RematModule
 from remat.limits.options import OUTPUTS_DROPPED, OUTPUTS_HELD
@@ -182,7 +182,7 @@ def run_eager_trial(
     fit the device.
     """
     check_rounds(rounds)
-    eager_model, (eager_args, eager_kwargs) = deep_copy(model, (args, dict(kwargs)))
+    eager_model, (eager_args, eager_kwargs) = deep_copy_step(model, (args, dict(kwargs)))
     plan = module.plan
     if plan is None:
         raise TraceError("the module has no plan to compare with; make it with remat.optimize")
@@ -229,7 +229,7 @@ def run_compiled_trial(
     from remat.frontend.compile.registry import compiled_plans
 
     check_rounds(rounds)
-    plain_model, (plain_args, plain_kwargs) = deep_copy(model, (args, dict(kwargs)))
+    plain_model, (plain_args, plain_kwargs) = deep_copy_step(model, (args, dict(kwargs)))
     number_of_plans = len(compiled_plans())
     plain_module: Any = torch.compile(plain_model)
     remat_module = compile_with_remat(model, budget, outputs=outputs, **options)

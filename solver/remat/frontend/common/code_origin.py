@@ -34,7 +34,7 @@ def is_user_code(path: Path) -> bool:
     return path.is_absolute() and not is_framework_code(path) and not is_installed_package(path)
 
 
-def line_of(frame: FrameType) -> str:
+def frame_line(frame: FrameType) -> str:
     """Return the line that a frame runs, as text for messages."""
     return f"{frame.f_code.co_filename}:{frame.f_lineno} (in {frame.f_code.co_name})"
 
@@ -43,7 +43,7 @@ _ATTRIBUTE = "__remat_part__"
 
 
 @contextlib.contextmanager
-def errors_of(part: str) -> Iterator[None]:
+def errors_name_part(part: str) -> Iterator[None]:
     """Within the context, errors name this part of a step."""
     try:
         yield

@@ -40,21 +40,21 @@ class ProcessChange:
                     self._undo()
 
 
-def _disable() -> Callable[[], object] | None:
+def _disable_collector() -> Callable[[], object] | None:
     was_enabled = gc.isenabled()
     gc.disable()
     return gc.enable if was_enabled else None
 
 
-def _freeze() -> Callable[[], object] | None:
+def _freeze_older_objects() -> Callable[[], object] | None:
     if gc.get_freeze_count():  # they would be unfrozen with the others
         return None
     gc.freeze()
     return gc.unfreeze
 
 
-_DISABLED = ProcessChange(_disable)
-_FROZEN = ProcessChange(_freeze)
+_DISABLED = ProcessChange(_disable_collector)
+_FROZEN = ProcessChange(_freeze_older_objects)
 
 
 @contextlib.contextmanager

@@ -57,7 +57,7 @@ def resolve(target: str, namespaces: Collection[str] = NAMESPACES) -> Operator:
             raise DocumentError(f"{target} is none of remat's operations: a newer remat wrote it?")
         return REMAT_OPERATIONS[target]
     operator = find_operator(target, namespaces)
-    _check_functional(target, operator)
+    _check_operator_functional(target, operator)
     return operator
 
 
@@ -73,7 +73,7 @@ def find_operator(target: str, namespaces: Collection[str]) -> OpOverload:
             f"{target}: operations of namespace {namespace} are not allowed, only those of "
             f"{', '.join(sorted(namespaces))}"
         )
-    operator = _lookup(namespace, name, overload)
+    operator = _lookup_operator(namespace, name, overload)
     if operator is None:
         raise DocumentError(f"torch {torch.__version__} has no operation {target}")
     return operator
@@ -85,7 +85,7 @@ def resolve_out_variant(target: str) -> Operator:
     Raises `DocumentError` where this version of torch has none.
     """
     namespace, name, overload = OUT_VARIANTS[target].target.split(".")
-    operator = _lookup(namespace, name, overload)
+    operator = _lookup_operator(namespace, name, overload)
     if operator is None:
         raise DocumentError(f"torch {torch.__version__} has no operation {name}.{overload}")
     return operator
@@ -97,7 +97,7 @@ def check_namespaces_allowed(targets: Iterable[str], namespaces: Collection[str]
         resolve(target, namespaces)
 
 
-def _lookup(namespace: str, name: str, overload: str) -> OpOverload | None:
+def _lookup_operator(namespace: str, name: str, overload: str) -> OpOverload | None:
     packet = getattr(getattr(torch.ops, namespace), name, None)
     if not isinstance(packet, OpOverloadPacket):
         return None
@@ -105,7 +105,7 @@ def _lookup(namespace: str, name: str, overload: str) -> OpOverload | None:
     return operator if isinstance(operator, OpOverload) else None
 
 
-def _check_functional(target: str, operator: OpOverload) -> None:
+def _check_operator_functional(target: str, operator: OpOverload) -> None:
     schema = operator._schema
     if target == COPY_TARGET:
         return

@@ -71,7 +71,7 @@ def without_other_outputs(output: Any, differentiate: str | Sequence[str]) -> An
     try:
         tensors, structure = flatten(output, "the model's output")
     except TraceError:  # it contains an object such as a cache, which stays as it is
-        return _with_scalars(output, differentiate)
+        return _without_large_outputs(output, differentiate)
     selected = outputs_to_differentiate(structure, tensors, differentiate)
     if all(t.numel() != 1 for t, is_selected in zip(tensors, selected, strict=True) if is_selected):
         raise no_loss_returned("the model")
@@ -81,7 +81,7 @@ def without_other_outputs(output: Any, differentiate: str | Sequence[str]) -> An
     return unflatten(structure.without_leaves(dropped), remaining)
 
 
-def _with_scalars(output: Any, differentiate: str | Sequence[str]) -> Any:
+def _without_large_outputs(output: Any, differentiate: str | Sequence[str]) -> Any:
     """Return an output of mappings, tuples and other objects, in which the tensors of more than one
     element are dropped, unless `differentiate` names them."""
     names = [differentiate] if isinstance(differentiate, str) else list(differentiate)
@@ -109,7 +109,7 @@ def _with_scalars(output: Any, differentiate: str | Sequence[str]) -> Any:
 # -- graphs of Dynamo -----------------------------------------------------------------------------
 
 
-def other_outputs(gm: fx.GraphModule) -> dict[int, fx.Node] | None:
+def droppable_graph_outputs(gm: fx.GraphModule) -> dict[int, fx.Node] | None:
     """Return the outputs of Dynamo's graph next to the loss, by position: they require a gradient
     and have more than one element. None without a loss: the graph is not the end of a step.
 
@@ -128,10 +128,10 @@ def other_outputs(gm: fx.GraphModule) -> dict[int, fx.Node] | None:
     return others if has_loss else None
 
 
-def drop_other_outputs(gm: fx.GraphModule) -> dict[int, DroppedOutput] | None:
-    """Remove the `other_outputs` of Dynamo's graph, and return what takes their places; None
+def drop_graph_outputs(gm: fx.GraphModule) -> dict[int, DroppedOutput] | None:
+    """Remove the `droppable_graph_outputs` of Dynamo's graph, and return what takes their places; None
     without a loss."""
-    others = other_outputs(gm)
+    others = droppable_graph_outputs(gm)
     if others is None:
         return None
     (output,) = gm.graph.find_nodes(op="output")

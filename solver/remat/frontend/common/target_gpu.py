@@ -41,17 +41,17 @@ def find_target_gpu(device: str | torch.device | None) -> TargetGpu | None:
     if device is None:
         return None
     name = str(device).strip().lower()
-    if name == "cpu" or (_is_cuda(name) and torch.cuda.is_available()):
+    if name == "cpu" or (_is_cuda_name(name) and torch.cuda.is_available()):
         return None
-    if _is_cuda(name):
-        return _target_gpu(DEFAULT_GPU)
-    return _target_gpu(name)
+    if _is_cuda_name(name):
+        return _target_gpu_by_name(DEFAULT_GPU)
+    return _target_gpu_by_name(name)
 
 
 def is_default_gpu(device: str | torch.device | None) -> bool:
     """True if `device` is "cuda" on a machine without a GPU, so that it stands for
     `DEFAULT_GPU`."""
-    is_cuda = device is not None and _is_cuda(str(device).strip().lower())
+    is_cuda = device is not None and _is_cuda_name(str(device).strip().lower())
     return is_cuda and find_target_gpu(device) is not None
 
 
@@ -76,18 +76,18 @@ def local_device(name: str | torch.device) -> torch.device:
 def local_gpu_name(device: str) -> str:
     """Return the data sheet name ("h100") of this machine's GPU at `device` ("cuda:0"), or "" if
     there is no GPU or no data sheet for it."""
-    if not _is_cuda(device) or not torch.cuda.is_available():
+    if not _is_cuda_name(device) or not torch.cuda.is_available():
         return ""
     spec = match_device(torch.cuda.get_device_name(device))
     return "" if spec is None else spec.name
 
 
-def _is_cuda(name: str) -> bool:
+def _is_cuda_name(name: str) -> bool:
     type_, _, index = name.partition(":")
     return type_ == "cuda" and (not index or index.isdigit())
 
 
-def _target_gpu(name: str) -> TargetGpu:
+def _target_gpu_by_name(name: str) -> TargetGpu:
     supported = ", ".join(key for key, spec in DEVICES.items() if spec.capability)
     try:
         spec = find_device(name)

@@ -13,7 +13,7 @@ from torch._ops import OpOverload
 from remat.documents.base import NAMESPACES
 from remat.documents.targets import WRITE_TARGET
 from remat.errors import DocumentError
-from remat.frontend.common.operators import find_operator, register, written_parameters
+from remat.frontend.common.operators import find_operator, register_operator, written_parameters
 
 
 class Writer(NamedTuple):
@@ -80,4 +80,4 @@ def write_into_copy(buffer: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Te
     return write(buffer.clone(), *args, **kwargs)
 
 
-register(WRITE_TARGET, write_into_copy)
+register_operator(WRITE_TARGET, write_into_copy)

@@ -86,7 +86,7 @@ class CostCache:
 
     def get(self, key: object) -> MeasuredCost | None:
         """Return the cost under this key, or None."""
-        hash_, _ = _hash_and_text(key)
+        hash_, _ = _key_hash_and_text(key)
         if hash_ in self._memory:
             return self._memory[hash_]
         row = self._with_file(
@@ -103,7 +103,7 @@ class CostCache:
 
     def put(self, key: object, cost: MeasuredCost) -> None:
         """Store a cost; if two processes measure the same operation, the later result stays."""
-        hash_, text = _hash_and_text(key)
+        hash_, text = _key_hash_and_text(key)
         self._memory[hash_] = cost
         sizes = " ".join(map(str, cost.output_bytes))
         row = (hash_, text, cost.cost_s, cost.workspace_bytes, sizes, cost.launch_s)
@@ -141,7 +141,7 @@ class CostCache:
                 try:
                     return query(self._open())
                 except sqlite3.DatabaseError as error:
-                    if not _is_corrupt(error):
+                    if not _is_corrupt_file_error(error):
                         raise
                     self._move_corrupt_file(error)
                     return query(self._open())
@@ -192,12 +192,12 @@ class CostCache:
         )
 
 
-def _is_corrupt(error: sqlite3.DatabaseError) -> bool:
+def _is_corrupt_file_error(error: sqlite3.DatabaseError) -> bool:
     # The low byte is the primary error code; extended codes have it in common.
     return (getattr(error, "sqlite_errorcode", 0) & 0xFF) in _CORRUPT
 
 
-def _hash_and_text(key: object) -> tuple[str, str]:
+def _key_hash_and_text(key: object) -> tuple[str, str]:
     """Return the SHA-256 hash of a key, and its canonical JSON text."""
     text = json.dumps(key, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     return hashlib.sha256(text.encode()).hexdigest(), text

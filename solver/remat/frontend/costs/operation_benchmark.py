@@ -12,7 +12,7 @@ from remat.documents.records import Node, TensorMeta
 from remat.documents.targets import ADD_PRODUCT_TARGET
 from remat.documents.writes import call_of_write, is_write
 from remat.errors import RematError, one_line
-from remat.frontend.common.operators import Operator, resolve
+from remat.frontend.common.operators import Operator, resolve_operator
 from remat.frontend.common.torch_modes import NEEDS_GRAD_MODE, run_with_grad_mode
 from remat.frontend.common.writes import resolve_writer
 from remat.frontend.costs.cost_cache import MeasuredCost
@@ -77,7 +77,7 @@ def only_moves_bytes(node: Node) -> bool:
     return node.target.startswith("remat.") and not computes
 
 
-def _part(node: Node, metas: Mapping[str, TensorMeta]) -> Iterable[tuple[str, TensorMeta]]:
+def _written_views(node: Node, metas: Mapping[str, TensorMeta]) -> Iterable[tuple[str, TensorMeta]]:
     """Return the name and metadata of the view that a `remat.write` writes into."""
     call, _ = call_of_write(node, metas)
     return [(result.name, result.tensor) for result in call.results]
@@ -99,7 +99,9 @@ class OperationBenchmark:
         limit_bytes: int | None = None,
     ) -> None:
         nodes = list(nodes)
-        parts = {name: m for node in nodes if is_write(node) for name, m in _part(node, metas)}
+        parts = {
+            name: m for node in nodes if is_write(node) for name, m in _written_views(node, metas)
+        }
         self._metas = {**metas, **parts}
         self._limit_bytes = limit_bytes
         self._operands = OperandFactory(self._metas, trace_device_type, device, nodes)
@@ -135,7 +137,7 @@ class OperationBenchmark:
         if is_write(node):
             operator, node = self._write_call(node)
         else:
-            operator = resolve(node.target)
+            operator = resolve_operator(node.target)
         args, kwargs = self._operands.create_arguments(node, operator)
         if node.target in NEEDS_GRAD_MODE:
             return lambda: run_with_grad_mode(operator, args, kwargs)

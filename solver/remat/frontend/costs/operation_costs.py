@@ -48,7 +48,7 @@ def progress_reporter(progress: MeasureProgress | bool | None) -> Iterator[Measu
     if callable(progress):
         yield progress
     elif progress is True and sys.stderr.isatty():
-        with _bar() as report:
+        with _measuring_bar() as report:
             yield report
     else:
         yield _ignore_progress
@@ -59,7 +59,7 @@ def _ignore_progress(completed: int, total: int, name: str) -> None:
 
 
 @contextmanager
-def _bar() -> Iterator[MeasureProgress]:
+def _measuring_bar() -> Iterator[MeasureProgress]:
     try:
         from rich.console import Console
         from rich.progress import Progress as Bar
@@ -131,7 +131,7 @@ def measure_operations(
                 if cache is not None:
                     cache.put(keys[key_text], cost)
             if uses_cudnn_autotuning(nodes[0], device) and key_text not in _autotuned_keys:
-                _autotune(benchmark, nodes[0], key_text)
+                _autotune_operation(benchmark, nodes[0], key_text)
             measured[key_text] = cost
         report(len(groups), len(groups), "")
         del benchmark
@@ -185,7 +185,7 @@ def uses_cudnn_autotuning(node: Node, device: torch.device) -> bool:
     return device.type == "cuda" and is_convolution and torch.backends.cudnn.benchmark
 
 
-def _autotune(benchmark: OperationBenchmark, node: Node, key_text: str) -> None:
+def _autotune_operation(benchmark: OperationBenchmark, node: Node, key_text: str) -> None:
     """Let cuDNN select an algorithm for an operation, on both threads of a step."""
     try:
         benchmark.autotune(node)

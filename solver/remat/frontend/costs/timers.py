@@ -5,7 +5,7 @@ with the warm-up, if one takes more than 50 ms. On the CPU the fastest block cou
 concurrent processes only add time, and there are no more blocks once several agree with it; on
 CUDA, which runs nothing else, the median.
 
-A block that cannot be captured is run under a `Clock`. If the costs of the planned blocks come from
+A block that cannot be captured is run under a `Stopwatch`. If the costs of the planned blocks come from
 the roofline of another device, its time must come from there, too: times of two devices must not be
 added.
 """
@@ -72,11 +72,11 @@ def measure_on_cpu(call: KernelCall) -> MeasuredCost:
             call()
         return time.perf_counter() - start
 
-    cost_s = _seconds_per_call(block, min, warm_up_s=warm_up_s, is_enough=_agree)
+    cost_s = _seconds_per_call(block, min, warm_up_s=warm_up_s, is_enough=_block_times_agree)
     return MeasuredCost(cost_s, 0, sizes)
 
 
-def _agree(block_times_s: Sequence[float]) -> bool:
+def _block_times_agree(block_times_s: Sequence[float]) -> bool:
     """True if several of these blocks of equally many calls take as long as the fastest one."""
     limit_s = AGREEMENT * min(block_times_s)
     agreeing = [block_s for block_s in block_times_s if block_s <= limit_s]
@@ -188,7 +188,7 @@ def _seconds_per_call(
     return max(MIN_COST_S, average(block_s / calls for block_s in block_times_s))
 
 
-class Clock(Protocol):
+class Stopwatch(Protocol):
     """Gives the seconds of all operations since a fixed time."""
 
     def seconds(self) -> float:
@@ -196,7 +196,7 @@ class Clock(Protocol):
         ...
 
 
-class _MeasuringClock:
+class _WallStopwatch:
     """The machine's clock, read after the GPUs are synchronized."""
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
@@ -208,7 +208,7 @@ class _MeasuringClock:
         return time.perf_counter()
 
 
-class _RooflineClock(TorchDispatchMode):
+class _RooflineStopwatch(TorchDispatchMode):
     """A mode that adds up the seconds of each operator, estimated by a roofline."""
 
     def __init__(self, roofline: Roofline) -> None:
@@ -233,13 +233,13 @@ class _RooflineClock(TorchDispatchMode):
 
 
 @contextmanager
-def clock(roofline: Roofline | None, devices: Iterable[torch.device]) -> Iterator[Clock]:
-    """Yield a clock for the operations inside of this context: estimated if `roofline` is given."""
+def stopwatch(roofline: Roofline | None, devices: Iterable[torch.device]) -> Iterator[Stopwatch]:
+    """Yield a stopwatch for the operations inside of this context: estimated if `roofline` is given."""
     if roofline is None:
-        yield _MeasuringClock(devices)
+        yield _WallStopwatch(devices)
         return
-    with _RooflineClock(roofline) as roofline_clock:
-        yield roofline_clock
+    with _RooflineStopwatch(roofline) as roofline_stopwatch:
+        yield roofline_stopwatch
 
 
 def _operator_seconds(
@@ -266,9 +266,9 @@ def _operator_seconds(
 
     operands = tensors_in((args, kwargs))
     results = tensors_in(result)
-    storages = {t.untyped_storage()._cdata for t in operands if _has_storage(t)}
+    storages = {t.untyped_storage()._cdata for t in operands if _is_strided(t)}
     is_view = bool(results) and all(
-        _has_storage(t) and t.untyped_storage()._cdata in storages for t in results
+        _is_strided(t) and t.untyped_storage()._cdata in storages for t in results
     )
     try:
         node = Node(
@@ -284,9 +284,9 @@ def _operator_seconds(
         )
         return operation_seconds(node, metas, roofline)
     except (DocumentError, TraceError, ValueError, RuntimeError):
-        size_bytes = sum(t.nbytes for t in (*operands, *results) if _has_storage(t))
+        size_bytes = sum(t.nbytes for t in (*operands, *results) if _is_strided(t))
         return roofline.seconds(0, size_bytes, "float32")
 
 
-def _has_storage(tensor: torch.Tensor) -> bool:
+def _is_strided(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided

@@ -22,7 +22,7 @@ from remat.blockwise.policies import OPERATORS, RULES, BlockPolicy, Policies
 from remat.costs.roofline import Roofline
 from remat.errors import InfeasibleBudget, RematError, TraceError, similar_names_hint
 from remat.frontend.api.enable import check_not_planned
-from remat.frontend.api.optimize import checked_options
+from remat.frontend.api.optimize import checked_door_options
 from remat.frontend.blocks.block_planning import plan_blocks
 from remat.frontend.blocks.candidates import CallCandidates, step_limits, with_saved_inputs
 from remat.frontend.blocks.discovery import Submodule, repeated_blocks
@@ -92,7 +92,7 @@ def emit(
         )
     if (check_model := EXECUTORS[rules].check_model) is not None:
         check_model(model)
-    options = checked_options(
+    options = checked_door_options(
         OPTIMIZE,
         budget,
         {
@@ -166,7 +166,7 @@ def _select_policies(
         settings = executor.settings_for_all_blocks(paths, policies_per_call)
         return cheapest_setting(step, list(settings), budget.size_bytes)
 
-    with _infeasible_with_reasons(trials.uncheckpointable):
+    with _infeasible_names_blocks(trials.uncheckpointable):
         selected = plan_or_smallest(
             select_within,
             Budget.parse("min" if budget_bytes is None else budget_bytes),
@@ -194,7 +194,7 @@ def _select_policies(
 
 
 @contextmanager
-def _infeasible_with_reasons(reasons: Mapping[str, str]) -> Iterator[None]:
+def _infeasible_names_blocks(reasons: Mapping[str, str]) -> Iterator[None]:
     """Add to an `InfeasibleBudget` of this context which blocks cannot be checkpointed, and why."""
     try:
         yield

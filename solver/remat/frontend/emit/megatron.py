@@ -45,10 +45,10 @@ _NORM_OF_SWITCH = {
 and its recomputation saves nothing."""
 
 
-def check_model(model: nn.Module) -> None:
+def check_megatron_model(model: nn.Module) -> None:
     """Raise `RematError` if Megatron-core is not installed, and `TraceError` if the model has none
     of its layers or recomputes already."""
-    layer_class = _layer_class()
+    layer_class = _megatron_layer_class()
     layers = [module for module in model.modules() if isinstance(module, layer_class)]
     if not layers:
         raise TraceError(
@@ -63,7 +63,7 @@ def check_model(model: nn.Module) -> None:
         )
 
 
-def run_block(
+def run_block_under_policy(
     policy: BlockPolicy,
     module: nn.Module,
     original_forward: Callable[..., Any],
@@ -72,7 +72,7 @@ def run_block(
 ) -> Any:
     """Run a layer under its policy with Megatron's switches or its checkpoint."""
     if policy.how != CHECKPOINTED:
-        with _switches_set(module, policy.modules):
+        with _recompute_switches_set(module, policy.modules):
             return original_forward(*args, **kwargs)
     from megatron.core.tensor_parallel import checkpoint
 
@@ -94,9 +94,9 @@ def candidate_policies(
 ) -> list[tuple[BlockPolicy, float | None]]:
     """Return the policies of a layer that are worth a trial, each with the fraction of the
     forward's time that the recomputation takes; None if only a trial shows it."""
-    if not isinstance(module, _layer_class()):
+    if not isinstance(module, _megatron_layer_class()):
         return []
-    names = [name for name in _SWITCHES if any(True for _ in _switches_of(module, name))]
+    names = [name for name in _SWITCHES if any(True for _ in _recompute_switches(module, name))]
     subsets = chain.from_iterable(combinations(names, n + 1) for n in range(len(names)))
     return [
         (BlockPolicy(block=block, how=CHECKPOINTED), 1.0),
@@ -104,7 +104,7 @@ def candidate_policies(
     ]
 
 
-def compute_gradients(
+def gradients_by_backward(
     outputs: Sequence[torch.Tensor],
     inputs: Sequence[torch.Tensor],
     tangents: Sequence[torch.Tensor],
@@ -168,7 +168,7 @@ def _positions_in_stacks(paths: Sequence[str]) -> list[int]:
     return [stacks[path.rpartition(".")[0]].index(path) for path in paths]
 
 
-def _switches_of(layer: nn.Module, name: str) -> Iterator[tuple[nn.Module, str]]:
+def _recompute_switches(layer: nn.Module, name: str) -> Iterator[tuple[nn.Module, str]]:
     """Yield the switches by which a layer recomputes the module `name`: the submodule and the name
     of its boolean attribute."""
     config: Any = getattr(layer, "config", None)
@@ -194,18 +194,18 @@ def _switches_of(layer: nn.Module, name: str) -> Iterator[tuple[nn.Module, str]]
 
 
 @contextmanager
-def _switches_set(layer: nn.Module, modules: Sequence[str]) -> Iterator[None]:
+def _recompute_switches_set(layer: nn.Module, modules: Sequence[str]) -> Iterator[None]:
     """Inside this context, the layer recomputes exactly these modules."""
     settings = (
         (module, attribute, name in modules)
         for name in _SWITCHES
-        for module, attribute in _switches_of(layer, name)
+        for module, attribute in _recompute_switches(layer, name)
     )
     with attributes_set(*settings):
         yield
 
 
-def _layer_class() -> type[nn.Module]:
+def _megatron_layer_class() -> type[nn.Module]:
     """Return Megatron-core's `TransformerLayer`. Raises `RematError` if it is not installed."""
     try:
         from megatron.core.transformer.transformer_layer import TransformerLayer

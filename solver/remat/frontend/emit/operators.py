@@ -41,7 +41,7 @@ def context_fn(policy: BlockPolicy) -> ContextFn:
     return partial(_selective_contexts, saved_calls)
 
 
-def run_block(
+def run_block_under_policy(
     policy: BlockPolicy,
     module: nn.Module,
     original_forward: Callable[..., Any],

@@ -23,7 +23,7 @@ from remat.frontend.common.pytree import tensors_in
 _ROUNDS = 3
 
 
-def run_block(
+def run_block_under_policy(
     policy: BlockPolicy,
     module: nn.Module,
     original_forward: Callable[..., Any],
@@ -52,7 +52,7 @@ def candidate_policies(
     """Return the policies of a block that are worth a trial, each with the fraction of the
     forward's time that the recomputation takes."""
     import_torch_remat()
-    profiles = [_profile(module, forward) for _ in range(_ROUNDS)]
+    profiles = [_profile_regions(module, forward) for _ in range(_ROUNDS)]
     block_s = min(block_profile.time_s for block_profile, _ in profiles)
     first = profiles[0][1]
     names = [name for name, p in first.items() if p.can_be_saved and p.calls == 1]
@@ -104,7 +104,7 @@ class _RngStateHook:
 
 
 @dataclass
-class _ModuleProfile:
+class _RegionProfile:
     """Time of a block or submodule in one forward, and the bytes that saving it would retain."""
 
     time_s: float = 0.0
@@ -121,13 +121,13 @@ class _ModuleProfile:
         return sum(self.saved.values())
 
 
-def _profile(
+def _profile_regions(
     module: nn.Module, forward: Callable[[], Any]
-) -> tuple[_ModuleProfile, dict[str, _ModuleProfile]]:
+) -> tuple[_RegionProfile, dict[str, _RegionProfile]]:
     """Run a block's forward once, and return the profiles of the block and, by name, of its
     submodules."""
-    profiles: dict[str, _ModuleProfile] = {}
-    active: list[_ModuleProfile] = []
+    profiles: dict[str, _RegionProfile] = {}
+    active: list[_RegionProfile] = []
     state = [*module.parameters(), *module.buffers()]
     state_storages = {StorageWeakRef(tensor.untyped_storage()) for tensor in state}
 
@@ -142,10 +142,10 @@ def _profile(
         original_forward = submodule.forward
 
         def run_profiled(*args: Any, **kwargs: Any) -> Any:
-            profile = profiles.setdefault(name, _ModuleProfile())
+            profile = profiles.setdefault(name, _RegionProfile())
             profile.calls += 1
             active.append(profile)
-            with _timed(profile, (args, kwargs)):
+            with _time_added_to_profile(profile, (args, kwargs)):
                 outputs = original_forward(*args, **kwargs)
             active.pop()
             profile.can_be_saved &= _is_region_output(outputs)
@@ -160,12 +160,12 @@ def _profile(
 
         return run_profiled
 
-    block_profile = _ModuleProfile()
+    block_profile = _RegionProfile()
     forwards = {m: profiled_forward(name, m) for name, m in module.named_modules() if name}
     with (
         torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
         patched_forwards(forwards),
-        _timed(block_profile, ()),
+        _time_added_to_profile(block_profile, ()),
     ):
         forward()
     for profile in profiles.values():
@@ -175,7 +175,7 @@ def _profile(
 
 
 @contextmanager
-def _timed(profile: _ModuleProfile, arguments: Any) -> Iterator[None]:
+def _time_added_to_profile(profile: _RegionProfile, arguments: Any) -> Iterator[None]:
     """Add the time of this context to a profile, with the arguments' devices synchronized."""
     start_s = synchronized_time_s(arguments)
     yield

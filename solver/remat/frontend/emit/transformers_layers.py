@@ -40,7 +40,7 @@ class CheckpointingFlags:
             if hasattr(module, _FLAG_NAME)
         ]
         for module, _ in self._original:
-            module.__dict__ |= {_FLAG_NAME: True, _FUNCTION_NAME: _call_layer}
+            module.__dict__ |= {_FLAG_NAME: True, _FUNCTION_NAME: _call_without_checkpoint}
 
     def restore(self) -> None:
         """Restore the attributes of the model's modules."""
@@ -70,7 +70,7 @@ def checkpointed_layer(function: Callable[..., Any]) -> nn.Module | None:
     return layer if isinstance(layer, nn.Module) else None
 
 
-def _call_layer(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _call_without_checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call a layer's function without a checkpoint."""
     kwargs.pop("use_reentrant", None)
     return function(*args, **kwargs)

@@ -46,7 +46,7 @@ def free_bytes(device: torch.device | str) -> int | None:
 def _system_free_bytes() -> int | None:
     """Return the available memory of the machine; None if /proc/meminfo does not report it."""
     try:
-        return _field(Path("/proc/meminfo"), "MemAvailable:") * 1024
+        return _number_in_file(Path("/proc/meminfo"), "MemAvailable:") * 1024
     except (OSError, ValueError):
         return None
 
@@ -58,14 +58,14 @@ def _container_free_bytes() -> int | None:
         limit = (_CGROUP / "memory.max").read_text().strip()
         if limit == "max":
             return None
-        cache = _field(_CGROUP / "memory.stat", "inactive_file")
+        cache = _number_in_file(_CGROUP / "memory.stat", "inactive_file")
         used = int((_CGROUP / "memory.current").read_text()) - cache
         return max(0, int(limit) - used)
     except (OSError, ValueError):
         return None
 
 
-def _field(path: Path, name: str) -> int:
+def _number_in_file(path: Path, name: str) -> int:
     """Return the number that follows a name in a file. Raises ValueError if it is not there."""
     for line in path.read_text().splitlines():
         if line.startswith(name):
@@ -91,14 +91,14 @@ def library_bytes(
     device, targets = torch.device(device), set(targets)
     if (device.type != "cuda" and capability is None) or not any(map(uses_cublas, targets)):
         return 0
-    threads = 2 if keeps_workspaces() else 1
-    return threads * _workspace_bytes(device, capability, any(map(uses_cublaslt, targets)))
+    threads = 2 if keeps_cublas_workspaces() else 1
+    return threads * _cublas_workspace_bytes(device, capability, any(map(uses_cublaslt, targets)))
 
 
 def allocated_workspace_bytes(device: torch.device) -> int:
     """Let cuBLAS allocate the workspaces that torch keeps, and return their bytes, which later
     measurements of the device's memory do not count; 0 where nothing is kept."""
-    if device.type != "cuda" or not keeps_workspaces():
+    if device.type != "cuda" or not keeps_cublas_workspaces():
         return 0
     matrix, bias = torch.ones(16, 16, device=device), torch.ones(16, device=device)
 
@@ -140,31 +140,33 @@ class _CallInBackward(torch.autograd.Function):
         return gradients[0], None
 
 
-def keeps_workspaces() -> bool:
+def keeps_cublas_workspaces() -> bool:
     """True if torch keeps cuBLAS's workspaces after a matrix product. If False, each product
     allocates and frees one, and a measurement counts it as the product's own workspace."""
     cache_setting = os.environ.get("TORCH_CUBLAS_WORKSPACE_CACHE")
     return _torch_version() < (2, 15) or cache_setting == "1"
 
 
-def _workspace_bytes(device: torch.device, capability: tuple[int, int] | None, has_lt: bool) -> int:
+def _cublas_workspace_bytes(
+    device: torch.device, capability: tuple[int, int] | None, has_lt: bool
+) -> int:
     """Return the bytes of one thread's workspaces of cuBLAS and, with `has_lt`, of cuBLASLt."""
     blas_size = getattr(torch.backends.cuda, "cublas_workspace_size", None)
     lt_size = getattr(torch.backends.cuda, "cublaslt_workspace_size", None)
     is_local = capability is None and torch.cuda.is_available()
     if is_local and blas_size is not None and lt_size is not None:  # torch 2.13
         with torch.cuda.device(device):
-            return _combined_bytes(blas_size(), lt_size() if has_lt else 0)
+            return _combined_workspace_bytes(blas_size(), lt_size() if has_lt else 0)
     lt_kib = os.environ.get("CUBLASLT_WORKSPACE_SIZE", "")
     lt_bytes = int(lt_kib) << 10 if lt_kib.isdigit() else _DEFAULT_LT_BYTES
-    configured = configured_workspace_bytes(os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""))
+    configured = configured_cublas_workspace_bytes(os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""))
     if configured is None:
         major, _ = capability or torch.cuda.get_device_capability(device)
-        configured = default_workspace_bytes(major)
-    return _combined_bytes(configured, lt_bytes if has_lt else 0)
+        configured = default_cublas_workspace_bytes(major)
+    return _combined_workspace_bytes(configured, lt_bytes if has_lt else 0)
 
 
-def _combined_bytes(blas_bytes: int, lt_bytes: int) -> int:
+def _combined_workspace_bytes(blas_bytes: int, lt_bytes: int) -> int:
     """Return the bytes of both workspaces.
 
     From torch 2.13 on cuBLASLt shares cuBLAS's, unless the environment says that it must not.
@@ -185,7 +187,7 @@ _DEFAULT_LT_BYTES = 1 << 20
 """torch's default workspace of cuBLASLt, on every architecture."""
 
 
-def default_workspace_bytes(major: int) -> int:
+def default_cublas_workspace_bytes(major: int) -> int:
     """Return the bytes of torch's default workspace of a cuBLAS handle.
 
     By the major compute capability, 32 MiB from Hopper (9.0) on, before it 8 MiB and 128 KiB
@@ -195,7 +197,7 @@ def default_workspace_bytes(major: int) -> int:
     return 32 << 20 if major >= 9 else (8 << 20) + (128 << 10)
 
 
-def configured_workspace_bytes(configuration: str) -> int | None:
+def configured_cublas_workspace_bytes(configuration: str) -> int | None:
     """Return the total bytes of a CUBLAS_WORKSPACE_CONFIG, which is `:KiB:count` once or more, as
     torch reads it; None if it is empty or torch cannot read it."""
     pairs = re.findall(r":([0-9]+):([0-9]+)", configuration)
@@ -232,9 +234,9 @@ def reserve_size(reserve: Reserve | None) -> ReserveSize:
             stateless = [p for p in group["params"] if p.requires_grad and not reserve.state.get(p)]
             for parameter in group["params"]:
                 state = reserve.state.get(parameter, {})
-                allocated_bytes += _state_bytes(state, parameter.device)
+                allocated_bytes += _optimizer_state_bytes(state, parameter.device)
             if stateless:
-                unallocated_bytes += _predicted_state_bytes(reserve, group, stateless)
+                unallocated_bytes += _predicted_optimizer_bytes(reserve, group, stateless)
         return ReserveSize(allocated_bytes + unallocated_bytes, unallocated_bytes)
     if isinstance(reserve, bool) or not isinstance(reserve, (int, str)):
         raise BudgetError(
@@ -245,7 +247,7 @@ def reserve_size(reserve: Reserve | None) -> ReserveSize:
     return ReserveSize(size_bytes, size_bytes)
 
 
-def _state_bytes(state: dict[str, Any], device: torch.device) -> int:
+def _optimizer_state_bytes(state: dict[str, Any], device: torch.device) -> int:
     """Return the bytes of a parameter's state on the parameter's device; a step count may be on the
     CPU."""
     sizes = {
@@ -256,7 +258,7 @@ def _state_bytes(state: dict[str, Any], device: torch.device) -> int:
     return sum(map(round_size, sizes.values()))
 
 
-def _predicted_state_bytes(
+def _predicted_optimizer_bytes(
     optimizer: Optimizer, group: dict[str, Any], parameters: list[Tensor]
 ) -> int:
     """Return the bytes of the state that the first step of an optimizer creates for parameters of
@@ -288,8 +290,8 @@ def _predicted_state_bytes(
             'reserve="2GiB", or the optimizer after its first step'
         ) from None
     states = list(meta_optimizer.state.values())
-    scalar_bytes = sum(_state_bytes(state, torch.device("cpu")) for state in states)
-    tensor_bytes = sum(_state_bytes(state, torch.device("meta")) for state in states)
+    scalar_bytes = sum(_optimizer_state_bytes(state, torch.device("cpu")) for state in states)
+    tensor_bytes = sum(_optimizer_state_bytes(state, torch.device("meta")) for state in states)
     return tensor_bytes + scalar_bytes * scalars_count
 
 
