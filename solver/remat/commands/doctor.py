@@ -112,13 +112,13 @@ class Requirement:
 
     @property
     def install_command(self) -> str:
-        """The pip command that installs a tested version."""
+        """The pip command that installs a version within the requirement."""
         below_version = f",<{self.below_version}" if self.below_version else ""
         return f"pip install '{self.name}>={self.min_version}{below_version}'"
 
     def check_version(self, version: str) -> tuple[State, str]:
-        """Return the state of an installed version, and a text to append to it, such as "; remat
-        needs 2.11"."""
+        """Return the state of an installed version ("ok", "wrong" if it is too old, "untested" if
+        it is too new), and a text to append to it, such as "; remat needs 2.11"."""
         if _release_numbers(version) < _release_numbers(self.min_version):
             return "wrong", f"; remat needs {self.min_version}"
         if self.below_version and _release_numbers(version) >= _release_numbers(self.below_version):
@@ -177,7 +177,8 @@ class Check:
 
 
 def run_checks() -> list[Check]:
-    """Check what the module's docstring lists; never raises.
+    """Check Python, torch, devices, packages, solvers, cost cache, offloading and extras; never
+    raise.
 
     Takes a few seconds at most, most of them to import torch.
     """
@@ -196,6 +197,7 @@ def run_checks() -> list[Check]:
 
 
 def _checks_or_error(name: str, group: Callable[[], Iterator[Check]]) -> list[Check]:
+    """Return the checks of a group; if it raises, also a check with its error."""
     checks: list[Check] = []
     try:
         with warnings.catch_warnings():
@@ -207,7 +209,9 @@ def _checks_or_error(name: str, group: Callable[[], Iterator[Check]]) -> list[Ch
 
 
 def _check_python() -> Iterator[Check]:
-    text = f"{platform.python_version()} ({platform.python_implementation()}), {_path_from_home(sys.prefix)}"
+    """Check the version of Python, and that remat is installed."""
+    implementation = platform.python_implementation()
+    text = f"{platform.python_version()} ({implementation}), {_path_from_home(sys.prefix)}"
     yield Check("Python", "ok", text)
     version = package_version(_PACKAGE)
     location = _path_from_home(Path(__file__).parents[1])
@@ -219,6 +223,7 @@ def _check_python() -> Iterator[Check]:
 
 
 def _check_machine() -> Iterator[Check]:
+    """Report the processor and the memory."""
     cores = os.cpu_count() or 1
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else cores
     omp_threads = os.environ.get("OMP_NUM_THREADS")
@@ -231,6 +236,7 @@ def _check_machine() -> Iterator[Check]:
 
 
 def _free_memory_text() -> str:
+    """Return the free memory as text; "" if it is unknown or torch cannot be imported."""
     try:
         from remat.frontend.memory.device_memory import free_bytes
     except Exception:
@@ -244,6 +250,7 @@ def _free_memory_text() -> str:
 
 
 def _check_torch() -> Iterator[Check]:
+    """Check that torch is installed, can be imported, and has a tested version."""
     needed = next((r for r in package_requirements(_PACKAGE) if r.name == "torch"), None)
     installed_version = package_version("torch")
     if installed_version is None:
@@ -267,6 +274,7 @@ def _check_torch() -> Iterator[Check]:
 
 
 def _check_devices() -> Iterator[Check]:
+    """Check that torch sees the GPUs; nothing if torch cannot be imported."""
     try:
         torch = import_module("torch")
     except Exception:
@@ -288,6 +296,8 @@ def _check_devices() -> Iterator[Check]:
 
 
 def _no_device_check(is_gpu_build: bool, reason: str) -> Check:
+    """Return the check of a machine where torch sees no GPU: fine without a GPU, otherwise with the
+    remedy. `reason` is torch's warning, "" for none."""
     gpus = _nvidia_gpus()
     if not gpus:
         return Check("CUDA", "missing", "no CUDA device; remat plans and runs on the CPU")
@@ -325,6 +335,7 @@ def _nvidia_gpus() -> str:
 
 
 def _check_packages() -> Iterator[Check]:
+    """Check the packages that remat requires, except torch."""
     for requirement in package_requirements(_PACKAGE):
         if requirement.extra or requirement.name == "torch":
             continue
@@ -335,12 +346,14 @@ def _check_packages() -> Iterator[Check]:
 
 
 def _version_check(needed: Requirement, version: str, text: str) -> Check:
-    """Return the report's line for an installed version of a required package."""
+    """Return the check of an installed version of a required package; `text` describes the
+    version."""
     state, note = needed.check_version(version)
     return Check(needed.name, state, text + note, "" if state == "ok" else needed.install_command)
 
 
 def _check_solvers() -> Iterator[Check]:
+    """Check which solvers of integer programs can be used."""
     for fact in usable_backends():
         remedy = find_family(fact.name).remedy
         name = f"solver {fact.name}"
@@ -353,6 +366,8 @@ def _check_solvers() -> Iterator[Check]:
 
 
 def _check_offloading() -> Iterator[Check]:
+    """Check that files for offloaded tensors can be created; nothing if torch cannot be
+    imported."""
     try:
         from remat.frontend.runtime.host_file import (
             DIRECT_VARIABLE,
@@ -394,7 +409,8 @@ def _check_extras() -> Iterator[Check]:
 
 
 def _extra_package_state(requirement: Requirement) -> tuple[State, str]:
-    """Return the state of an extra's package, including the extras that it needs, and a text."""
+    """Return the state of a package that an extra of remat requires, and a text about it. It is
+    "missing" if the package is absent or too old, or lacks a package of its own required extras."""
     version = package_version(requirement.name)
     if version is None:
         return "missing", f"{requirement.name} is not installed"
@@ -411,6 +427,7 @@ def _extra_package_state(requirement: Requirement) -> tuple[State, str]:
 
 
 def _check_cost_cache() -> Iterator[Check]:
+    """Check that the cost cache can be written and read."""
     path = default_cache_path()
     shown, name = _path_from_home(path), "cost cache"
     existing = next(p for p in (path, *path.parents) if p.exists())

@@ -111,7 +111,8 @@ def fit(
 
 
 def _length_distribution(step: StepOptions, lengths: str | None) -> LengthDistribution | None:
-    """Return the distribution that `--lengths` describes."""
+    """Return the distribution that `--lengths` describes; None without it. Raises `UsageError` for
+    a step of fixed size, and if `--tokens` is given, too."""
     if lengths is None:
         return None
     step.check_has_sizes("--lengths", lengths)

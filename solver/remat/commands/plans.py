@@ -54,7 +54,7 @@ def explain(
 
 
 def _matching_operations(plan: Plan, name: str) -> list[JsonObject]:
-    """Return the operations with this name, or in the module with this path."""
+    """Return the summaries of the operations with this name, or in the module with this path."""
     return [
         _operation_summary(plan, op)
         for op, operation in enumerate(plan.graph.operations)
@@ -63,6 +63,8 @@ def _matching_operations(plan: Plan, name: str) -> list[JsonObject]:
 
 
 def _operation_summary(plan: Plan, op: int) -> JsonObject:
+    """Return the numbers of an operation of a plan, its runs, and when copies of its outputs are
+    live."""
     graph = plan.graph
     operation = graph.operations[op]
     runs = [run for run, other in enumerate(plan.schedule.runs) if other == op]
@@ -113,6 +115,7 @@ def diff(before: PlanFile, after: PlanFile, as_json: Json = False) -> None:
 
 
 def _complete_plot_kind(incomplete: str) -> list[str]:
+    """Complete the name of a kind of plot, for the shell."""
     return [kind for kind in PLOT_KINDS if kind.startswith(incomplete)]
 
 

@@ -148,7 +148,8 @@ def sweep(
 
 
 def sweep_report(plans: list[Plan]) -> Report:
-    """Return a table with one line for each plan, below the peak and time of the baseline."""
+    """Return a table with one line for each plan, below the peak and time of the baseline. `plans`
+    must not be empty."""
     baseline = (
         f"without recomputation: peak {format_bytes(plans[0].baseline_peak_bytes)}, "
         f"time {format_seconds(plans[0].baseline_time_s)}"
@@ -157,7 +158,7 @@ def sweep_report(plans: list[Plan]) -> Report:
 
 
 def _row_without_offloading(plan: Plan) -> ComparisonRow[Plan]:
-    """Return a plan that offloads nothing as a point of a picture."""
+    """Return a plan that offloads nothing as a row of a comparison, for a point of the picture."""
     return ComparisonRow(
         strategy="without offloading",
         budget=plan.budget_bytes,
@@ -235,6 +236,7 @@ def compare(
 
 
 def _comparison_summary(comparison: Comparison) -> JsonObject:
+    """Return a comparison as data for JSON."""
     return {
         "baseline_peak_bytes": comparison.baseline_peak_bytes,
         "baseline_time_s": comparison.baseline_time_s,
@@ -243,6 +245,7 @@ def _comparison_summary(comparison: Comparison) -> JsonObject:
 
 
 def _comparison_row_summary(row: ComparisonRow[Plan]) -> JsonObject:
+    """Return a row of a comparison as data for JSON, with the numbers of its plan."""
     return {
         "strategy": row.strategy,
         "budget": row.budget,
@@ -255,6 +258,8 @@ def _comparison_row_summary(row: ComparisonRow[Plan]) -> JsonObject:
 
 
 def _comparison_csv_row(row: ComparisonRow[Plan]) -> JsonObject:
+    """Return a row of a comparison as columns of a CSV file; the plan's columns are None without a
+    plan."""
     summary = _comparison_row_summary(row)
     summary.pop("plan")
     plan = {} if row.plan is None else plan_summary(row.plan)

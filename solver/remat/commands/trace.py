@@ -124,6 +124,7 @@ def _check_trace_device(traced: Trace) -> None:
 
 
 def _roofline_model(name: str) -> RooflineModel:
+    """Return the roofline of a device. Raises `UsageError` if it has no data sheet."""
     try:
         return RooflineModel(name)
     except ValueError as error:

@@ -25,7 +25,8 @@ __all__ = ["RematCallback"]
 
 
 def _lightning_callback_class() -> Any:
-    """Return the class `Callback` of the installed Lightning package."""
+    """Return the class `Callback` of the installed Lightning package. Raises `RematError` if there
+    is none."""
     for package in ("lightning.pytorch", "pytorch_lightning"):
         try:
             return import_module(package).Callback
@@ -53,7 +54,7 @@ class RematCallback(_lightning_callback_class()):
         self._enabled: nn.Module | None = None
 
     def on_fit_start(self, trainer: Any, pl_module: nn.Module) -> None:
-        """Enable the module. Lightning calls this when fitting starts.
+        """Enable the module, unless it is enabled. Lightning calls this when fitting starts.
 
         Raises `TraceError` if the `LightningModule` has no such submodule.
         """
@@ -68,7 +69,8 @@ class RematCallback(_lightning_callback_class()):
             self._enabled = enable(module, self.budget, **self.options)
 
     def on_fit_end(self, trainer: Any, pl_module: nn.Module) -> None:
-        """Disable the module. Lightning calls this when fitting ends."""
+        """Disable the module, if this callback enabled it. Lightning calls this when fitting
+        ends."""
         if self._enabled is not None:
             disable(self._enabled)
             self._enabled = None

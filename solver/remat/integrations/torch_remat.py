@@ -33,6 +33,7 @@ def apply(model: nn.Module, policies: Policies) -> AppliedPolicies:
 
 
 def save_regions(policies: Policies) -> dict[str, tuple[str, ...]]:
-    """Return the submodules to save for each checkpointed block, to mark the regions by hand."""
+    """Return the submodules to save for each checkpointed block, by its module path, to mark the
+    regions by hand. Raises `RematError` for policies with other rules."""
     check_policy_rules(policies, REGIONS)
     return {p.block: p.regions for p in policies.blocks if p.how != AS_IT_IS}

@@ -109,8 +109,9 @@ def apply(model: nn.Module, policies: Policies) -> nn.Module:
 
 
 def gradient_checkpointing_func(model: nn.Module, policies: Policies) -> Callable[..., Any]:
-    """Return the function that layers call in place of `torch.utils.checkpoint.checkpoint`. Layers
-    without a policy are checkpointed as a whole."""
+    """Return the function that layers call in place of `torch.utils.checkpoint.checkpoint`: it runs
+    each layer under its policy. Layers without a policy are checkpointed as a whole. Raises
+    `RematError` for policies with other rules."""
     check_policy_rules(policies, OPERATORS)
     by_layer = dict(blocks_with_policies(model, policies))
 

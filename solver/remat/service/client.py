@@ -175,8 +175,8 @@ class Client:
         progress: ProgressCallback | None = None,
         cancel: Cancel | None = None,
     ) -> list[Plan]:
-        """Like `remat.sweep`, on the service: return the plans of the frontier of time and
-        memory."""
+        """Like `remat.sweep`, on the service: return the plans of the frontier of time and memory;
+        none if no budget is feasible."""
         parsed = None if budgets is None else tuple(map(Budget.parse, budgets))
         if parsed == ():
             return []
@@ -206,9 +206,9 @@ class Client:
         """Like `remat.fit`, on the service, for a trace of the training step for a GPU:
         `remat.trace(..., device="h100")`. It needs no costs.
 
-        `device` is a GPU with a data sheet, by default that of the trace. Batch and length are
-        those of the trace, so smaller batches are not among the options. The search for options
-        ends after `time_limit` seconds, by default 60.
+        `device` is a GPU with a data sheet, by default the trace's. Batch and length are the
+        trace's, so smaller batches are not among the options; `batch` only names the size in the
+        answer. The search for options ends after `time_limit` seconds, by default 60.
         """
         if not isinstance(trace, Trace):
             remedy = 'pass remat.trace(model, inputs, device="h100")'
@@ -269,7 +269,8 @@ class Client:
         cancel: Cancel | None,
         options: PlanOptions,
     ) -> tuple[Plan, Program | None]:
-        """Return the plan of the service, and its program for a trace. Reports to `progress`."""
+        """Return the plan of the service, and its program: None for a bare graph. Reports to the
+        option `progress`, and warns if no plan fits the budget."""
         checked = read_options(CLIENT_PLAN, budget, options)
         limits = _request_limits(checked)
         values = checked.for_door(POST_SOLVE)
@@ -313,7 +314,8 @@ class Client:
 
 
 def _request_limits(options: CheckedOptions) -> Limits:
-    """Return the limits of a request's memory. The state of an optimizer is measured here."""
+    """Return the budget and reserve of a request. If the reserve is an optimizer, its state is
+    measured on this machine."""
     if isinstance(options.reserve, int | str | None):
         return options.fixed_limits
     from remat.frontend.memory.device_memory import reserve_size
@@ -336,12 +338,12 @@ def _graph_field(graph: Graph | Trace) -> dict[str, Any]:
 
 
 def _request_options(strategy: Strategy | None, costs: object) -> wire.Options:
-    """Return the options of a request."""
+    """Return the strategy and the costs of a request. Raises `RematError` if they are invalid."""
     return _checked_record(wire.Options, strategy=strategy or Auto(), costs=costs)
 
 
 def _checked_record(kind: type[R], **fields: Any) -> R:
-    """Return a record with these fields. Raises `RematError` if they are invalid."""
+    """Return a record of type `kind` with these fields. Raises `RematError` if they are invalid."""
     try:
         return kind(**fields)
     except ValidationError as error:

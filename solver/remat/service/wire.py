@@ -66,12 +66,13 @@ _EXCEPTIONS: dict[str, type[errors.RematError]] = {
 
 
 def _check_trace(trace: Trace) -> Trace:
+    """Return the trace, if this remat reads its format and version. Raises `DocumentError`."""
     check_header({"format": trace.format, "version": trace.version}, Trace.FORMAT, Trace.VERSION)
     return trace
 
 
 def _check_costs(costs: object) -> object:
-    """Return `costs` if it is a valid option. Raises ValueError."""
+    """Return `costs` if they are "measure" or "roofline:DEVICE". Raises ValueError for others."""
     method, _, device = str(costs).partition(":")
     if method == "roofline":
         Roofline(device)  # raises ValueError for an unknown device
@@ -209,7 +210,7 @@ class _Request(Record):
 
 def _option_validator(name: str) -> Callable[[Any], Any]:
     """Return a function that returns its argument if it is a valid value of an option of a plan,
-    and else raises the error of that option."""
+    and raises the option's error otherwise."""
 
     def check(value: Any) -> Any:
         check_option(name, value)
@@ -219,7 +220,7 @@ def _option_validator(name: str) -> Callable[[Any], Any]:
 
 
 def _option_field(door: Door, name: str) -> tuple[Any, Any]:
-    """Return the pydantic type and field of an option of a plan."""
+    """Return the pydantic type and field of an option of a plan, with the door's default."""
     option, default = OPTIONS[name], door.default(name)
     schema = dict(option.schema or {})
     if schema.get("type") == "integer":
@@ -233,7 +234,8 @@ def _option_field(door: Door, name: str) -> tuple[Any, Any]:
 
 
 def _request_class_with_options(door: Door) -> type[_Request]:
-    """Return the class of a request with a field for each option of a plan that has a JSON form."""
+    """Return a subclass of `_Request` with a field for each option of the door that has a JSON
+    form."""
     names = [name for name in door.options if OPTIONS[name].schema is not None]
     fields: Any = {name: _option_field(door, name) for name in names}
     return create_model("_RequestWithOptions", __base__=_Request, __module__=__name__, **fields)
@@ -343,7 +345,7 @@ class FitRequest(Record):
 
     @property
     def needs_measurement(self) -> bool:
-        """False: costs are those of the data sheet."""
+        """False for all requests: costs come from the data sheet."""
         return False
 
 
@@ -429,7 +431,8 @@ class ProblemDetails(Record):
 
 
 def problem_type_name(error: errors.RematError) -> str:
-    """Return the last part of the problem type of one of remat's exceptions."""
+    """Return the last part of the problem type of one of remat's exceptions; "remat" if it has no
+    type of its own."""
     return next((n for n, kind in _EXCEPTIONS.items() if isinstance(error, kind)), "remat")
 
 
@@ -469,7 +472,7 @@ class DryRunResult(Record):
 
 
 def graph_of_request(request: _Request) -> Graph | Trace:
-    """Return the trace or the graph of a request, to pass to `remat.solve`."""
+    """Return the trace of a request, or else its graph, to pass to `remat.solve`."""
     if request.trace is not None:
         return request.trace
     assert request.graph is not None

@@ -84,7 +84,8 @@ def chrome_trace(plan: PlanData) -> str:
 
 
 def _offload_copy_events(plan: PlanData) -> list[Event]:
-    """Return the events of the copies of offloaded tensors; none without any."""
+    """Return the events of the copies of offloaded tensors between device and host; none if the
+    plan offloads nothing."""
     times = plan_copy_times(plan)
     if times is None:
         return []
@@ -115,13 +116,14 @@ def _offload_copy_events(plan: PlanData) -> list[Event]:
 def _memory_counter_event(
     start_us: float, bytes_by_layer: dict[str, int], name: str = "memory"
 ) -> Event:
-    """Return a counter event with the live bytes of each layer."""
+    """Return an event of the counter `name` with the live bytes of each layer from `start_us`
+    on."""
     args: dict[str, str | int | float] = {**bytes_by_layer}
     return {"name": name, "ph": "C", "ts": start_us, "pid": _PID, "tid": 0, "args": args}
 
 
 def _track_name_events() -> list[Event]:
-    """Return the metadata events that name the process and its two tracks."""
+    """Return the metadata events that name the process and its tracks "forward" and "backward"."""
     names = (
         ("process_name", 0, "remat plan"),
         ("thread_name", _FORWARD, "forward"),

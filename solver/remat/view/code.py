@@ -33,10 +33,10 @@ def annotated_code(
     """Return the functions `forward` and `backward` of a program, with a comment on every line.
 
     The comment has the module path, "saved" if the backward reads the result, and "recomputed" for
-    a recomputation. With the `plan` that the program was rewritten from, or its `trace`, it also
-    has the bytes of the output, the time, and the number of the run. A `plan` of another program is
-    ignored. Long calls are wrapped. Of consecutive statements of several pieces, those of the first
-    piece are shown, and a comment says how many follow.
+    a recomputation. With the `plan` that the program was rewritten from, or its `trace` if that has
+    costs, it also has the bytes of the output, the time, and the number of the run. A `plan` of
+    another program is ignored. Long calls are wrapped. If consecutive statements belong to several
+    pieces, the first piece is shown, and a comment says how many statements follow.
     """
     statements = [*program.forward, *program.backward]
     graph = plan.graph if plan is not None else _graph_with_costs(trace)
@@ -85,8 +85,8 @@ def annotated_code(
     peak = format_bytes(program.predicted_peak_bytes)
     return "\n".join(
         [
-            f"# {plain_text(program.model) or 'program'} on {plain_text(program.device)}, peak {peak}; "
-            "to be read, not run",
+            f"# {plain_text(program.model) or 'program'} on {plain_text(program.device)}, "
+            f"peak {peak}; to be read, not run",
             "",
             "",
             *_signature_lines(
@@ -108,8 +108,8 @@ def annotated_code(
 
 
 class _AnnotatedCall(NamedTuple):
-    """The lines of a statement, its operation (None for a view or an unknown one), and whether it
-    is a recomputation."""
+    """The lines of a statement, its operation (None for a view, or if the operation is unknown),
+    and whether it is a recomputation."""
 
     lines: list[str]
     operation: Operation | None
@@ -117,7 +117,8 @@ class _AnnotatedCall(NamedTuple):
 
 
 def _lines_of_first_pieces(calls: Sequence[_AnnotatedCall]) -> list[list[str]]:
-    """Return the lines of statements, of which those of later pieces are replaced by a comment."""
+    """Return the lines of each statement. Where consecutive statements belong to several pieces, a
+    comment replaces all pieces but the first."""
     shown: list[list[str]] = []
     hidden: list[_AnnotatedCall] = []  # statements of later pieces, and views that they may need
     views: list[_AnnotatedCall] = []
@@ -146,7 +147,7 @@ def _lines_of_first_pieces(calls: Sequence[_AnnotatedCall]) -> list[list[str]]:
 
 
 def _hidden_pieces_comment(calls: Sequence[_AnnotatedCall]) -> list[str]:
-    """Return a comment in place of the statements of all pieces but the first."""
+    """Return the comment that replaces these statements: all pieces but the first."""
     operations = [call.operation for call in calls if call.operation is not None]
     names = ", ".join(dict.fromkeys(operation.piece_of for operation in operations))
     pieces = len({operation.piece for operation in operations}) + 1
@@ -157,7 +158,7 @@ def _hidden_pieces_comment(calls: Sequence[_AnnotatedCall]) -> list[str]:
 
 
 def _graph_with_costs(trace: Trace | None) -> Graph | None:
-    """Return the graph of a trace that has costs; otherwise None."""
+    """Return the graph of a trace; None without a trace, or if it has no costs."""
     return trace.graph() if trace is not None and trace.measured else None
 
 
@@ -171,8 +172,9 @@ def _view_names(trace: Trace | None) -> frozenset[str]:
 def _operations_of_statements(
     statements: Sequence[Statement], graph: Graph | None, views: frozenset[str]
 ) -> list[int | None]:
-    """Return the graph's operation of each statement, which the names of its results tell. None for
-    views, and for statements whose results have other names."""
+    """Return the index of each statement's operation in the graph, found by the names of its
+    results. None for views, for statements whose results have other names, and for all without a
+    graph."""
     if graph is None:
         return [None] * len(statements)
     operation_of: dict[str, int] = {}
@@ -236,7 +238,7 @@ def _argument_code(argument: Argument) -> str:
 
 def _statement_lines(statement: Statement, comment: str) -> list[str]:
     """Return the code of a statement with its comment: one line if it ends before the comments'
-    column, otherwise several."""
+    column or has no arguments, otherwise several."""
     head, arguments, tail = _call_code(statement)
     lines = [f"    {head}{', '.join(arguments)}{tail}"]
     if len(lines[0]) > _COMMENT_COLUMN and arguments:

@@ -50,7 +50,8 @@ _MAX_VECTOR_STROKES = 20_000
 
 
 def role_colour(role: str, which: str = "fill|stroke") -> str:
-    """Return the light colour of a role as `#rrggbb`, for drawing without a style sheet."""
+    """Return the light colour of a role as `#rrggbb`, or "none", for drawing without a style sheet.
+    `which` selects its CSS property: "fill", "stroke", or by default the first of both."""
     match = re.search(f"(?:{which}):(#[0-9a-f]{{6}})", CSS[role][0])
     return "none" if match is None else match[1]
 
@@ -91,6 +92,8 @@ def picture_figure(picture: Picture) -> Figure:
 
 
 def _draw_panel(axes: Axes, picture: Picture, panel: Panel, *, is_last: bool) -> None:
+    """Draw a panel with its grid and axes. Only the last panel has the numbers of the horizontal
+    axis."""
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.spines["bottom"].set_visible(is_last or panel.y.unit is not None)
     axes.set_axisbelow(True)
@@ -114,7 +117,7 @@ def _draw_panel(axes: Axes, picture: Picture, panel: Panel, *, is_last: bool) ->
 
 
 def _draw_item(axes: Axes, item: Item, order: float) -> None:
-    """Draw an item over those of a lower order."""
+    """Draw an item over all items of a lower `order`."""
     match item:
         case Area():
             if item.columns:
@@ -146,6 +149,7 @@ def _draw_item(axes: Axes, item: Item, order: float) -> None:
 
 
 def _draw_strokes(axes: Axes, item: Strokes, order: float) -> None:
+    """Draw strokes as one collection of lines, at least as wide as their minimum."""
     from matplotlib.collections import LineCollection
 
     low, high = axes.get_ylim()
@@ -166,6 +170,7 @@ def _draw_strokes(axes: Axes, item: Strokes, order: float) -> None:
 
 
 def _draw_rule(axes: Axes, rule: Rule, order: float) -> None:
+    """Draw a line across the panel, with its labels."""
     role = "budget-label" if rule.role == "budget" else "label"
     style: dict[str, Any] = {"color": role_colour(rule.role), "zorder": order, "linewidth": 1}
     style["linestyle"] = (0, (5, 3)) if rule.role == "budget" else ":"
@@ -186,13 +191,15 @@ def _draw_rule(axes: Axes, rule: Rule, order: float) -> None:
 
 
 def _line_style(item: Line) -> dict[str, Any]:
+    """Return matplotlib's options for a line."""
     style = "--" if item.is_dashed else "-"
     line_colour = item.colour or role_colour(item.role, "stroke")
     return {"color": line_colour, "linestyle": style, "linewidth": 1 if item.is_dashed else 1.3}
 
 
 def _mark_style(mark: Mark) -> dict[str, Any]:
-    """Return how a marker looks: as an outline, or filled."""
+    """Return matplotlib's options for a marker: an outline for the role "ring", otherwise
+    filled."""
     is_ring = mark.role == "ring"
     edge = mark.colour if is_ring else role_colour(mark.role, "stroke")
     return {
@@ -215,6 +222,7 @@ def _draw_note(
 
 
 def _legend_handle(entry: LegendEntry) -> Artist:
+    """Return the sample that the legend shows for an entry."""
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 

@@ -64,8 +64,9 @@ _PAGE_STYLE = (
 
 def plan_html(plan: PlanData, program: Program | None = None) -> str:
     """Return a self-contained page about a plan: its figures, `describe()`, the pictures of its
-    timeline, schedule and modules, the operations that are recomputed most and, with a `program`
-    (as from `remat.rewrite`), its annotated code."""
+    timeline and schedule, and its candidates if there are any. If it recomputes, the page has the
+    picture of its modules and the operations that are recomputed most; with a `program` (as from
+    `remat.rewrite`), its annotated code."""
     parts = [
         "<h1>Rematerialization plan</h1>",
         _key_numbers_html(plan),
@@ -91,7 +92,7 @@ def frontier_html(
     device: str | None = None,
 ) -> str:
     """Return a self-contained page about a frontier or a comparison of strategies: the picture of
-    `frontier_svg`, and preformatted `text`."""
+    `frontier_svg` for the same arguments, and preformatted `text`."""
     parts = [
         f"<h1>{FRONTIER_TITLE}</h1>",
         frontier_svg(plans, rows, device=device),
@@ -115,7 +116,8 @@ def plan_fragment(plan: PlanData) -> str:
     """Return what a notebook displays of a plan: its figures, the timeline, and `describe()` in a
     collapsed section."""
     return (
-        f'<div class="remat-plan"><style>{_STYLE}</style>{_key_numbers_html(plan)}{timeline_svg(plan)}'
+        f'<div class="remat-plan"><style>{_STYLE}</style>{_key_numbers_html(plan)}'
+        f"{timeline_svg(plan)}"
         f"<details><summary>details</summary>{_preformatted_html(plan_report(plan))}</details></div>"
     )
 
@@ -137,7 +139,8 @@ def _preformatted_html(text: object, css_class: str | None = None) -> str:
 
 
 def _allocator_caption(plan: PlanData) -> str:
-    """Return the peak that is predicted for torch's CUDA allocator, as text; "" without one."""
+    """Return the peak that is predicted for torch's CUDA allocator, as text; "" if there is no
+    prediction."""
     prediction = plan.allocator
     if prediction is None:
         return ""
@@ -173,14 +176,16 @@ def _key_numbers_html(plan: PlanData) -> str:
         ),
     ]
     boxes = (
-        f'<div class="remat-figure"><b>{escape_markup(figure)}</b><span>{escape_markup(caption)}</span></div>'
+        f'<div class="remat-figure"><b>{escape_markup(figure)}</b>'
+        f"<span>{escape_markup(caption)}</span></div>"
         for figure, caption in figures
     )
     return f'<div class="remat-figures">{"".join(boxes)}</div>'
 
 
 def _recomputed_table_html(plan: PlanData) -> str:
-    """Return a table of the operations whose recomputation takes the most time."""
+    """Return a table of the operations whose recomputation takes the most time, up to 40, with the
+    number of the others."""
     graph = plan.graph
     counts = plan.schedule.recomputed(graph)
     order = sorted(counts, key=lambda op: (-counts[op] * graph.operations[op].cost_s, op))

@@ -59,9 +59,10 @@ def modules_picture(plan: PlanData) -> Picture:
 def recomputation_by_module(plan: PlanData, limit: int = MAX_BARS) -> list[ModuleRecomputation]:
     """Return the recomputations by module, in the order of the graph, in at most `limit` groups.
 
-    Modules are grouped by the longest names that give few enough groups: full paths, paths without
-    layer numbers (`transformer.h.*.mlp`), or paths cut at some depth. If all give too many, the
-    most expensive groups are listed, and the last one is the rest.
+    Groups are full module paths, if there are at most `limit`. Otherwise names without layer
+    numbers (`transformer.h.*.mlp`) or cut at some depth are tried, and the names whose number of
+    groups is nearest to `limit` are taken. If they are still too many, the most expensive groups
+    are listed, and the last one is the rest.
     """
     counts = plan.schedule.recomputed(plan.graph)
     operations = plan.graph.operations
@@ -94,8 +95,8 @@ def recomputation_by_module(plan: PlanData, limit: int = MAX_BARS) -> list[Modul
 
 
 def _module_groupings(paths: dict[int, str]) -> list[dict[int, str]]:
-    """Return the possible group names of the operations, from the finest grouping to the coarsest,
-    given the module path of each operation."""
+    """Return the possible group names of the operations, from the finest grouping to the coarsest.
+    `paths` has the module path of each operation."""
     full = {op: path or "(no module)" for op, path in paths.items()}
     folded = {op: fold_layer_numbers(path) for op, path in paths.items()}
     groupings = [full, folded]

@@ -141,7 +141,8 @@ def _row_labels(plan: PlanData, grid: ScheduleGrid, line_height: float) -> list[
 
 
 def _row_tooltips(plan: PlanData, grid: ScheduleGrid) -> Iterator[Box]:
-    """Yield invisible rows whose tooltips describe their line. They need one row each."""
+    """Yield an invisible box for each line of operations, whose tooltip describes it. `grid` must
+    have a row for each line."""
     graph, labels = plan.graph, operation_labels(plan.graph)
     runs: dict[int, list[int]] = defaultdict(list)
     for run, op in enumerate(plan.schedule.runs):
@@ -199,7 +200,7 @@ class ScheduleGrid:
         return min(self.runs, MAX_COLUMNS)
 
     def row(self, line: int) -> int:
-        """Return the row of a line."""
+        """Return the row in which a line of operations is drawn."""
         return line * self.rows // len(self.lines)
 
     def rows_of_operations(self) -> list[int]:
@@ -208,7 +209,7 @@ class ScheduleGrid:
         return [rows[op] for op in range(len(rows))]
 
     def column(self, run: int) -> int:
-        """Return the column of a run."""
+        """Return the column in which a run is drawn."""
         return run * self.columns // self.runs
 
 
@@ -236,7 +237,8 @@ def schedule_strokes(plan: PlanData, grid: ScheduleGrid) -> dict[str, list[CellS
 
 
 def _consecutive_ranges(numbers: set[int]) -> Iterator[tuple[int, int]]:
-    """Yield (first, last) of each maximal range of consecutive numbers."""
+    """Yield (first, last) of each maximal range of consecutive numbers. `numbers` must not be
+    empty."""
     first, *others = sorted(numbers)
     previous = first
     for number in others:
@@ -283,8 +285,9 @@ def module_sections(
 
 
 def _sections_at_depth(operations: Sequence[Operation], depth: int) -> list[ModuleSection]:
-    """Return the sections by the first `depth` parts of the module paths; none spans both passes.
-    An operation of an enclosing module, or of none, belongs to the section that it interrupts."""
+    """Return the sections by the first `depth` parts of the module paths; none spans both forward
+    and backward. An operation of an enclosing module, or of none, belongs to the section that it
+    interrupts."""
     sections: list[ModuleSection] = []
     was_backward = False
     for op, operation in enumerate(operations):

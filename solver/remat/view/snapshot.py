@@ -32,8 +32,8 @@ def memory_snapshot(plan: PlanData) -> dict[str, Any]:
 
     Each allocation has a category, and as its stack the operation (with its module as the file and
     its run as the line; all pieces of an operation are "mm x 8"), its module, and the enclosing
-    modules. Live bytes after the events of a
-    run, and their maximum, are those of the simulator. Values without bytes are left out.
+    modules. Live bytes after the events of a run, and their maximum, are those of the simulator.
+    Values without bytes are left out.
     """
     graph, runs = plan.graph, plan.schedule.runs
     timeline = plan.timeline()
@@ -82,7 +82,8 @@ def save_snapshot(plan: PlanData, path: str | os.PathLike[str]) -> None:
 
 
 def _module_frames(module: str) -> Frames:
-    """Return a frame for the module and for each enclosing module, innermost first."""
+    """Return a stack frame for the module path and for each enclosing module, innermost first; none
+    for ""."""
     frames: Frames = []
     while module:
         frames.append({"name": plain_text(module), "filename": "module", "line": 0})
@@ -170,7 +171,7 @@ class _SnapshotWriter:
         return offset
 
     def _add_hole(self, offset: int, size: int) -> None:
-        """Make a hole of a block, and merge it with neighbouring holes."""
+        """Make a hole of the freed bytes at an offset, and merge it with neighbouring holes."""
         merged: list[tuple[int, int]] = []
         for start, hole_size in sorted([*self._holes, (offset, size)]):
             if merged and sum(merged[-1]) == start:
@@ -185,6 +186,7 @@ class _SnapshotWriter:
 def _snapshot_event(
     action: str, offset: int, size: int, frames: Frames, now_us: int
 ) -> dict[str, Any]:
+    """Return an allocation or a free in torch's format."""
     return {
         "action": action,
         "addr": _BASE_ADDRESS + offset,
@@ -198,6 +200,7 @@ def _snapshot_event(
 def _snapshot_block(
     offset: int, size: int, state: str, requested: int, frames: Frames
 ) -> dict[str, Any]:
+    """Return a block of a segment in torch's format: allocated, or a hole."""
     return {
         "address": _BASE_ADDRESS + offset,
         "size": size,

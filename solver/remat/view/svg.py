@@ -86,7 +86,8 @@ def picture_svg(picture: Picture) -> str:
 
 
 def _grid_elements(panel: Panel, x: _Axis, y: _Axis) -> list[str]:
-    """Return the grid of a panel with its numbers, the names of its rows, and its own name."""
+    """Return the grid of a panel with its numbers, the names of its rows, and its own name, as SVG
+    elements."""
     parts: list[str] = []
     if panel.y.name:
         parts.append(svg_text(_MARGIN, y.end - 12, panel.y.name))
@@ -105,7 +106,7 @@ def _grid_elements(panel: Panel, x: _Axis, y: _Axis) -> list[str]:
 
 
 def _item_elements(item: Item, x: _Axis, y: _Axis, bottom: float) -> list[str]:
-    """Return an item of a panel. `bottom` is the lower edge of all panels."""
+    """Return an item of a panel as SVG elements. `bottom` is the lower edge of all panels."""
     match item:
         case Area():
             return [svg_path(_staircase_path_data(item, x, y), item.role, item.tip)]
@@ -136,7 +137,8 @@ def _item_elements(item: Item, x: _Axis, y: _Axis, bottom: float) -> list[str]:
 
 
 def _rule_elements(rule: Rule, x: _Axis, y: _Axis, bottom: float) -> list[str]:
-    """Return a line across the panel with its labels, where there is room for them."""
+    """Return a line across the panel, and its labels where there is room for them, as SVG elements.
+    A vertical line reaches down to `bottom`."""
     role = "budget-label" if rule.role == "budget" else "label"
     dash = "7 4" if rule.role == "budget" else "2 4"
     if rule.axis == "y":
@@ -158,8 +160,8 @@ def _rule_elements(rule: Rule, x: _Axis, y: _Axis, bottom: float) -> list[str]:
 
 
 def _bottom_axis_elements(x: _Axis, y: float) -> list[str]:
-    """Return the horizontal axis: a line at `y` with ticks and numbers below it, and the axis's
-    name below those."""
+    """Return the horizontal axis as SVG elements: a line at `y` with ticks and numbers below it,
+    and the axis's name below those."""
     parts = [svg_line(x.start, y, x.end, y, "axis")]
     for tick, label in x.scale.ticks():
         at = x.at(tick)
@@ -171,8 +173,8 @@ def _bottom_axis_elements(x: _Axis, y: float) -> list[str]:
 
 
 def _staircase_path_data(area: Area, x: _Axis, y: _Axis) -> str:
-    """Return the path data of the area below a staircase, without steps that are too low to
-    see."""
+    """Return the path data of the area below a staircase, without steps that are too low to see; ""
+    without columns."""
     if not area.columns:
         return ""
     floor = coordinate_text(y.start)
@@ -188,13 +190,15 @@ def _staircase_path_data(area: Area, x: _Axis, y: _Axis) -> str:
 
 
 def _line_path(item: Line, points: Sequence[tuple[float, float]], tip: str | None) -> str:
+    """Return a line through these pixels as an SVG path, with the item's role, colour and
+    dashes."""
     data = "M" + "L".join(f"{coordinate_text(x)} {coordinate_text(y)}" for x, y in points)
     dash = "5 4" if item.is_dashed else None
     return svg_path(data, item.role, tip, stroke=item.colour, stroke_dasharray=dash)
 
 
 def _mark_element(mark: Mark, x: float, y: float) -> str:
-    """Return a marker at a pixel."""
+    """Return a marker at a pixel as an SVG element."""
     if mark.shape == "o":
         children = () if mark.tip is None else (svg_tooltip(mark.tip),)
         place = {"cx": x, "cy": y, "r": mark.radius}
@@ -210,7 +214,7 @@ def _mark_element(mark: Mark, x: float, y: float) -> str:
 
 
 def _legend_elements(entries: Sequence[LegendEntry], x: _Axis, y: float) -> tuple[list[str], float]:
-    """Return a legend in rows below the panels, and the y below the last row."""
+    """Return a legend in rows below the panels as SVG elements, and the y below the last row."""
     parts: list[str] = []
     left = x.start
     for entry in entries:
@@ -236,8 +240,8 @@ def coordinate_text(value: float) -> str:
 
 
 def svg_element(name: str, *children: str, **attributes: str | float | None) -> str:
-    """Return an element as text. `children` are text of elements; attribute values are escaped. In
-    attribute names, a trailing underscore is dropped (`class_`), and other underscores become
+    """Return an SVG element as text. `children` are text of elements; attribute values are escaped.
+    In attribute names, a trailing underscore is dropped (`class_`), and other underscores become
     hyphens. Attributes that are None are left out."""
     written = "".join(
         f' {key.rstrip("_").replace("_", "-")}="'
@@ -260,7 +264,8 @@ def svg_text(
     size: float | None = None,
     tip: str | None = None,
 ) -> str:
-    """Return a label at (x, y). `anchor` is "middle" or "end"; `tip` is its tooltip."""
+    """Return a label at (x, y) as an SVG element. `anchor` is "middle" or "end"; `tip` is its
+    tooltip."""
     children = (
         [escape_markup(content)] if tip is None else [svg_tooltip(tip), escape_markup(content)]
     )
@@ -276,14 +281,14 @@ def svg_text(
 
 
 def svg_tooltip(content: str) -> str:
-    """Return a tooltip, to be the first child of its element."""
+    """Return a tooltip as an SVG element, which must be the first child of what it describes."""
     return f"<title>{escape_markup(content)}</title>"
 
 
 def svg_rectangle(
     x: float, y: float, width: float, height: float, role: str, tip: str | None = None
 ) -> str:
-    """Return a filled rectangle with the tooltip `tip`."""
+    """Return a filled rectangle with the tooltip `tip` as an SVG element."""
     children = () if tip is None else (svg_tooltip(tip),)
     return svg_element(
         "rect", *children, x=x, y=y, width=width, height=height, class_=f"remat-{role}"
@@ -293,19 +298,21 @@ def svg_rectangle(
 def svg_line(
     x1: float, y1: float, x2: float, y2: float, role: str, dash: str | None = None, **more: float
 ) -> str:
-    """Return a straight line, one pixel wide by default."""
+    """Return a straight line as an SVG element, one pixel wide by default. `more` are further
+    attributes."""
     ends = {"x1": x1, "y1": y1, "x2": x2, "y2": y2}
     return svg_element("line", **ends, class_=f"remat-{role}", stroke_dasharray=dash, **more)
 
 
 def svg_path(data: str, role: str, tip: str | None = None, **attributes: str | float | None) -> str:
-    """Return a path. `data` is its attribute `d`, and `tip` its tooltip."""
+    """Return a path as an SVG element. `data` is its attribute `d`, and `tip` its tooltip."""
     children = () if tip is None else (svg_tooltip(tip),)
     return svg_element("path", *children, d=data, class_=f"remat-{role}", **attributes)
 
 
 def _svg_document(picture: Picture, height: float, body: Iterable[str]) -> str:
-    """Return a complete SVG picture; the title is also its tooltip."""
+    """Return a complete SVG picture of this height with the elements of `body`; the title is also
+    its tooltip."""
     width = picture.width
     return svg_element(
         "svg",
@@ -345,4 +352,5 @@ def _style_sheet() -> str:
 
 
 def _css_rules(colours: dict[str, str]) -> str:
+    """Return a style rule for each role."""
     return "".join(f".remat-{role}{{{colour}}}" for role, colour in colours.items())

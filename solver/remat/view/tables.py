@@ -33,8 +33,8 @@ _FORMULA_STARTS = ("=", "+", "-", "@")
 def operations_csv(plan: PlanData) -> str:
     """Return CSV text with a line per operation, in the graph's order, and the columns `COLUMNS`.
 
-    `cost_s` is the time of one run, `extra_s` that of all recomputations; `result` is 1 if an
-    output stays in memory to the end. A name that a spreadsheet would take for a formula begins
+    `cost_s` is the time of one run, `extra_s` the time of all recomputations; `result` is 1 if an
+    output stays in memory to the end. A name that a spreadsheet would evaluate as a formula begins
     with an apostrophe.
     """
     graph = plan.graph
@@ -114,11 +114,12 @@ def graph_graphml(graph: Graph) -> str:
 
 
 def _csv_cell(text: str) -> str:
-    """Return text for a cell of a CSV file, which no spreadsheet takes for a formula."""
+    """Return text for a cell of a CSV file, with an apostrophe before anything that a spreadsheet
+    would evaluate as a formula."""
     text = plain_text(text)
     return f"'{text}" if text.startswith(_FORMULA_STARTS) else text
 
 
 def _graphviz_label(text: str) -> str:
-    """Return short text, escaped for a quoted string of Graphviz."""
+    """Return text in at most 60 characters, escaped for a quoted string of Graphviz."""
     return shorten_name(plain_text(text), 60).replace("\\", "\\\\").replace('"', '\\"')

@@ -124,8 +124,8 @@ def timeline_picture(plan: PlanData, x: Literal["time", "runs"] = "time") -> Pic
 
 
 def _copy_lanes_panel(times: CopyTimes) -> Panel:
-    """Return the lanes of the copies, one for each direction and, if the step waits for any, one
-    for waiting."""
+    """Return a panel with one row of boxes for the copies in each direction and, if the step waits
+    for any, a row for the waiting."""
     boxes: dict[str, list[tuple[float, float, str]]] = {"to host": [], "to device": []}
     for copy in times.copies:
         lane, seconds = copy.direction.replace("_", " "), format_seconds(copy.end_s - copy.start_s)
@@ -148,7 +148,7 @@ def _copy_lanes_panel(times: CopyTimes) -> Panel:
 
 
 def _host_memory_panel(times: CopyTimes, end_s: float) -> Panel:
-    """Return the bytes on the host over time."""
+    """Return a panel with the bytes on the host over time, until `end_s`."""
     most_bytes = times.largest_host_bytes
     changes = [*times.host_bytes, (end_s, 0)]
     columns = [(s, after_s, size) for (s, size), (after_s, _) in pairwise(changes)]
@@ -190,15 +190,15 @@ def peak_columns(
 
 
 def _column_heights(columns: Columns, heights: Sequence[int]) -> list[tuple[float, float, float]]:
-    """Return the columns with the height of the run that each shows. `heights` is indexed by
-    run."""
+    """Return (left, right, height) of each column; `heights` has the height of each run."""
     return [(left, right, heights[run]) for left, right, run in columns]
 
 
 def _run_tooltips(
     plan: PlanData, columns: Columns, during: Sequence[int], top_bytes: float
 ) -> Iterator[Box]:
-    """Yield invisible strips whose tooltips name the run under the pointer."""
+    """Yield invisible boxes over groups of columns, up to 240. The tooltip describes the group's
+    run with the most memory."""
     stride = -(-len(columns) // _MAX_TIPS)
     for first in range(0, len(columns), max(1, stride)):
         group = columns[first : first + stride]
@@ -211,7 +211,7 @@ def _run_tooltips(
 
 
 def _peak_and_time_summary(plan: PlanData) -> str:
-    """Return the plan's peak and time, and those without recomputation, as text."""
+    """Return the plan's peak and time and the baseline's, as text."""
     peak, baseline = format_bytes(plan.peak_bytes), format_bytes(plan.baseline_peak_bytes)
     return (
         f"peak {peak} instead of {baseline}, time {format_seconds(plan.time_s)} instead of "

@@ -862,7 +862,7 @@ def test_a_process_that_only_measures_knows_the_operations_that_add_pieces() -> 
     code = (
         "from remat.documents.targets import ADD_PRODUCT_TARGET;"
         "import remat.frontend.costs.measure;"
-        "from remat.frontend.common.operators import resolve;"
+        "from remat.frontend.common.operators import resolve_operator;"
         "resolve_operator(ADD_PRODUCT_TARGET)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

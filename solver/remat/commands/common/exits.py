@@ -57,7 +57,7 @@ def signal_exit_code(signum: int) -> int:
 
 
 def exit_code(error: BaseException) -> int:
-    """Return the exit code for an exception."""
+    """Return the exit code of a command that raised this exception."""
     match error:
         case InterruptedWithoutResult(signum=signum):
             return signal_exit_code(signum)
@@ -97,6 +97,8 @@ def print_message(message: str) -> None:
 
 
 def _missing_package_line(module: str) -> str:
+    """Return the message for a module that cannot be imported, with the extra of remat that
+    installs it if there is one."""
     package = module.partition(".")[0]
     with suppress(metadata.PackageNotFoundError):  # a source tree that is not installed
         for match in filter(None, map(_EXTRA_REQUIREMENT.match, metadata.requires("remat") or ())):

@@ -71,7 +71,7 @@ def check_one_stdin(*paths: str) -> None:
 
 
 def check_outputs(*paths: Path | None) -> None:
-    """Raise `RematError` for an output file that cannot be written."""
+    """Raise `RematError` for an output file that cannot be written; None is skipped."""
     for path in paths:
         if path is None:
             continue
@@ -125,10 +125,13 @@ def print_json(text: str) -> None:
 
 
 def _print_to_stdout(text: str) -> None:
+    """Print text on stdout at once."""
     print(text, flush=True)
 
 
 def _read_document_bytes(path: str) -> bytes:
+    """Return the content of a file or of stdin (`-`), unzipped. Raises `DocumentError` if it cannot
+    be read, and `UsageError` if nothing is piped into stdin."""
     try:
         if path == "-":
             if sys.stdin is None or sys.stdin.isatty():
@@ -159,6 +162,8 @@ def _similar_files_hint(path: str) -> str:
 
 
 def _errors_name_source(path: str, read: Callable[[], _T]) -> _T:
+    """Return the result of `read`; a `DocumentError` that it raises gets the name of the file, or
+    stdin."""
     try:
         return read()
     except DocumentError as error:
@@ -168,6 +173,7 @@ def _errors_name_source(path: str, read: Callable[[], _T]) -> _T:
 
 
 def _source_name(path: str) -> str:
+    """Return the path, or "stdin" for `-`."""
     return "stdin" if path == "-" else path
 
 
@@ -177,6 +183,7 @@ def _resolve_link(path: Path) -> Path:
 
 
 def _is_device_or_pipe(path: Path) -> bool:
+    """True for a path that exists and is no regular file."""
     with suppress(OSError):
         return path.exists() and not path.is_file()
     return False

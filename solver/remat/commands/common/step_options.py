@@ -55,7 +55,8 @@ def parse_lengths(text: str) -> LengthDistribution:
 
 
 def _parse_length_list(text: str) -> list[int] | dict[int, float]:
-    """Return lengths, or a mapping if one of them has a share."""
+    """Return the lengths of a list such as 512,1024, or a mapping to their shares if one has a
+    share (512:70)."""
     pairs = [part.partition(":") for part in text.split(",")]
     lengths = [_parse_length(length.strip()) for length, _, _ in pairs]
     if not any(colon for _, colon, _ in pairs):
@@ -73,6 +74,7 @@ def _parse_length_list(text: str) -> list[int] | dict[int, float]:
 
 
 def _parse_length(text: str) -> int:
+    """Return a number of tokens. Raises `RematError` for other text."""
     if not text.isdecimal() or len(text) > _MAX_DIGITS:
         raise RematError(f"{text[:40]!r} is not a number of tokens, such as 2048")
     return int(text)

@@ -102,6 +102,8 @@ def _random_token_ids(config: Any, sizes: BatchSizes) -> torch.Tensor:
 
 
 def _speech_batch(config: Any, sizes: BatchSizes) -> dict[str, torch.Tensor]:
+    """Return random speech and text tokens. Raises `TraceError` for more tokens than the model has
+    positions."""
     max_tokens = getattr(config, "max_target_positions", None)
     if max_tokens is not None and sizes.tokens > max_tokens:
         raise TraceError(
@@ -115,6 +117,7 @@ def _speech_batch(config: Any, sizes: BatchSizes) -> dict[str, torch.Tensor]:
 
 
 def _image_batch(task: str, config: Any, sizes: BatchSizes) -> dict[str, torch.Tensor]:
+    """Return random images, and labels of images or of pixels, as the task needs."""
     size = sizes.image or getattr(config, "image_size", None) or 224
     height, width = size if isinstance(size, (list, tuple)) else (size, size)
     pixels = torch.randn(sizes.batch, getattr(config, "num_channels", 3), height, width)
@@ -123,6 +126,7 @@ def _image_batch(task: str, config: Any, sizes: BatchSizes) -> dict[str, torch.T
 
 
 def _random_labels(config: Any, shape: tuple[int, ...]) -> torch.Tensor:
+    """Return random classes of this shape; random numbers for a regression."""
     # A single label means regression.
     return (
         torch.randint(0, config.num_labels, shape) if config.num_labels > 1 else torch.rand(shape)

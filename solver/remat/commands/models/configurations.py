@@ -72,6 +72,8 @@ def step_from_configuration(file: str, sizes: BatchSizes, overrides: Sequence[st
 def _step_of_configuration(
     data: ConfigData, source: str, sizes: BatchSizes, overrides: Sequence[str]
 ) -> ModelCall:
+    """Build the model and its call from the data of a configuration; `source` names it in errors.
+    Raises `TraceError`."""
     changes = dict(_parse_override(text) for text in overrides)
     if "model_type" not in data and "_class_name" in data:
         return denoising_step(_import_package("diffusers"), data, source, sizes, changes)
@@ -103,6 +105,8 @@ def _step_of_configuration(
 
 
 def _import_package(name: str) -> ModuleType:
+    """Import transformers or diffusers without their warnings. Raises `TraceError` if that
+    fails."""
     silence_warnings_of(name)
     try:
         return import_module(name)
@@ -139,6 +143,8 @@ def _parse_override(text: str) -> tuple[str, object]:
 
 
 def _find_model_type(transformers: ModuleType, name: str) -> str:
+    """Return transformers' model type of this name, with dashes or underscores. Raises `TraceError`
+    if there is none."""
     types = list(transformers.CONFIG_MAPPING)
     # Model types are spelled with dashes or with underscores.
     by_letters = {_letters_and_digits(model_type): model_type for model_type in types}
@@ -151,14 +157,15 @@ def _find_model_type(transformers: ModuleType, name: str) -> str:
 
 
 def _letters_and_digits(name: str) -> str:
+    """Return the letters and digits of a name in lower case."""
     return "".join(c for c in name.lower() if c.isalnum())
 
 
 def _build_configuration(
     transformers: ModuleType, data: ConfigData, source: str, sizes: BatchSizes, changes: ConfigData
 ) -> Any:
-    """Return the configuration with the changes, without a cache, and with special tokens within
-    its vocabulary."""
+    """Return transformers' configuration with the changes, without a key-value cache, and with
+    special tokens within its vocabulary. Raises `TraceError` for an invalid one."""
     model_type = data["model_type"]
     if model_type not in transformers.CONFIG_MAPPING:
         code = "auto_map" in data
@@ -260,7 +267,8 @@ def _task_and_model_class(
 
 
 def _check_weights_fit_memory(model_class: type[nn.Module], config: Any, source: str) -> None:
-    """Raise `TraceError` for weights that exceed the memory; the system would kill the process."""
+    """Raise `TraceError` for weights that exceed the free memory; the system would kill the
+    process. Nothing if either is unknown."""
     try:
         with torch.device("meta"):
             size_bytes = sum(p.nbytes for p in model_class(config).parameters())
@@ -441,6 +449,8 @@ def unknown_field_error(key: str, fields: Iterable[str], source: str) -> TraceEr
 
 
 def _denoiser_image_size(config: Any, source: str, sizes: BatchSizes) -> tuple[int, int]:
+    """Return height and width of a U-Net's images: of `sizes`, or its own. Raises `TraceError` if
+    both are missing."""
     size = sizes.image or config["sample_size"]
     if size is None:
         raise TraceError(f"{source} has no sample_size; pass the image size, as in --image 64")

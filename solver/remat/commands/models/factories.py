@@ -39,10 +39,12 @@ def step_from_factory(place: str, name: str) -> ModelCall:
 
 
 def _is_file_path(place: str) -> bool:
+    """True if a place names a file, not a dotted module."""
     return place.endswith(".py") or "/" in place or os.sep in place
 
 
 def _import_factory_file(place: str) -> ModuleType:
+    """Import a Python file as a module. Raises `TraceError` with the line that fails."""
     path = Path(place).expanduser().resolve()
     if not path.is_file():
         similar = similar_names_hint(path.name, _python_files(path.parent), lead="; near is ")
@@ -76,6 +78,8 @@ def _python_files(folder: Path) -> list[str]:
 
 
 def _import_factory_module(place: str) -> ModuleType:
+    """Import a dotted module, also from the current directory. Raises `TraceError` with the line
+    that fails."""
     _put_first_on_path(Path.cwd())
     importlib.invalidate_caches()
     try:
@@ -108,6 +112,8 @@ def _put_first_on_path(directory: Path) -> None:
 
 
 def _find_factory(module: ModuleType, place: str, name: str) -> Any:
+    """Return the attribute `name` of a module, which may be dotted. Raises `TraceError` if there is
+    none."""
     value: Any = module
     for part in name.split("."):
         try:
@@ -126,6 +132,7 @@ def _find_factory(module: ModuleType, place: str, name: str) -> Any:
 
 
 def _check_factory_callable(factory: Any, source: str, module: ModuleType) -> None:
+    """Raise `TraceError` unless a factory can be called without arguments."""
     if not callable(factory):
         raise TraceError(
             f"{source} is a {type(factory).__name__} and not a function; name a function that "
@@ -149,6 +156,8 @@ def _check_factory_callable(factory: Any, source: str, module: ModuleType) -> No
 
 
 def _parse_factory_result(result: object, source: str) -> ModelCall:
+    """Return the model and the arguments that a factory returned. Raises `TraceError` for other
+    results."""
     if isinstance(result, nn.Module):
         raise TraceError(
             f"{source} returned a {type(result).__name__} without the arguments of a call; it must "
@@ -178,6 +187,7 @@ def _parse_factory_result(result: object, source: str) -> ModelCall:
 
 
 def _keyword_arguments(arguments: object, source: str) -> dict[str, Any]:
+    """Return keyword arguments as a dict; none for None. Raises `TraceError` for other objects."""
     if arguments is None:
         return {}
     if not isinstance(arguments, Mapping) or not all(isinstance(key, str) for key in arguments):
@@ -227,5 +237,6 @@ def _relative_path(path: Path) -> str:
 
 
 def _module_file(module: ModuleType) -> Path | None:
+    """Return the file of a module; None if it has none."""
     file = getattr(module, "__file__", None)
     return Path(file).resolve() if file else None

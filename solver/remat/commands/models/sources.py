@@ -60,7 +60,7 @@ def load_training_step(
     dtype: str | None = None,
     seed: int = 0,
 ) -> TrainingStep:
-    """Load the training step that `source` names; the module's docstring lists its forms.
+    """Load the training step that `source` names: a factory, a configuration file or a model type.
 
     `sizes` and `overrides` ("n_layer=4", where the value is JSON or else text) apply to
     configurations, not to factories. Model and tensors are moved to `device` ("cpu", "cuda" or
@@ -86,8 +86,8 @@ def load_training_step(
 def _checked_step_inputs(
     source: str, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of a call. Raises `TraceError` if the model does not accept them, which
-    says which names it does not know."""
+    """Return the arguments of a call in the form that the model takes. Raises `TraceError` if it
+    does not accept them, with the names that it does not have."""
     try:
         return normalise_inputs(model, args, kwargs)
     except TraceError as error:
@@ -102,6 +102,8 @@ def _checked_step_inputs(
 def _load_source(
     source: str, sizes: BatchSizes, overrides: Sequence[str]
 ) -> tuple[str, nn.Module, tuple[Any, ...], dict[str, Any]]:
+    """Return the name, model and arguments of a source. Raises `TraceError` if it has none of the
+    forms."""
     if source.startswith(_HUGGING_FACE_PREFIX):
         return step_from_name(source.removeprefix(_HUGGING_FACE_PREFIX), sizes, overrides)
     if source.endswith(".json"):
@@ -122,10 +124,12 @@ def _load_source(
 
 
 def _loading_device(name: str) -> torch.device:
+    """Return the device "meta" or a device of this machine. Raises `TraceError` for others."""
     return torch.device("meta") if name == "meta" else local_device(name)
 
 
 def _seed_generators(seed: int) -> None:
+    """Seed the random generators of torch, Python and NumPy."""
     torch.manual_seed(seed)
     random.seed(seed)
     numpy.random.seed(seed % 2**32)
@@ -151,6 +155,8 @@ def _move_step(step: TrainingStep, device: torch.device, dtype: torch.dtype | No
 def _move_tensor(
     tensor: torch.Tensor, device: torch.device, dtype: torch.dtype | None
 ) -> torch.Tensor:
+    """Return a tensor on a device, cast if it is floating-point; the tensor itself if nothing
+    changes."""
     moved = tensor.to(device=device, dtype=dtype if tensor.is_floating_point() else None)
     if moved is tensor:
         return tensor

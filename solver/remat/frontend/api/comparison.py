@@ -197,7 +197,7 @@ class StepRunner:
             tensor.grad = None
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        """Return the gradients of parameters, and of inputs that require one, by name."""
+        """Return the existing gradients of parameters and inputs, by name."""
         owners = dict(self._module.named_parameters())
         owners |= {f"input {number}": tensor for number, tensor in enumerate(self._inputs)}
         return {name: t.grad for name, t in owners.items() if t.grad is not None}
@@ -207,12 +207,13 @@ class StepRunner:
         return {name: b.detach().clone() for name, b in self._module.named_buffers()}
 
     def constants(self) -> list[torch.Tensor]:
-        """Return the parameters, buffers and inputs on the module's device."""
+        """Return the dense parameters, buffers and inputs on the module's device."""
         tensors = [*self._module.parameters(), *self._module.buffers(), *self._inputs]
         return [t for t in tensors if t.layout == torch.strided and t.device == self._device]
 
     def peak_bytes(self, seed: int, other: StepRunner) -> int:
-        """Run a step and return its peak, without the memory of the `other` version's model."""
+        """Run a step and return its peak, without the memory of the `other` version's model. Clears
+        the gradients of both."""
         self.clear_gradients()
         other.clear_gradients()
         if self._device.type == "cuda":
@@ -248,8 +249,9 @@ class StepRunner:
 
 
 def loss_of_output(output: object) -> torch.Tensor:
-    """Return the scalar to call `backward()` on: the output's `loss`, the output itself, or the
-    first scalar of a tuple or dict. Raises `TraceError` where there is none."""
+    """Return the scalar of a model's output to call `backward()` on: its attribute `loss`, the
+    output itself, or the first scalar of a tuple or dict. Raises `TraceError` if there is none, or
+    if it requires no gradient."""
     candidates: list[object] = [getattr(output, "loss", None), output]
     if isinstance(output, Mapping):
         candidates += output.values()
@@ -261,9 +263,10 @@ def loss_of_output(output: object) -> torch.Tensor:
                 break
             return item.reshape(())
     raise TraceError(
-        f"a step needs a loss, and the model returned {_output_summary(output)}; return a scalar that "
-        "requires a gradient: as the only output, as the attribute `loss`, or as the first scalar "
-        "of a tuple or dict (models of transformers return one where they are called with labels)"
+        f"a step needs a loss, and the model returned {_output_summary(output)}; return a scalar "
+        "that requires a gradient: as the only output, as the attribute `loss`, or as the first "
+        "scalar of a tuple or dict (models of transformers return one where they are called with "
+        "labels)"
     )
 
 
@@ -288,6 +291,7 @@ class _TensorDifference:
 
     @classmethod
     def of(cls, a: torch.Tensor | None, b: torch.Tensor | None) -> _TensorDifference:
+        """Return the difference of two tensors, either of which may be missing."""
         if a is None or b is None or a.shape != b.shape:
             return cls(False, math.inf, math.inf)
         a, b = (t.to_dense() if t.layout != torch.strided else t for t in (a, b))
@@ -308,10 +312,10 @@ def _tensors_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _tensor_differences(a: Tensors, b: Tensors) -> list[_TensorDifference]:
-    """Return the differences of the tensors that have the same name."""
+    """Return the difference of the two tensors of each name; infinite if one of them is missing."""
     return [_TensorDifference.of(a.get(name), b.get(name)) for name in dict.fromkeys((*a, *b))]
 
 
 def _changed_tensors(before: Tensors, after: Tensors) -> dict[str, torch.Tensor]:
-    """Return the tensors of `after` that are not equal to those of the same name in `before`."""
+    """Return the tensors of `after` that are missing in `before`, or not equal there."""
     return {k: t for k, t in after.items() if k not in before or not _tensors_equal(before[k], t)}

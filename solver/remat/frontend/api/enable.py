@@ -213,6 +213,8 @@ class _InPlacePlanner(ScopedPlanner):
     """Plans a model that is enabled in place: captures it with its original forward."""
 
     def _plan(self, model: nn.Module, call: ModelCall, key: CallSignature) -> PlanEntry:
+        """Plan the model with its original forward; before the first plan, warn of gradient
+        checkpointing."""
         if not self.entries:
             _warn_of_gradient_checkpointing(model)
         with _original_forward_restored(model):
@@ -245,7 +247,8 @@ class _ForwardWhilePlanning:
 
 @contextmanager
 def _original_forward_restored(model: nn.Module) -> Iterator[None]:
-    """Give the model its original forward inside of this context, for this thread."""
+    """Give the model its original forward inside of this context, for this thread. Other threads
+    wait for the plan."""
     attributes = model.__dict__
     planned = attributes.get(FORWARD_ATTRIBUTE)
     forward = attributes.pop("forward", None)
@@ -293,14 +296,14 @@ def check_not_planned(model: object, scope: str = MODEL) -> None:
 
 
 def check_enable_options(budget: int | str, options: EnableOptions) -> CheckedOptions:
-    """Return the options of `enable` as data. Raises its errors for an invalid budget or option,
-    whatever the model: for integrations that enable a model later."""
+    """Return the options of `enable` as data. Raises the errors of `enable` for an invalid budget
+    or option before there is a model: for integrations that enable a model later."""
     return checked_door_options(ENABLE, budget, options)
 
 
 def _check_parameters_fit(model: nn.Module, budget: Budget | None) -> None:
     """Raise `InfeasibleBudget` if a budget in bytes is less than parameters, gradients and buffers
-    use."""
+    use. Nothing for other budgets, or if parameters are lazy."""
     budget_bytes = None if budget is None else budget.size_bytes
     if budget_bytes is None or has_lazy_parameters(model):
         return

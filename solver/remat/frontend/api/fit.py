@@ -155,7 +155,7 @@ def _checked_with_length(
     with_length: Callable[[int], ModelFnResult] | None,
     trace: Trace,
 ) -> Callable[[int], ModelFnResult]:
-    """Return the function. Raises `RematError` without one, or if no dimension of the example
+    """Return `with_length`. Raises `RematError` if it is None, or if no dimension of the example
     inputs has the longest length."""
     if with_length is None:
         raise RematError(
@@ -173,19 +173,22 @@ def _checked_with_length(
 
 
 def _runs_on_local_gpu(trace: Trace, device: str | torch.device | None) -> bool:
-    """True if the step runs on a GPU of this machine."""
+    """True if the step of a trace for `device` runs on a GPU of this machine."""
     return is_on_cuda(trace) and find_target_gpu(device) is None
 
 
 def _default_gpu_notes(device: str | torch.device | None) -> list[str]:
+    """Return the note that "cuda" stands for `DEFAULT_GPU`; none if `device` names a GPU or one is
+    here."""
     if not is_default_gpu(device):
         return []
     return [f"this machine has no GPU: {str(device)!r} is taken as {DEFAULT_GPU}; name another GPU"]
 
 
 def _reservable_bytes(trace: Trace, model: nn.Module, device: str | torch.device | None) -> int:
-    """Return the bytes that torch's allocator may reserve: for a device of this machine, what is
-    free, and what the model takes there already."""
+    """Return the bytes that torch's allocator may reserve. On a device of this machine, they are
+    nearly all that is free, plus what the model already takes there; on another GPU, nearly all of
+    its memory. Raises `BudgetError` if the free memory is unknown."""
     if find_target_gpu(device) is None:
         free = free_bytes(trace.device)
         if free is None:
@@ -195,7 +198,8 @@ def _reservable_bytes(trace: Trace, model: nn.Module, device: str | torch.device
 
 
 def _model_bytes_on_device(model: nn.Module, device: str) -> int:
-    """Return the bytes of a model's parameters, gradients and buffers that are on a device."""
+    """Return the bytes of a model's parameters, gradients and buffers that are on a type of
+    device."""
     parameters = list(model.parameters())
     gradients = [p.grad for p in parameters if p.grad is not None]
     tensors = [*parameters, *gradients, *model.buffers()]
@@ -203,8 +207,8 @@ def _model_bytes_on_device(model: nn.Module, device: str) -> int:
 
 
 def _script_changes(model: nn.Module) -> ScriptChanges:
-    """Return the code for a model: transformers' own method for checkpoints, if it has one, and its
-    configuration without a cache, if it was captured without one."""
+    """Return the code to add to a training script: transformers' own method for checkpoints if the
+    model has one, and a configuration without a cache if it was captured without one."""
     checkpoints = ""
     for method in ("activation_checkpointing_enable", "gradient_checkpointing_enable"):
         if callable(getattr(model, method, None)):

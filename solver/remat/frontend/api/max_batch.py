@@ -191,7 +191,8 @@ class BatchSearch:
 
     def read_budget(self, start: int) -> None:
         """Set `budget_bytes`. The budget "auto" is read while the model and the first batch for
-        which there is memory, `start` or a smaller one, are allocated."""
+        which there is memory (`start`, a half of it, and so on) are allocated. Raises
+        `InfeasibleBudget` if there is memory for none."""
         batch = start
         while batch:
             try:
@@ -242,7 +243,8 @@ class BatchSearch:
         return simulate(graph, Schedule.keep_all(graph)).peak_bytes
 
     def quick_min_peak_bytes(self, batch: int) -> int:
-        """Return the smallest peak that fast baseline strategies reach."""
+        """Return the smallest peak without a solver: without recomputation, or by fast baseline
+        strategies."""
         graph = self.trace(batch).graph()
         schedules = [
             Schedule.keep_all(graph),
@@ -279,8 +281,9 @@ class BatchSearch:
         return fits
 
     def largest_batch(self, eager_batch: int, start: int) -> tuple[int, BatchAttempt | None]:
-        """Return the largest batch with a plan, 0 if there is none, and the attempt at the next
-        batch; None if that is more than `max_batch`. `eager_batch` fits without recomputation."""
+        """Return the largest batch with a plan, 0 if there is none, and the failed attempt at the
+        next batch; None if that is more than `max_batch`. `eager_batch` must fit without
+        recomputation."""
         fits = eager_batch
         first = min(max(fits, start), self.max_batch)
         second = 2 * first if 2 * first <= self.max_batch else max(1, first // 2)
@@ -328,8 +331,8 @@ class BatchSearch:
         )
 
     def best_plan(self, batch: int) -> Plan:
-        """Solve a batch until the strategy ends; return that plan, or the plan of the search where
-        that one is faster."""
+        """Solve a batch until the strategy ends; return its plan, or the plan from the search if
+        that is faster or no other is found."""
         search_plan = self._plans.get(batch)
         try:
             traced = self.trace(batch)
@@ -379,7 +382,8 @@ class BatchSearch:
         return attempt
 
     def _attempt_fields(self, plan: Plan) -> dict[str, Any]:
-        """Return the fields of an attempt that has a plan: it fits unless it is too slow."""
+        """Return the fields of an attempt that has a plan: it fits unless its overhead is above
+        `max_overhead`."""
         limit = self.max_overhead
         fits = limit is None or plan.overhead <= limit
         bound = plan.lower_bound

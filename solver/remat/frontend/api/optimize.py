@@ -162,8 +162,8 @@ def checked_door_options(
 ) -> CheckedOptions:
     """Return the options of a door as data.
 
-    Raises the errors of `read_options` at once, and those for a wrong device in `costs` and for an
-    optimizer in `reserve` whose state cannot be predicted.
+    Raises the errors of `read_options` at once, and the errors for a wrong device in `costs`, for
+    an optimizer in `reserve` whose state cannot be predicted, and for a reserve above the budget.
     """
     checked = read_options(door, budget, options)
     if checked.costs != MEASURED_BY_SERVICE:
@@ -259,8 +259,10 @@ class ModelWithLoss(nn.Module):
 
 
 def _any_requires_grad(tree: Any) -> bool:
+    """True if any tensor of a pytree requires a gradient."""
     return any(tensor.requires_grad for tensor in _tensor_leaves(tree))
 
 
 def _tensor_leaves(tree: Any) -> list[torch.Tensor]:
+    """Return the tensors of a pytree."""
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]

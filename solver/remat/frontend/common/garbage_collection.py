@@ -41,12 +41,15 @@ class ProcessChange:
 
 
 def _disable_collector() -> Callable[[], object] | None:
+    """Turn the cyclic garbage collector off; return how to undo it, None if it was off already."""
     was_enabled = gc.isenabled()
     gc.disable()
     return gc.enable if was_enabled else None
 
 
 def _freeze_older_objects() -> Callable[[], object] | None:
+    """Exclude all existing objects from collection; return how to undo it. Do nothing and return
+    None if some are excluded already."""
     if gc.get_freeze_count():  # they would be unfrozen with the others
         return None
     gc.freeze()

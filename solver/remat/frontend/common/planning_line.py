@@ -30,7 +30,7 @@ _MAX_COLUMNS = 79
 @contextmanager
 def planning_line(progress: ProgressCallback | bool | None) -> Iterator[ProgressCallback | None]:
     """Yield the progress callback for solves inside of this context: the user's, or one that shows
-    the line; None if neither is wanted."""
+    the line. Yield None if the line is off or stderr is no terminal."""
     if callable(progress):
         yield progress
     elif progress is False or os.environ.get(ENVIRONMENT_VARIABLE) == "0" or not _is_terminal():
@@ -71,6 +71,7 @@ class _ProgressLine:
         self._thread.join()
 
     def _show_until_closed(self) -> None:
+        """Write the line after the delay, then twice a second until it is closed."""
         if self._is_closed.wait(self._delay_s):
             return
         while True:

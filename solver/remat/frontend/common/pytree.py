@@ -85,9 +85,12 @@ class _Flattener:
         )
 
     def _child_structures(self, node: Sequence[object], path: str) -> tuple[Structure, ...]:
+        """Return the structures of a sequence's items."""
         return tuple(self.flatten(item, f"{path}[{i}]") for i, item in enumerate(node))
 
     def _dataclass_structure(self, node: Any, path: str) -> Structure:
+        """Return the structure of a dataclass with its set fields and added attributes. A field
+        that is None by default and None here is left out."""
         # Hugging Face's ModelOutput sets absent fields to None: omit them, as it does itself.
         fields = [f for f in dataclasses.fields(node) if f.init]
         names = [
@@ -136,6 +139,8 @@ def flatten_objects(tree: object) -> tuple[list[Any], ObjectTreeSpec]:
 def _flatten_objects_below(
     tree: object, ancestors: tuple[object, ...]
 ) -> tuple[list[Any], ObjectTreeSpec]:
+    """Return the result of `flatten_objects` for a part of a tree; an object among its `ancestors`
+    is a leaf."""
     torch_leaves, spec = tree_flatten(tree)
     leaves: list[Any] = []
     entries: list[tuple[type, tuple[str, ...], ObjectTreeSpec] | None] = []
@@ -224,7 +229,9 @@ def unflattener(structure: Structure) -> Callable[[Sequence[object]], Any]:
 def _build_dataclass(
     cls: Any, parts: Mapping[str, Callable[[Sequence[object]], Any]], leaves: Sequence[object]
 ) -> Any:
-    """Build a dataclass with these attributes, of which some may not be fields of it."""
+    """Build a dataclass. `parts` rebuilds the value of each attribute from the leaves; attributes
+    that are no fields are set afterwards. Raises `DocumentError` for an attribute that the class
+    defines."""
     values = {name: part(leaves) for name, part in parts.items()}
     declared = {f.name for f in dataclasses.fields(cls)}
     instance = cls(**{name: value for name, value in values.items() if name in declared})
@@ -244,11 +251,13 @@ def _builtin_scalar(value: Any) -> Any:
 
 
 def _type_name(node: object) -> str:
+    """Return the module and the qualified name of an object's class, as one text."""
     return f"{type(node).__module__}:{type(node).__qualname__}"
 
 
 def _resolve_container_type(name: str) -> Callable[..., Any]:
-    """Return the class that `_type_name` named. Raises `DocumentError` for another object."""
+    """Return the class that `_type_name` named. Raises `DocumentError` unless it is a dataclass,
+    named tuple or dict of an imported module."""
     module_name, _, qualname = name.partition(":")
     cls: Any = sys.modules.get(module_name)
     for part in qualname.split("."):
@@ -294,6 +303,7 @@ class DroppedOutput:
         raise next(leaf for leaf in leaves if isinstance(leaf, cls))._not_computed_error()
 
     def _not_computed_error(self) -> OutputNotComputed:
+        """Return the error for any use of the missing tensor."""
         return OutputNotComputed(
             f"the output {self._path!r} was not returned: the training step is planned with "
             'outputs="loss", which needs no memory for the other outputs. Read it in evaluation, '
@@ -303,6 +313,7 @@ class DroppedOutput:
 
 
 def _raise_not_computed(self: DroppedOutput, *args: object, **kwargs: object) -> NoReturn:
+    """Raise the error of a dropped output: the body of its operators."""
     raise self._not_computed_error()
 
 

@@ -22,7 +22,8 @@ def outputs_to_differentiate(
 
     "all" is every output that requires a gradient, "scalars" those of one element; names select
     some. "auto" is the output named `loss`, or the first of a tuple, if that is the only scalar
-    one; else the same as "all".
+    one; else the same as "all". Raises `TraceError` if no output requires a gradient, or a name is
+    unknown.
     """
     requires_grad = [t.requires_grad for t in tensors]
     if not any(requires_grad):
@@ -52,8 +53,9 @@ def outputs_to_differentiate(
 def differentiated_tensors(outputs: Any, differentiate: str | Sequence[str]) -> list[torch.Tensor]:
     """Return the model's outputs from which the backward starts.
 
-    For outputs that cannot be described (such as those with a KV cache) it is the loss, or all
-    tensors that require a gradient.
+    If the output contains an object that `flatten` does not accept, such as a KV cache,
+    `differentiate` is ignored: return its `loss`, or without one all tensors that require a
+    gradient.
     """
     try:
         tensors, structure = flatten(outputs, "the model's output")
@@ -82,8 +84,9 @@ def without_other_outputs(output: Any, differentiate: str | Sequence[str]) -> An
 
 
 def _without_large_outputs(output: Any, differentiate: str | Sequence[str]) -> Any:
-    """Return an output of mappings, tuples and other objects, in which the tensors of more than one
-    element are dropped, unless `differentiate` names them."""
+    """Return an output of mappings, tuples and other objects, in which a `DroppedOutput` replaces
+    each tensor of more than one element, unless `differentiate` names it. Mappings are changed in
+    place. Raises `TraceError` if `differentiate` is "scalars" and there is no loss."""
     names = [differentiate] if isinstance(differentiate, str) else list(differentiate)
     losses: list[str] = []
 
@@ -110,8 +113,9 @@ def _without_large_outputs(output: Any, differentiate: str | Sequence[str]) -> A
 
 
 def droppable_graph_outputs(gm: fx.GraphModule) -> dict[int, fx.Node] | None:
-    """Return the outputs of Dynamo's graph next to the loss, by position: they require a gradient
-    and have more than one element. None without a loss: the graph is not the end of a step.
+    """Return the outputs of Dynamo's graph that `outputs="loss"` drops, by position: they require a
+    gradient and have more than one element. None without a loss: the graph is not the end of a
+    step.
 
     Outputs without a gradient are left out: later code may need them.
     """
@@ -129,8 +133,8 @@ def droppable_graph_outputs(gm: fx.GraphModule) -> dict[int, fx.Node] | None:
 
 
 def drop_graph_outputs(gm: fx.GraphModule) -> dict[int, DroppedOutput] | None:
-    """Remove the `droppable_graph_outputs` of Dynamo's graph, and return what takes their places; None
-    without a loss."""
+    """Remove the `droppable_graph_outputs` from Dynamo's graph, and return a placeholder for each,
+    by position. Change nothing and return None without a loss."""
     others = droppable_graph_outputs(gm)
     if others is None:
         return None
@@ -143,8 +147,8 @@ def drop_graph_outputs(gm: fx.GraphModule) -> dict[int, DroppedOutput] | None:
 def with_dropped_outputs(
     code: Callable[..., Sequence[Any]], dropped: Mapping[int, DroppedOutput] | None
 ) -> Callable[..., Sequence[Any]]:
-    """Return a function that calls compiled code, and inserts the dropped outputs in what it
-    returns."""
+    """Return a function that calls compiled code and inserts the dropped outputs, by position, into
+    its result; the code itself if none are dropped."""
     if not dropped:
         return code
 

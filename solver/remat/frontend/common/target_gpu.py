@@ -32,8 +32,8 @@ class TargetGpu:
 
 
 def find_target_gpu(device: str | torch.device | None) -> TargetGpu | None:
-    """Return the GPU that `device` names ("h100"), `DEFAULT_GPU` for "cuda" where torch sees none,
-    or None for a device of this machine.
+    """Return the absent GPU that `device` names ("h100"); `DEFAULT_GPU` for "cuda" where torch sees
+    none. None without a name, for "cpu", and for "cuda" where torch sees a GPU.
 
     Raises `TraceError` for a name that is no torch device and has no data sheet, or whose data
     sheet is not of a CUDA device.
@@ -83,11 +83,14 @@ def local_gpu_name(device: str) -> str:
 
 
 def _is_cuda_name(name: str) -> bool:
+    """True for "cuda", with or without an index."""
     type_, _, index = name.partition(":")
     return type_ == "cuda" and (not index or index.isdigit())
 
 
 def _target_gpu_by_name(name: str) -> TargetGpu:
+    """Return the GPU with this data sheet. Raises `TraceError` if there is none, or if it is no
+    CUDA device."""
     supported = ", ".join(key for key, spec in DEVICES.items() if spec.capability)
     try:
         spec = find_device(name)

@@ -24,8 +24,9 @@ class Writer(NamedTuple):
 
 
 def writer_of(operator: OpOverload) -> Writer | None:
-    """Return the `Writer` of an operator that writes into one tensor. None if it writes into none
-    or several or a list, changes shapes or strides, or samples random numbers."""
+    """Return the `Writer` of an operator that writes into one tensor: its first argument, or one
+    that is passed by keyword. None if it writes into none or several or a list, changes shapes or
+    strides, or samples random numbers."""
     arguments = operator._schema.arguments
     written = [arguments[position] for position, _ in written_parameters(operator)]
     other_tags = {torch.Tag.inplace_view, torch.Tag.nondeterministic_seeded}

@@ -85,7 +85,7 @@ class CostCache:
         self._disabled = False
 
     def get(self, key: object) -> MeasuredCost | None:
-        """Return the cost under this key, or None."""
+        """Return the cost under this key; None if there is none or the file cannot be read."""
         hash_, _ = _key_hash_and_text(key)
         if hash_ in self._memory:
             return self._memory[hash_]
@@ -128,12 +128,14 @@ class CostCache:
             self._close()
 
     def _close(self) -> None:
+        """Close the file; the caller holds the lock."""
         if self._connection is not None:
             self._connection.close()
             self._connection = None
 
     def _with_file(self, query: Callable[[sqlite3.Connection], _T]) -> _T | None:
-        """Return the result of a query, or None if the file cannot be used."""
+        """Return the result of a query; None if the file cannot be used. A corrupt file is replaced
+        by a new one."""
         with self._lock:
             if self._disabled:
                 return None
@@ -150,6 +152,7 @@ class CostCache:
                 return None
 
     def _open(self) -> sqlite3.Connection:
+        """Return the connection to the file, which is created if it does not exist."""
         if self._connection is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             connection = sqlite3.connect(
@@ -179,6 +182,7 @@ class CostCache:
         )
 
     def _disable(self, error: Exception) -> None:
+        """Stop using the file in this object, and warn of it."""
         self._disabled = True
         try:
             self._close()
@@ -193,6 +197,7 @@ class CostCache:
 
 
 def _is_corrupt_file_error(error: sqlite3.DatabaseError) -> bool:
+    """True if an error says that the file is damaged or no database."""
     # The low byte is the primary error code; extended codes have it in common.
     return (getattr(error, "sqlite_errorcode", 0) & 0xFF) in _CORRUPT
 

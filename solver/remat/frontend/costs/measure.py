@@ -2,8 +2,8 @@
 
 Operations run on tensors created for them (see `operands`), never on the model's, so a measurement
 changes nothing but the cost cache. It needs no more memory than the planned step
-(`step_measurement_limit_bytes`). Operations that cannot be measured are estimated from those that could, and
-their `cost_source` says so.
+(`step_measurement_limit_bytes`). Operations that cannot be measured are estimated from the measured
+ones, and their `cost_source` says so.
 """
 
 from __future__ import annotations
@@ -96,7 +96,8 @@ def measure_pieces(
     cache: CostCache | str | os.PathLike[str] | bool | None = None,
     limit_bytes: int | None = None,
 ) -> Trace:
-    """Return the trace with costs of the operations that have none: of the pieces of others.
+    """Return the trace with measured costs of the operations that have none: of the pieces of
+    others. A `Roofline` estimates all operations, also those that have costs.
 
     Arguments and errors are those of `measure`.
     """
@@ -112,6 +113,8 @@ def _measure_nodes(
     progress: MeasureProgress | bool | None,
     limit_bytes: int | None,
 ) -> Trace:
+    """Return the trace with costs of these nodes, or of all nodes by a `Roofline`; the other
+    arguments are those of `measure`."""
     if isinstance(device, Roofline):
         return with_roofline_costs(trace, device)
     target_device = _checked_measuring_device(
@@ -152,6 +155,8 @@ def check_cost_source(costs: object) -> None:
 
 
 def _parse_measuring_device(device: str | torch.device) -> torch.device:
+    """Return torch's device of this name. Raises `RematError` for another name, such as a GPU's,
+    with the roofline to pass."""
     try:
         return torch.device(device)
     except RuntimeError:
@@ -195,6 +200,8 @@ def _check_can_measure(device: torch.device) -> None:
 
 
 def _open_cost_cache(cache: CostCache | str | os.PathLike[str] | bool | None) -> CostCache | None:
+    """Return the cache that the option names: a `CostCache` itself, the user's for None or True,
+    None for False."""
     if isinstance(cache, CostCache):
         return cache
     if isinstance(cache, bool):

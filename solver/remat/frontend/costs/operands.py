@@ -79,7 +79,7 @@ class OperandFactory:
 
     def required_forwards(self, node: Node) -> list[Node]:
         """Return the forward operations of which `node` reads another result than the first, in the
-        order in which they run."""
+        order in which they run. Operations of remat itself are left out."""
         forwards: dict[int, Node] = {}
         for name in node.operand_names:
             index, producer, result = self._allocating_operation(name)
@@ -107,8 +107,8 @@ class OperandFactory:
             name = next(referenced_names(producer.args), None)
 
     def _run_operation(self, node: Node, tensors: dict[str, object]) -> dict[str, object]:
-        """Run an operation and return its results by name. Its operands are added to `tensors`,
-        since a reader of its results usually reads them as well."""
+        """Run an operation and return its results by name. Its operands are taken from `tensors`,
+        or created and added there, since a reader of its results usually reads them as well."""
         operator = resolve_operator(node.target)
         args, kwargs = self._operation_arguments(node, operator, tensors)
         if node.target in NEEDS_GRAD_MODE:
@@ -124,7 +124,8 @@ class OperandFactory:
     def _operation_arguments(
         self, node: Node, operator: object, tensors: dict[str, object]
     ) -> tuple[list[object], dict[str, object]]:
-        """Return the arguments of an operation; tensors that are created are added to `tensors`."""
+        """Return the arguments of an operation. Tensors are taken from `tensors`, or created and
+        added there."""
         names = _operator_argument_names(operator)
         args = [
             self._operation_argument(argument, node, names[i] if i < len(names) else "", 0, tensors)
@@ -139,8 +140,8 @@ class OperandFactory:
     def _operation_argument(
         self, argument: Argument, node: Node, name: str, position: int, tensors: dict[str, object]
     ) -> object:
-        """Return the argument `name` of an operation as its kernel takes it; a tensor that is
-        created is added to `tensors`.
+        """Return the argument `name` of an operation as its kernel takes it. A tensor is taken from
+        `tensors`, or created and added there; `position` counts within a list of tensors.
 
         A method, because a nested function that calls itself is a reference cycle, and would keep
         all operands allocated until the garbage collector runs.
@@ -250,9 +251,9 @@ def index_upper_bound(
 
 
 def _indexed_size(node: Node, position: int, metas: Mapping[str, TensorMeta]) -> int | None:
-    """Return the size of the dimension that an index tensor of `aten.index` and similar operations
-    indexes. The i-th one indexes dimension i, where a boolean mask before it counts for as many
-    dimensions as it has."""
+    """Return the size of the dimension that the index tensor at `position` of `aten.index` and
+    similar operations indexes. The i-th one indexes dimension i, where a boolean mask before it
+    counts for as many dimensions as it has. None if there is no such dimension."""
     indexed, indices = node.args[0], node.args[1]
     if not isinstance(indexed, Ref) or not isinstance(indices, tuple):
         return None
@@ -277,7 +278,7 @@ def _random_element_count(flat: torch.Tensor) -> int:
 
 
 def _random_integers(flat: torch.Tensor, generator: torch.Generator, limit: int) -> torch.Tensor:
-    """Return random integers below `limit`, for `_fill_with_repetitions`."""
+    """Return random integers from 0 to below `limit` for a tensor, for `_fill_with_repetitions`."""
     count = _random_element_count(flat)
     return torch.randint(max(limit, 1), (count,), device=flat.device, generator=generator)
 
@@ -294,6 +295,7 @@ def _fill_with_repetitions(flat: torch.Tensor, block: torch.Tensor) -> None:
 
 
 def _fill_booleans(flat: torch.Tensor, generator: torch.Generator, operation: str) -> None:
+    """Fill a mask: with True for an index, otherwise randomly."""
     if "index" in operation:  # the number of true elements decides the result's shape
         flat.fill_(True)
     else:
@@ -304,6 +306,8 @@ def _fill_booleans(flat: torch.Tensor, generator: torch.Generator, operation: st
 
 
 def _fill_floats(flat: torch.Tensor, generator: torch.Generator, operation: str, name: str) -> None:
+    """Fill a tensor with random numbers: uniform for probabilities, else normal, and positive if
+    the argument `name` is a variance or deviation."""
     if operation.startswith(_PROBABILITIES):
         block = torch.rand(_random_element_count(flat), device=flat.device, generator=generator)
     else:

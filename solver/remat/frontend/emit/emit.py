@@ -129,8 +129,8 @@ def _select_policies(
     options: CheckedOptions,
     rules: str,
 ) -> Policies:
-    """Try the policies of each block, and select those with which the step is the fastest within
-    the budget."""
+    """Try the candidate policies of each block under the executor of `rules`, and select those with
+    which the step is the fastest within the budget."""
     executor = EXECUTORS[rules]
     trials = PolicyTrials(executor)
     with temporary_checkpointing_flags(model):
@@ -195,7 +195,8 @@ def _select_policies(
 
 @contextmanager
 def _infeasible_names_blocks(reasons: Mapping[str, str]) -> Iterator[None]:
-    """Add to an `InfeasibleBudget` of this context which blocks cannot be checkpointed, and why."""
+    """Within the context, an `InfeasibleBudget` gets the `reasons` why some blocks, by module path,
+    cannot be checkpointed."""
     try:
         yield
     except InfeasibleBudget as error:

@@ -45,7 +45,7 @@ class OperatorCall:
 
 def profile_operators(run: Callable[[], Any]) -> tuple[tuple[OperatorCall, ...], float]:
     """Run a block several times. Return its operator calls up to the last one that the backward
-    needs, because the recomputation of a block stops there, and the seconds of all of them.
+    needs, because the recomputation of a block stops there, and the seconds of the whole forward.
 
     Times are the minimum of the runs. If the runs differ in their operators, which then depend on
     the data, there are no calls to count, and the result is `((), 1.0)`.
@@ -103,7 +103,8 @@ def saving_candidates(
 def saved_calls_by_operator(
     operators: Sequence[OperatorCall], indices: Sequence[int]
 ) -> dict[str, tuple[int, ...]]:
-    """Return the call indices of the selected operator calls, by operator name."""
+    """Return the call indices of some operator calls, by operator name. `indices` selects the
+    calls."""
     calls: dict[str, tuple[int, ...]] = {}
     for index in sorted(indices):
         call = operators[index]
@@ -112,7 +113,8 @@ def saved_calls_by_operator(
 
 
 def _operator_call_key(call: OperatorCall) -> tuple[object, ...]:
-    """Return what must be equal for two operator calls to count as the same."""
+    """Return the name, output bytes and savability, which are equal for calls that count as the
+    same."""
     return call.name, call.output_bytes, call.is_unsavable
 
 

@@ -30,7 +30,7 @@ def run_block_under_policy(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Run a block under its policy with torch_remat."""
+    """Run a block under its policy with torch_remat, or as it is."""
     if policy.how == AS_IT_IS:
         return original_forward(*args, **kwargs)
     package = import_torch_remat()
@@ -50,7 +50,8 @@ def candidate_policies(
     block: str, module: nn.Module, forward: Callable[[], Any]
 ) -> list[tuple[BlockPolicy, float]]:
     """Return the policies of a block that are worth a trial, each with the fraction of the
-    forward's time that the recomputation takes."""
+    forward's time that the recomputation takes. Raises `RematError` if torch_remat is not
+    installed."""
     import_torch_remat()
     profiles = [_profile_regions(module, forward) for _ in range(_ROUNDS)]
     block_s = min(block_profile.time_s for block_profile, _ in profiles)
@@ -74,7 +75,7 @@ def candidate_policies(
 
 
 def _saving_forward(package: Any, name: str, module: nn.Module) -> Callable[..., Any]:
-    """Return a submodule's forward as a region that is saved, outputs included."""
+    """Return the forward of the submodule `name` as a region that is saved, outputs included."""
     region = package.region(module.forward, name, recompute=False)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -176,7 +177,8 @@ def _profile_regions(
 
 @contextmanager
 def _time_added_to_profile(profile: _RegionProfile, arguments: Any) -> Iterator[None]:
-    """Add the time of this context to a profile, with the arguments' devices synchronized."""
+    """Add the time of this context to a profile. The devices of the `arguments` are synchronized
+    before and after."""
     start_s = synchronized_time_s(arguments)
     yield
     profile.time_s += synchronized_time_s(arguments) - start_s

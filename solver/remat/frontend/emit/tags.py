@@ -96,8 +96,9 @@ class MemoryPolicy:
 
 
 def _read_marked_step(gm: fx.GraphModule) -> tuple[Trace, fx.Node]:
-    """Return a training step as a trace, and the first operation of its backward. An operation is
-    recomputable if no operation writes to its inputs or results in place."""
+    """Return a training step, whose backward nodes are marked, as a trace, and the first operation
+    of its backward. An operation is recomputable if no operation writes to its inputs or results in
+    place. Raises `TraceError` if no operation is before or in the backward."""
     nodes = list(gm.graph.nodes)
     has_phases = any(_is_backward_phase(node) for node in nodes)
     is_backward = [
@@ -151,8 +152,9 @@ def _is_backward_phase(node: fx.Node) -> bool:
 
 
 def _with_operation_costs(trace: Trace, costs: Roofline | None) -> Trace:
-    """Return the trace with the seconds of each operation, measured or estimated by a roofline. An
-    operation that cannot be written as data costs nothing."""
+    """Return the trace with the seconds of each operation, measured if `costs` is None, else
+    estimated by that roofline. An operation that cannot be written as data costs next to
+    nothing."""
     operations = [node for node in trace.operations if node is not None]
     described = [node for node in operations if node.target != OPAQUE_TARGET]
     if costs is not None:

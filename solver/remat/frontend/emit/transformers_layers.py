@@ -62,8 +62,8 @@ def temporary_checkpointing_flags(model: nn.Module) -> Iterator[None]:
 
 
 def checkpointed_layer(function: Callable[..., Any]) -> nn.Module | None:
-    """Return the layer that passes `function` to its `gradient_checkpointing_func`; None if it is
-    no module. Transformers 4 binds the layer's forward, Transformers 5 also its arguments."""
+    """Return the layer that passes `function` to its `gradient_checkpointing_func`; None if no
+    module does. Transformers 4 binds the layer's forward, Transformers 5 also its arguments."""
     arguments: tuple[Any, ...] = getattr(function, "args", ())
     inner = getattr(function, "func", function)
     layer = getattr(inner, "__self__", arguments[0] if arguments else None)
@@ -71,6 +71,6 @@ def checkpointed_layer(function: Callable[..., Any]) -> nn.Module | None:
 
 
 def _call_without_checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a layer's function without a checkpoint."""
+    """Call a layer's function without a checkpoint, in place of `gradient_checkpointing_func`."""
     kwargs.pop("use_reentrant", None)
     return function(*args, **kwargs)

@@ -95,7 +95,8 @@ class PolicyTrials:
     _results: dict[object, _TrialResult] = field(default_factory=dict)
 
     def __call__(self, gauge: MemoryGauge, call: ModuleInvocation) -> tuple[BlockOption, ...]:
-        """Return the options of a block call: as it is, and under each policy that ran."""
+        """Return the options of a block call: as it is, and under each policy that ran. Record
+        their policies."""
         fingerprint, obstacle = block_fingerprint(call)
         key = (fingerprint, tuple(map(requires_gradient, tree_leaves((call.args, call.kwargs)))))
         if key not in self._results:
@@ -110,8 +111,9 @@ class PolicyTrials:
     def _try_policies(
         self, gauge: MemoryGauge, call: ModuleInvocation, obstacle: str
     ) -> _TrialResult:
-        """Measure a block call as it is and, unless there is an `obstacle` to recomputation, under
-        each candidate policy of the executor."""
+        """Measure a block call as it is and, unless `obstacle` is a reason against recomputation,
+        under each candidate policy of the executor. Raises `TraceError` if it cannot run
+        standalone."""
         path, module = call.submodule.path, call.submodule.module
         candidates: Sequence[Candidate] = ()
         if not obstacle:
@@ -151,8 +153,8 @@ class PolicyTrials:
     def _measure(
         self, gauge: MemoryGauge, call: ModuleInvocation, policy: BlockPolicy, rounds: int
     ) -> tuple[BlockOption, float]:
-        """Run a block call under a policy, with its backward, in several rounds. Return the fastest
-        round, and the seconds of the fastest forward."""
+        """Run a block call under a policy, with its backward, `rounds` times. Return the option of
+        the fastest round, and the seconds of the fastest forward."""
         run_block = partial(self.executor.run_block, policy, call.submodule.module, call.forward)
         invocation = call.with_forward(run_block)
         measured = [

@@ -66,7 +66,8 @@ def _container_free_bytes() -> int | None:
 
 
 def _number_in_file(path: Path, name: str) -> int:
-    """Return the number that follows a name in a file. Raises ValueError if it is not there."""
+    """Return the number that follows a name in a file of the system. Raises ValueError if it is not
+    there."""
     for line in path.read_text().splitlines():
         if line.startswith(name):
             return int(line.split()[1])
@@ -79,12 +80,12 @@ def library_bytes(
     capability: tuple[int, int] | None = None,
 ) -> int:
     """Return the bytes of the workspaces that cuBLAS and cuBLASLt have in torch's allocator during
-    a step with the operations `targets`: 0 on the CPU, and without matrix products. `capability` is
-    the compute capability of a CUDA device that this machine does not have.
+    a step with the operations `targets`; 0 on the CPU, and without matrix products. `capability` is
+    the compute capability of a CUDA device that this machine does not have, None for `device`.
 
     Up to torch 2.14 the threads of the forward and the backward each have a workspace, which stays
-    allocated. From 2.15 on a workspace is allocated for each product and freed after it, so
-    that one counts, unless TORCH_CUBLAS_WORKSPACE_CACHE=1. (Measured with the allocators of both
+    allocated. From 2.15 on a workspace is allocated for each product and freed after it, so that
+    one counts, unless TORCH_CUBLAS_WORKSPACE_CACHE=1. (Measured with the allocators of both
     versions; see `scripts/allocator`.) A product with a bias runs in cuBLASLt, whose workspace may
     be another one.
     """
@@ -96,8 +97,8 @@ def library_bytes(
 
 
 def allocated_workspace_bytes(device: torch.device) -> int:
-    """Let cuBLAS allocate the workspaces that torch keeps, and return their bytes, which later
-    measurements of the device's memory do not count; 0 where nothing is kept."""
+    """Let cuBLAS allocate the workspaces that torch keeps, and return their bytes, so that later
+    measurements of the device's memory can leave them out; 0 if torch keeps none."""
     if device.type != "cuda" or not keeps_cublas_workspaces():
         return 0
     matrix, bias = torch.ones(16, 16, device=device), torch.ones(16, device=device)
@@ -127,7 +128,7 @@ def run_in_backward(call: Callable[[], object], device: torch.device) -> None:
 
 
 class _CallInBackward(torch.autograd.Function):
-    """The identity, whose backward makes a call."""
+    """The identity, whose backward calls a function."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, call: Callable[[], object]) -> torch.Tensor:
@@ -150,7 +151,8 @@ def keeps_cublas_workspaces() -> bool:
 def _cublas_workspace_bytes(
     device: torch.device, capability: tuple[int, int] | None, has_lt: bool
 ) -> int:
-    """Return the bytes of one thread's workspaces of cuBLAS and, with `has_lt`, of cuBLASLt."""
+    """Return the bytes of one thread's workspaces of cuBLAS and, with `has_lt`, of cuBLASLt.
+    `capability` is as for `library_bytes`."""
     blas_size = getattr(torch.backends.cuda, "cublas_workspace_size", None)
     lt_size = getattr(torch.backends.cuda, "cublaslt_workspace_size", None)
     is_local = capability is None and torch.cuda.is_available()
@@ -167,11 +169,12 @@ def _cublas_workspace_bytes(
 
 
 def _combined_workspace_bytes(blas_bytes: int, lt_bytes: int) -> int:
-    """Return the bytes of both workspaces.
+    """Return the bytes of the workspaces of cuBLAS and cuBLASLt together.
 
-    From torch 2.13 on cuBLASLt shares cuBLAS's, unless the environment says that it must not.
-    Before, it shares it only if the environment says so. With torch 2.11, plans without it were
-    exceeded by one or two megabytes (H200, 2026-11-27); that 2.12 is like 2.11 is an assumption.
+    From torch 2.13 on cuBLASLt shares the workspace of cuBLAS, unless the environment says that it
+    must not. Before, it shares it only if the environment says so. With torch 2.11, plans without
+    it were exceeded by one or two megabytes (H200, 2026-11-27); that 2.12 is like 2.11 is an
+    assumption.
     """
     setting = os.environ.get("TORCH_CUBLASLT_UNIFIED_WORKSPACE", "")
     is_shared = setting == "1" if _torch_version() < (2, 13) else setting != "0"
@@ -188,11 +191,12 @@ _DEFAULT_LT_BYTES = 1 << 20
 
 
 def default_cublas_workspace_bytes(major: int) -> int:
-    """Return the bytes of torch's default workspace of a cuBLAS handle.
+    """Return the bytes of torch's default workspace of a cuBLAS handle, by the major compute
+    capability.
 
-    By the major compute capability, 32 MiB from Hopper (9.0) on, before it 8 MiB and 128 KiB
-    (":4096:2:16:8"). Source: `torch.backends.cuda.cublas_workspace_size()` of torch 2.15 for 7, 8,
-    9, 10 and 12; `aten/src/ATen/cuda/CublasHandlePool.cpp`.
+    It is 32 MiB from Hopper (9.0) on, before it 8 MiB and 128 KiB (":4096:2:16:8"). Source:
+    `torch.backends.cuda.cublas_workspace_size()` of torch 2.15 for 7, 8, 9, 10 and 12;
+    `aten/src/ATen/cuda/CublasHandlePool.cpp`.
     """
     return 32 << 20 if major >= 9 else (8 << 20) + (128 << 10)
 
@@ -248,8 +252,8 @@ def reserve_size(reserve: Reserve | None) -> ReserveSize:
 
 
 def _optimizer_state_bytes(state: dict[str, Any], device: torch.device) -> int:
-    """Return the bytes of a parameter's state on the parameter's device; a step count may be on the
-    CPU."""
+    """Return the bytes of one parameter's optimizer state on `device`, as torch's CUDA allocator
+    rounds them; a step count may be on the CPU."""
     sizes = {
         t.untyped_storage()._cdata: t.untyped_storage().nbytes()
         for t in state.values()
@@ -262,7 +266,8 @@ def _predicted_optimizer_bytes(
     optimizer: Optimizer, group: dict[str, Any], parameters: list[Tensor]
 ) -> int:
     """Return the bytes of the state that the first step of an optimizer creates for parameters of
-    one group: run it on a copy of the optimizer with meta tensors."""
+    one group: run it on a copy of the optimizer with meta tensors. Raises `BudgetError` if that
+    step fails."""
     # Scalars, such as the step count, are on the CPU unless a kernel has to read them.
     scalars_count = parameters[0].device.type == "cpu" or any(
         group.get(option) for option in ("fused", "capturable")

@@ -110,7 +110,8 @@ class LiveStorageMeter(TorchDispatchMode):
         self._weak_references[address] = weakref.ref(storage, on_free)
 
     def add_resize(self, change_bytes: int, storage: torch.UntypedStorage) -> None:
-        """Count the change of a storage that was resized outside of any operation."""
+        """Count the change of a storage that was resized outside of any operation, also if it is
+        older than the meter."""
         if storage._cdata in self._sizes_bytes:
             self._sizes_bytes[storage._cdata] += change_bytes
         self.live_bytes += change_bytes
@@ -138,7 +139,8 @@ def _resize_tracked(meter: LiveStorageMeter) -> AbstractContextManager[None]:
 
 
 def unique_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Return the bytes of the tensors' distinct storages: tied weights and views count once."""
+    """Return the bytes of the tensors' distinct storages, as the allocators of their devices round
+    them: tied weights and views count once."""
     parts = [part for tensor in tensors for part in _dense_tensors_of(tensor)]
     storages = {_tensor_storage(t)._cdata: storage_bytes(_tensor_storage(t)) for t in parts}
     return sum(storages.values())
@@ -160,9 +162,8 @@ def measure_step(
     step: Callable[[], object], constants: Iterable[torch.Tensor] = (), *, flops: bool = False
 ) -> StepMemory:
     """Run a step on the CPU under a `LiveStorageMeter` and return its memory. `constants` are
-    parameters, buffers and batch. The step's return value is freed before `remaining_bytes` is
-    read.
-    """
+    parameters, buffers and batch; with `flops`, FLOPs are counted, too. The step's return value is
+    freed before `remaining_bytes` is read."""
     meter = LiveStorageMeter(unique_bytes(constants), count_flops=flops)
     with meter:
         step()
@@ -254,7 +255,8 @@ def memory_gauge(device: torch.device) -> Iterator[MemoryGauge]:
 
 
 def wait_for_autograd(device: torch.device) -> None:
-    """Wait until autograd's thread of a GPU has released the results of the last backward.
+    """Wait until autograd's thread of a GPU has released the results of the last backward; nothing
+    on a CPU.
 
     The thread may do so some milliseconds after the call that computed them has returned, while
     something else is measured. It always does so before it starts the next backward: this runs one

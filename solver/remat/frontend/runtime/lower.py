@@ -1,7 +1,8 @@
 """`lower_program`: turns a Program into a forward and a backward graph that run.
 
-Nothing in a document is trusted. Operations resolve through `operators.resolve_operator`, names were checked
-when the Program was read, and no text of the document is executed except as those names.
+Nothing in a document is trusted. Operations are looked up by `operators.resolve_operator`, names
+were checked when the Program was read, and no text of the document is executed except as those
+names.
 """
 
 from __future__ import annotations
