@@ -1,7 +1,7 @@
 """Times of operations: of one call, and of code that runs.
 
-One call is timed in blocks of calls, after a warm-up: for about 20 ms in total, or three calls, on the CPU
-with the warm-up, if one takes more than 50 ms. On the CPU the fastest block counts, since
+One call is timed in blocks of calls, after a warm-up: for about 20 ms in total, or three calls, on
+the CPU with the warm-up, if one takes more than 50 ms. On the CPU the fastest block counts, since
 concurrent processes only add time, and there are no more blocks once several agree with it; on
 CUDA, which runs nothing else, the median.
 
