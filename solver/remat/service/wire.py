@@ -190,7 +190,9 @@ class _Request(Record):
     """The strategy and the costs."""
 
     @model_validator(mode="after")
-    def _check(self) -> Self:
+    def _check_trace_or_graph(self) -> Self:
+        """Raise ValueError unless the request has either a trace, or a valid graph without
+        `options.costs`."""
         if (self.trace is None) == (self.graph is None):
             raise ValueError("give either `trace` or `graph`: one of them is needed, and only one")
         if self.graph is not None:
@@ -281,6 +283,8 @@ class SolveRequest(_SolveOptions):
 
     @model_validator(mode="after")
     def _check_options(self) -> Self:
+        """Raise ValueError for options that contradict each other, that a bare graph cannot have,
+        or that lack costs."""
         checked = self.checked_options
         is_split = bool(pieces_to_try(checked.split))
         if self.trace is None and is_split:
@@ -335,7 +339,8 @@ class FitRequest(Record):
     default 60, or that limit if it is less."""
 
     @model_validator(mode="after")
-    def _check(self) -> Self:
+    def _check_optimizer_and_gpu(self) -> Self:
+        """Raise ValueError for an optimizer or a GPU that remat does not know."""
         try:
             check_optimizer(self.optimizer)
             gpu_name(self.trace, self.gpu)

@@ -54,6 +54,7 @@ class _Axis:
 
     @property
     def end(self) -> float:
+        """The pixel at which the axis ends."""
         return self.start + self.length
 
 

@@ -195,6 +195,8 @@ class PlannedForward:
 
     @exclude_from_compile
     def _run_training_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a call with gradients under its plan; plan it first if there is none for such a
+        call."""
         with _new_dispatcher:
             if self._dispatcher is None:
                 self._dispatcher = StepDispatcher(self.model, self.planner, self.original_forward)

@@ -67,7 +67,7 @@ def differentiated_tensors(outputs: Any, differentiate: str | Sequence[str]) -> 
     return [t for t, is_selected in zip(tensors, selected, strict=True) if is_selected]
 
 
-def without_other_outputs(output: Any, differentiate: str | Sequence[str]) -> Any:
+def drop_model_outputs(output: Any, differentiate: str | Sequence[str]) -> Any:
     """Return a model's output with a `DroppedOutput` in place of each tensor that no gradient comes
     from, unless it has one element. Raises `TraceError` if there is no loss."""
     try:

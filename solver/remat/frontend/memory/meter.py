@@ -195,6 +195,7 @@ def _dense_tensors_of(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def _tensor_storage(tensor: torch.Tensor) -> torch.UntypedStorage:
+    """Return the storage of a tensor."""
     return tensor.untyped_storage()
 
 
