@@ -24,7 +24,7 @@ from benchmarks.harness.measurement import resident_tensors
 from benchmarks.harness.methods import run_step
 from benchmarks.models.workloads import Workload
 from remat.documents.trace import CUDA_ALIGNMENT_BYTES
-from remat.frontend.memory.device_memory import keeps_workspaces, library_bytes
+from remat.frontend.memory.device_memory import keeps_cublas_workspaces, library_bytes
 from remat.limits.units import format_bytes
 
 TOLERANCE_BYTES = 2 << 20
@@ -37,7 +37,7 @@ def check_library_workspaces(setting: Setting, report: Report) -> None:
     linear layers, which may run in another library.
     """
     device = setting.device
-    expected_bytes = library_bytes(device, ["aten.mm.default"]) if keeps_workspaces() else 0
+    expected_bytes = library_bytes(device, ["aten.mm.default"]) if keeps_cublas_workspaces() else 0
     bytes_left = {kind: _bytes_left(kind, device) for kind in ("matmul", "linear")}
     subject = "bytes left by a matmul in forward, and in backward"
     requirement = f"{format_bytes(expected_bytes)} in total, within 2 MiB"

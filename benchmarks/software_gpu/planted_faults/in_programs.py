@@ -166,7 +166,7 @@ def _with_wrong_saved_tensor(program: Program) -> Program:
 def _with_mutations(change: Callable[[Program], Program]) -> Plant:
     """Return the plant of a program with an operation that mutates its argument, which remat
     refuses to run."""
-    return changed_program(change, (operators, "_check_functional", lambda *_: None))
+    return changed_program(change, (operators, "_check_operator_functional", lambda *_: None))
 
 
 def _updating_statistics() -> Plant:
@@ -179,5 +179,5 @@ def _updating_statistics() -> Plant:
     }
     return patched(
         (rewrite_module, "BATCH_NORM_RECOMPUTES", recomputes),
-        (operators, "_check_functional", lambda *_: None),
+        (operators, "_check_operator_functional", lambda *_: None),
     )

@@ -11,14 +11,14 @@ from scripts.software_gpu.workspaces.case import Case
 from remat.costs.layouts import span_bytes, span_elements
 from remat.documents.arguments import Argument, Literal, Ref, encode_argument
 from remat.documents.records import Node, Result, TensorMeta
-from remat.frontend.common.operators import literal_to_torch, resolve
+from remat.frontend.common.operators import literal_to_torch, resolve_operator
 
 Row = dict[str, Any]
 
 
 def call_of(case: Case) -> Callable[[], object]:
     """Return a function that calls the operator on new tensors, whose elements do not matter."""
-    operator = resolve(case.target)
+    operator = resolve_operator(case.target)
     args = [_build(item) for item in case.args]
     kwargs = {name: _build(item) for name, item in case.kwargs.items()}
     return lambda: operator(*args, **kwargs)

@@ -25,7 +25,7 @@ from remat.service.wire import (
     JobView,
     SolveRequest,
     SweepRequest,
-    graph_of,
+    graph_of_request,
 )
 from remat.simulate import baseline_of
 from remat_server.problems import ServiceProblem
@@ -229,7 +229,7 @@ class RequestIntake:
             gpu = request.gpu or request.trace.gpu
             graph_or_trace, costs = request.trace, f"roofline:{gpu}"
         else:
-            graph_or_trace, costs = graph_of(request), request.options.costs or ""
+            graph_or_trace, costs = graph_of_request(request), request.options.costs or ""
         if request.needs_measurement and isinstance(graph_or_trace, Trace):
             operations, values, peak = (
                 len(graph_or_trace.operations),

@@ -78,7 +78,7 @@ def solve_request(
         if isinstance(request, wire.FitRequest):
             return _fit_answer(request, threads, time_limit_s, _throttled(on_progress))
         strategy = with_limits(request.options.strategy, threads=threads, time_limit=time_limit_s)
-        graph = wire.graph_of(request)
+        graph = wire.graph_of_request(request)
         costs = "as given"
         if isinstance(graph, Trace):
             graph = _with_costs(graph, request, device)

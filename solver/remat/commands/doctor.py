@@ -112,13 +112,13 @@ class Requirement:
 
     @property
     def install_command(self) -> str:
-        """The pip command that installs a tested version."""
+        """The pip command that installs a version within the requirement."""
         below_version = f",<{self.below_version}" if self.below_version else ""
         return f"pip install '{self.name}>={self.min_version}{below_version}'"
 
     def check_version(self, version: str) -> tuple[State, str]:
-        """Return the state of an installed version, and a text to append to it, such as "; remat
-        needs 2.11"."""
+        """Return the state of an installed version ("ok", "wrong" if it is too old, "untested" if
+        it is too new), and a text to append to it, such as "; remat needs 2.11"."""
         if _release_numbers(version) < _release_numbers(self.min_version):
             return "wrong", f"; remat needs {self.min_version}"
         if self.below_version and _release_numbers(version) >= _release_numbers(self.below_version):
@@ -130,7 +130,7 @@ class Requirement:
         return "ok", ""
 
 
-def requirements(package: str) -> list[Requirement]:
+def package_requirements(package: str) -> list[Requirement]:
     """Return the requirements in the package's metadata; [] if the package is not installed."""
     try:
         lines = metadata.requires(package) or []
@@ -139,7 +139,7 @@ def requirements(package: str) -> list[Requirement]:
     return [requirement for line in lines if (requirement := Requirement.parse(line))]
 
 
-def version_of(package: str) -> str | None:
+def package_version(package: str) -> str | None:
     """Return the version of an installed package; None if it is not installed."""
     try:
         return metadata.version(package)
@@ -177,25 +177,27 @@ class Check:
 
 
 def run_checks() -> list[Check]:
-    """Check what the module's docstring lists; never raises.
+    """Check Python, torch, devices, packages, solvers, cost cache, offloading and extras; never
+    raise.
 
     Takes a few seconds at most, most of them to import torch.
     """
     groups: list[tuple[str, Callable[[], Iterator[Check]]]] = [
-        ("Python", _python),
-        ("machine", _machine),
-        ("torch", _torch),
-        ("CUDA", _devices),
-        ("packages", _packages),
+        ("Python", _check_python),
+        ("machine", _check_machine),
+        ("torch", _check_torch),
+        ("CUDA", _check_devices),
+        ("packages", _check_packages),
         ("solvers", _check_solvers),
-        ("cost cache", _cost_cache),
-        ("offloading", _offloading),
-        ("extras", _extras),
+        ("cost cache", _check_cost_cache),
+        ("offloading", _check_offloading),
+        ("extras", _check_extras),
     ]
-    return [check for name, group in groups for check in _guarded(name, group)]
+    return [check for name, group in groups for check in _checks_or_error(name, group)]
 
 
-def _guarded(name: str, group: Callable[[], Iterator[Check]]) -> list[Check]:
+def _checks_or_error(name: str, group: Callable[[], Iterator[Check]]) -> list[Check]:
+    """Return the checks of a group; if it raises, also a check with its error."""
     checks: list[Check] = []
     try:
         with warnings.catch_warnings():
@@ -206,11 +208,13 @@ def _guarded(name: str, group: Callable[[], Iterator[Check]]) -> list[Check]:
     return checks
 
 
-def _python() -> Iterator[Check]:
-    text = f"{platform.python_version()} ({platform.python_implementation()}), {_home(sys.prefix)}"
+def _check_python() -> Iterator[Check]:
+    """Check the version of Python, and that remat is installed."""
+    implementation = platform.python_implementation()
+    text = f"{platform.python_version()} ({implementation}), {_path_from_home(sys.prefix)}"
     yield Check("Python", "ok", text)
-    version = version_of(_PACKAGE)
-    location = _home(Path(__file__).parents[1])
+    version = package_version(_PACKAGE)
+    location = _path_from_home(Path(__file__).parents[1])
     if version is None:
         text = f"runs from {location}, not installed"
         yield Check("remat", "missing", text, "pip install remat")
@@ -218,7 +222,8 @@ def _python() -> Iterator[Check]:
         yield Check("remat", "ok", f"{version}, {location}")
 
 
-def _machine() -> Iterator[Check]:
+def _check_machine() -> Iterator[Check]:
+    """Report the processor and the memory."""
     cores = os.cpu_count() or 1
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else cores
     omp_threads = os.environ.get("OMP_NUM_THREADS")
@@ -227,10 +232,11 @@ def _machine() -> Iterator[Check]:
     yield Check("processor", "ok", f"{cores} cores{limits} ({platform.machine()})")
     if hasattr(os, "sysconf"):
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        yield Check("memory", "ok", f"{format_bytes(total)}{_free()}")
+        yield Check("memory", "ok", f"{format_bytes(total)}{_free_memory_text()}")
 
 
-def _free() -> str:
+def _free_memory_text() -> str:
+    """Return the free memory as text; "" if it is unknown or torch cannot be imported."""
     try:
         from remat.frontend.memory.device_memory import free_bytes
     except Exception:
@@ -243,9 +249,10 @@ def _free() -> str:
 # -- torch and its devices ------------------------------------------------------------------------
 
 
-def _torch() -> Iterator[Check]:
-    needed = next((r for r in requirements(_PACKAGE) if r.name == "torch"), None)
-    installed_version = version_of("torch")
+def _check_torch() -> Iterator[Check]:
+    """Check that torch is installed, can be imported, and has a tested version."""
+    needed = next((r for r in package_requirements(_PACKAGE) if r.name == "torch"), None)
+    installed_version = package_version("torch")
     if installed_version is None:
         remedy = "pip install torch" if needed is None else needed.install_command
         yield Check("torch", "wrong", "not installed", remedy)
@@ -266,7 +273,8 @@ def _torch() -> Iterator[Check]:
     yield _version_check(needed, torch.__version__, text) if needed else Check("torch", "ok", text)
 
 
-def _devices() -> Iterator[Check]:
+def _check_devices() -> Iterator[Check]:
+    """Check that torch sees the GPUs; nothing if torch cannot be imported."""
     try:
         torch = import_module("torch")
     except Exception:
@@ -277,7 +285,7 @@ def _devices() -> Iterator[Check]:
         usable = torch.cuda.is_available()
     if not usable:
         reason = " ".join(str(w.message) for w in cuda_warnings)
-        yield _no_device(bool(torch.version.cuda or torch.version.hip), reason)
+        yield _no_device_check(bool(torch.version.cuda or torch.version.hip), reason)
         return
     for number in range(torch.cuda.device_count()):
         device = torch.cuda.get_device_properties(number)
@@ -287,7 +295,9 @@ def _devices() -> Iterator[Check]:
         yield Check(f"cuda:{number}", "ok", text)
 
 
-def _no_device(is_gpu_build: bool, reason: str) -> Check:
+def _no_device_check(is_gpu_build: bool, reason: str) -> Check:
+    """Return the check of a machine where torch sees no GPU: fine without a GPU, otherwise with the
+    remedy. `reason` is torch's warning, "" for none."""
     gpus = _nvidia_gpus()
     if not gpus:
         return Check("CUDA", "missing", "no CUDA device; remat plans and runs on the CPU")
@@ -324,23 +334,26 @@ def _nvidia_gpus() -> str:
 # -- packages and solvers -------------------------------------------------------------------------
 
 
-def _packages() -> Iterator[Check]:
-    for requirement in requirements(_PACKAGE):
+def _check_packages() -> Iterator[Check]:
+    """Check the packages that remat requires, except torch."""
+    for requirement in package_requirements(_PACKAGE):
         if requirement.extra or requirement.name == "torch":
             continue
-        if (installed_version := version_of(requirement.name)) is None:
+        if (installed_version := package_version(requirement.name)) is None:
             yield Check(requirement.name, "wrong", "not installed", requirement.install_command)
         else:
             yield _version_check(requirement, installed_version, installed_version)
 
 
 def _version_check(needed: Requirement, version: str, text: str) -> Check:
-    """Return the report's line for an installed version of a required package."""
+    """Return the check of an installed version of a required package; `text` describes the
+    version."""
     state, note = needed.check_version(version)
     return Check(needed.name, state, text + note, "" if state == "ok" else needed.install_command)
 
 
 def _check_solvers() -> Iterator[Check]:
+    """Check which solvers of integer programs can be used."""
     for fact in usable_backends():
         remedy = find_family(fact.name).remedy
         name = f"solver {fact.name}"
@@ -352,7 +365,9 @@ def _check_solvers() -> Iterator[Check]:
             yield Check(name, "missing", fact.reason.removesuffix(f" ({remedy})"), remedy)
 
 
-def _offloading() -> Iterator[Check]:
+def _check_offloading() -> Iterator[Check]:
+    """Check that files for offloaded tensors can be created; nothing if torch cannot be
+    imported."""
     try:
         from remat.frontend.runtime.host_file import (
             DIRECT_VARIABLE,
@@ -372,35 +387,38 @@ def _offloading() -> Iterator[Check]:
         yield Check("offloading", "wrong", one_line(error), remedy)
         return
     free = format_bytes(shutil.disk_usage(directory).free)
-    yield Check("offloading", "ok", f"{_home(directory)}, {free} free, for steps on a CPU")
+    yield Check(
+        "offloading", "ok", f"{_path_from_home(directory)}, {free} free, for steps on a CPU"
+    )
 
 
-def _extras() -> Iterator[Check]:
+def _check_extras() -> Iterator[Check]:
     """Check the packages of each extra, which `pip install 'remat[...]'` adds."""
     by_extra: dict[str, list[Requirement]] = {}
-    for requirement in requirements(_PACKAGE):
+    for requirement in package_requirements(_PACKAGE):
         if requirement.extra:
             by_extra.setdefault(requirement.extra, []).append(requirement)
     for extra, extra_requirements in by_extra.items():
         texts: dict[State, list[str]] = {"ok": [], "untested": [], "missing": []}
         for requirement in extra_requirements:
-            requirement_state, text = _installed_state(requirement)
+            requirement_state, text = _extra_package_state(requirement)
             texts[requirement_state].append(text)
         state: State = next(candidate for candidate in _WORST_FIRST if texts[candidate])
         remedy = "" if state == "ok" else f"pip install '{_PACKAGE}[{extra}]'"
         yield Check(f"extra {extra}", state, ", ".join(texts[state]), remedy)
 
 
-def _installed_state(requirement: Requirement) -> tuple[State, str]:
-    """Return the state of an extra's package, including the extras that it needs, and a text."""
-    version = version_of(requirement.name)
+def _extra_package_state(requirement: Requirement) -> tuple[State, str]:
+    """Return the state of a package that an extra of remat requires, and a text about it. It is
+    "missing" if the package is absent or too old, or lacks a package of its own required extras."""
+    version = package_version(requirement.name)
     if version is None:
         return "missing", f"{requirement.name} is not installed"
     state, note = requirement.check_version(version)
     if state == "wrong":
         return "missing", f"{requirement.name} {version} is older than {requirement.min_version}"
-    for part in requirements(requirement.name):
-        if part.extra in requirement.required_extras and version_of(part.name) is None:
+    for part in package_requirements(requirement.name):
+        if part.extra in requirement.required_extras and package_version(part.name) is None:
             return "missing", f"{part.name} is not installed"
     return state, f"{requirement.name} {version}{note}"
 
@@ -408,9 +426,10 @@ def _installed_state(requirement: Requirement) -> tuple[State, str]:
 # -- the cost cache -------------------------------------------------------------------------------
 
 
-def _cost_cache() -> Iterator[Check]:
+def _check_cost_cache() -> Iterator[Check]:
+    """Check that the cost cache can be written and read."""
     path = default_cache_path()
-    shown, name = _home(path), "cost cache"
+    shown, name = _path_from_home(path), "cost cache"
     existing = next(p for p in (path, *path.parents) if p.exists())
     needed_access = os.W_OK if existing == path else os.W_OK | os.X_OK
     if not os.access(existing, needed_access) or not (existing == path or existing.is_dir()):
@@ -432,7 +451,7 @@ def _cost_cache() -> Iterator[Check]:
     yield Check(name, "ok", f"{shown}, {entries:,} entries, {size}")
 
 
-def _home(path: str | Path) -> str:
+def _path_from_home(path: str | Path) -> str:
     """Return the path with the home directory written as "~"."""
     home = Path.home()
     path = Path(path)

@@ -63,7 +63,7 @@ def fit(
     this machine. If the loop does not fit, each option has its peak, its time and the code for it.
     """
     step.check()
-    distribution = _lengths(step, lengths)
+    distribution = _length_distribution(step, lengths)
     try:
         check_optimizer(optimizer)
         check_time_limit(time_limit)
@@ -110,8 +110,9 @@ def fit(
         files.print_text(answer.describe())
 
 
-def _lengths(step: StepOptions, lengths: str | None) -> LengthDistribution | None:
-    """Return the distribution that `--lengths` describes."""
+def _length_distribution(step: StepOptions, lengths: str | None) -> LengthDistribution | None:
+    """Return the distribution that `--lengths` describes; None without it. Raises `UsageError` for
+    a step of fixed size, and if `--tokens` is given, too."""
     if lengths is None:
         return None
     step.check_has_sizes("--lengths", lengths)

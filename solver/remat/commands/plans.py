@@ -9,7 +9,12 @@ from typing import Annotated
 import typer
 
 from remat.commands.common import files
-from remat.commands.common.command_options import Json, PlanFile, PlotDevice, check_device
+from remat.commands.common.command_options import (
+    Json,
+    PlanFile,
+    PlotDevice,
+    check_data_sheet_device,
+)
 from remat.commands.common.plots import PLOT_KINDS, PlotInput, find_plot_writer
 from remat.commands.common.summaries import JsonObject, plan_summary, to_json_text
 from remat.plan import Plan
@@ -49,7 +54,7 @@ def explain(
 
 
 def _matching_operations(plan: Plan, name: str) -> list[JsonObject]:
-    """Return the operations with this name, or in the module with this path."""
+    """Return the summaries of the operations with this name, or in the module with this path."""
     return [
         _operation_summary(plan, op)
         for op, operation in enumerate(plan.graph.operations)
@@ -58,6 +63,8 @@ def _matching_operations(plan: Plan, name: str) -> list[JsonObject]:
 
 
 def _operation_summary(plan: Plan, op: int) -> JsonObject:
+    """Return the numbers of an operation of a plan, its runs, and when copies of its outputs are
+    live."""
     graph = plan.graph
     operation = graph.operations[op]
     runs = [run for run, other in enumerate(plan.schedule.runs) if other == op]
@@ -107,7 +114,8 @@ def diff(before: PlanFile, after: PlanFile, as_json: Json = False) -> None:
     files.print_json(to_json_text(summary))
 
 
-def _complete_kind(incomplete: str) -> list[str]:
+def _complete_plot_kind(incomplete: str) -> list[str]:
+    """Complete the name of a kind of plot, for the shell."""
     return [kind for kind in PLOT_KINDS if kind.startswith(incomplete)]
 
 
@@ -123,7 +131,7 @@ def plot(
         typer.Option(
             metavar="KIND",
             help=f"{', '.join(PLOT_KINDS)}; by default selected by the file name's ending.",
-            autocompletion=_complete_kind,
+            autocompletion=_complete_plot_kind,
             show_default=False,
         ),
     ] = None,
@@ -142,7 +150,7 @@ def plot(
     Kind chrome is for Perfetto, kind snapshot for pytorch.org/memory_viz.
     """
     files.check_one_stdin(plan, trace or "")
-    check_device(device)
+    check_data_sheet_device(device)
     suffix = files.suffix_without_gz(output)
     find_plot_writer(kind, suffix, is_sweep=False)  # reports a wrong kind before it reads a file
     files.check_outputs(output)

@@ -111,7 +111,8 @@ def run(
 
 
 def _run_compiled(step: TrainingStep, options: CheckedOptions, rounds: int, as_json: bool) -> None:
-    """Compare plain torch.compile with remat's backend, and print the result."""
+    """Compare plain torch.compile with remat's backend in `rounds` timed steps, and print the
+    result."""
     assert options.budget is not None
     budget: Any = options.budget.requested
     from remat.frontend.api.trial import run_compiled_trial

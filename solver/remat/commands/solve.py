@@ -94,7 +94,7 @@ def sweep(
     is the smallest peak without offloading.
     """
     budgets = [*map(Budget.parse, budget or SWEEP_BUDGETS)]
-    command_options.check_device(device)
+    command_options.check_data_sheet_device(device)
     options = flags.read(budgets[0])
     selected_strategy = options.strategy or Auto()
     check_frontier_output(output, "a sweep")
@@ -128,7 +128,7 @@ def sweep(
     (plans, plans_without), signum = run_with_progress("sweep", steps, work)
     require_feasible_plan(plans, budget)
     if output is not None:
-        without = [_without_offloading(plan) for plan in plans_without]
+        without = [_row_without_offloading(plan) for plan in plans_without]
         content = FrontierContent(plans, str(sweep_report(plans)), without, device)
         document, rows = SweepDocument.of(plans), [plan_summary(plan) for plan in plans]
         write_frontier(output, content, document.to_json(), rows)
@@ -148,7 +148,8 @@ def sweep(
 
 
 def sweep_report(plans: list[Plan]) -> Report:
-    """Return a table with one line for each plan, below the peak and time of the baseline."""
+    """Return a table with one line for each plan, below the peak and time of the baseline. `plans`
+    must not be empty."""
     baseline = (
         f"without recomputation: peak {format_bytes(plans[0].baseline_peak_bytes)}, "
         f"time {format_seconds(plans[0].baseline_time_s)}"
@@ -156,8 +157,8 @@ def sweep_report(plans: list[Plan]) -> Report:
     return Report(baseline, frontier_table(plans))
 
 
-def _without_offloading(plan: Plan) -> ComparisonRow[Plan]:
-    """Return a plan that offloads nothing as a point of a picture."""
+def _row_without_offloading(plan: Plan) -> ComparisonRow[Plan]:
+    """Return a plan that offloads nothing as a row of a comparison, for a point of the picture."""
     return ComparisonRow(
         strategy="without offloading",
         budget=plan.budget_bytes,
@@ -196,7 +197,7 @@ def compare(
     and budget.
     """
     budgets = [*map(Budget.parse, budget or BUDGETS)]
-    command_options.check_device(device)
+    command_options.check_data_sheet_device(device)
     selected = plan_flags.strategies_to_compare(strategies, gap, time_limit, solver)
     check_frontier_output(output, "a comparison")
     trace_document = files.read_measured_trace(trace)
@@ -225,24 +226,26 @@ def compare(
             [row for row in comparison.rows if row not in lines],
             device,
         )
-        rows = [_csv_row(row) for row in comparison.rows]
-        write_frontier(output, content, to_json_text(_summary(comparison)), rows)
+        rows = [_comparison_csv_row(row) for row in comparison.rows]
+        write_frontier(output, content, to_json_text(_comparison_summary(comparison)), rows)
     if as_json:
-        files.print_json(to_json_text(_summary(comparison)))
+        files.print_json(to_json_text(_comparison_summary(comparison)))
     else:
         files.print_text(comparison.describe())
     exit_if_interrupted(signum, "the part that was compared so far")
 
 
-def _summary(comparison: Comparison) -> JsonObject:
+def _comparison_summary(comparison: Comparison) -> JsonObject:
+    """Return a comparison as data for JSON."""
     return {
         "baseline_peak_bytes": comparison.baseline_peak_bytes,
         "baseline_time_s": comparison.baseline_time_s,
-        "rows": [_row_summary(row) for row in comparison.rows],
+        "rows": [_comparison_row_summary(row) for row in comparison.rows],
     }
 
 
-def _row_summary(row: ComparisonRow[Plan]) -> JsonObject:
+def _comparison_row_summary(row: ComparisonRow[Plan]) -> JsonObject:
+    """Return a row of a comparison as data for JSON, with the numbers of its plan."""
     return {
         "strategy": row.strategy,
         "budget": row.budget,
@@ -254,8 +257,10 @@ def _row_summary(row: ComparisonRow[Plan]) -> JsonObject:
     }
 
 
-def _csv_row(row: ComparisonRow[Plan]) -> JsonObject:
-    summary = _row_summary(row)
+def _comparison_csv_row(row: ComparisonRow[Plan]) -> JsonObject:
+    """Return a row of a comparison as columns of a CSV file; the plan's columns are None without a
+    plan."""
+    summary = _comparison_row_summary(row)
     summary.pop("plan")
     plan = {} if row.plan is None else plan_summary(row.plan)
     columns = ("peak_bytes", "time_s", "overhead", "lower_bound", "gap", "recomputations")

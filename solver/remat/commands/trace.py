@@ -17,7 +17,7 @@ from remat.commands.common.command_options import (
     check_local_device,
 )
 from remat.commands.common.exits import UsageError
-from remat.commands.common.plan_flags import check_flag, flag
+from remat.commands.common.plan_flags import check_plan_flag, plan_option_flag
 from remat.commands.common.running import hint_how_to_save, show_progress
 from remat.commands.common.step_options import (
     StepOptions,
@@ -124,6 +124,7 @@ def _check_trace_device(traced: Trace) -> None:
 
 
 def _roofline_model(name: str) -> RooflineModel:
+    """Return the roofline of a device. Raises `UsageError` if it has no data sheet."""
     try:
         return RooflineModel(name)
     except ValueError as error:
@@ -134,14 +135,14 @@ def _roofline_model(name: str) -> RooflineModel:
 def estimate(
     step: StepOptions,
     device: command_options.TargetDevice = None,
-    reserve: Annotated[str | None, flag("reserve")] = None,
+    reserve: Annotated[str | None, plan_option_flag("reserve")] = None,
 ) -> None:
     """Predict the peak of a training step, without running it.
 
     No tensor is allocated: the model may be far too large for this machine.
     """
     step.check()
-    check_flag("reserve", reserve)
+    check_plan_flag("reserve", reserve)
     check_step_device(device)
     from remat.frontend.api.estimate import estimate as estimate_step
     from remat.frontend.common.torch_modes import autocast_to

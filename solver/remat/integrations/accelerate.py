@@ -25,6 +25,7 @@ class _RematDynamoPlugin(TorchDynamoPlugin):
     its own list, and passes "remat" to torch.compile."""
 
     def to_kwargs(self) -> dict[str, Any]:
+        """Return the arguments of torch.compile, with the backend "remat"."""
         return {**super().to_kwargs(), "backend": "remat"}
 
 

@@ -34,7 +34,7 @@ def apply(model: nn.Module, policies: Policies) -> AppliedPolicies:
     other rules.
     """
     check_policy_rules(policies, OPERATORS)
-    return AppliedPolicies(model, policies, operators.run_block)
+    return AppliedPolicies(model, policies, operators.run_block_under_policy)
 
 
 def context_fn(policies: Policies, block: str) -> ContextFn | None:

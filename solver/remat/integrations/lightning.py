@@ -13,13 +13,20 @@ from typing import Any, Unpack
 from torch import nn
 
 from remat.errors import RematError, TraceError
-from remat.frontend.api.enable import EnableOptions, check_options, disable, enable, is_enabled
+from remat.frontend.api.enable import (
+    EnableOptions,
+    check_enable_options,
+    disable,
+    enable,
+    is_enabled,
+)
 
 __all__ = ["RematCallback"]
 
 
-def _callback_class() -> Any:
-    """Return the class `Callback` of the installed Lightning package."""
+def _lightning_callback_class() -> Any:
+    """Return the class `Callback` of the installed Lightning package. Raises `RematError` if there
+    is none."""
     for package in ("lightning.pytorch", "pytorch_lightning"):
         try:
             return import_module(package).Callback
@@ -28,7 +35,7 @@ def _callback_class() -> Any:
     raise RematError("this needs Lightning: pip install 'remat[lightning]'")
 
 
-class RematCallback(_callback_class()):
+class RematCallback(_lightning_callback_class()):
     """Train `module` within `budget`: call `remat.enable` when fitting starts, and `remat.disable`
     when it ends.
 
@@ -40,14 +47,14 @@ class RematCallback(_callback_class()):
     def __init__(
         self, budget: int | str, module: str = "", **options: Unpack[EnableOptions]
     ) -> None:
-        check_options(budget, options)
+        check_enable_options(budget, options)
         self.budget = budget
         self.module = module
         self.options = options
         self._enabled: nn.Module | None = None
 
     def on_fit_start(self, trainer: Any, pl_module: nn.Module) -> None:
-        """Enable the module. Lightning calls this when fitting starts.
+        """Enable the module, unless it is enabled. Lightning calls this when fitting starts.
 
         Raises `TraceError` if the `LightningModule` has no such submodule.
         """
@@ -62,7 +69,8 @@ class RematCallback(_callback_class()):
             self._enabled = enable(module, self.budget, **self.options)
 
     def on_fit_end(self, trainer: Any, pl_module: nn.Module) -> None:
-        """Disable the module. Lightning calls this when fitting ends."""
+        """Disable the module, if this callback enabled it. Lightning calls this when fitting
+        ends."""
         if self._enabled is not None:
             disable(self._enabled)
             self._enabled = None

@@ -42,7 +42,8 @@ def options(policies: Policies) -> dict[str, Any]:
 
 
 def arguments(policies: Policies) -> list[str]:
-    """Return the recompute options as arguments of Megatron-LM's command line."""
+    """Return the recompute options as arguments of Megatron-LM's command line. Raises `RematError`
+    for policies with other rules."""
     words: list[str] = []
     for name, value in options(policies).items():
         values = value if isinstance(value, list) else [value]

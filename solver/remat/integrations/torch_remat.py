@@ -29,10 +29,11 @@ def apply(model: nn.Module, policies: Policies) -> AppliedPolicies:
     """
     check_policy_rules(policies, REGIONS)
     regions.import_torch_remat()
-    return AppliedPolicies(model, policies, regions.run_block)
+    return AppliedPolicies(model, policies, regions.run_block_under_policy)
 
 
 def save_regions(policies: Policies) -> dict[str, tuple[str, ...]]:
-    """Return the submodules to save for each checkpointed block, to mark the regions by hand."""
+    """Return the submodules to save for each checkpointed block, by its module path, to mark the
+    regions by hand. Raises `RematError` for policies with other rules."""
     check_policy_rules(policies, REGIONS)
     return {p.block: p.regions for p in policies.blocks if p.how != AS_IT_IS}

@@ -21,7 +21,13 @@ from torch.optim import Optimizer
 from remat.blockwise.block_step import CHECKPOINTED
 from remat.blockwise.policies import OPERATORS, BlockPolicy, Policies
 from remat.errors import RematError, TraceError
-from remat.frontend.api.enable import EnableOptions, check_options, disable, enable, is_enabled
+from remat.frontend.api.enable import (
+    EnableOptions,
+    check_enable_options,
+    disable,
+    enable,
+    is_enabled,
+)
 from remat.frontend.emit import operators
 from remat.frontend.emit.apply_policies import blocks_with_policies, check_policy_rules
 from remat.frontend.emit.transformers_layers import checkpointed_layer
@@ -47,7 +53,7 @@ class RematCallback(TrainerCallback):
     """
 
     def __init__(self, budget: int | str, **options: Unpack[EnableOptions]) -> None:
-        check_options(budget, options)
+        check_enable_options(budget, options)
         self.budget = budget
         self.options = options
         self._enabled: nn.Module | None = None
@@ -60,9 +66,9 @@ class RematCallback(TrainerCallback):
             return
         options: Any = dict(self.options)
         optimizer = getattr(others.get("optimizer"), "optimizer", others.get("optimizer"))
-        if isinstance(optimizer, Optimizer) and _is_absolute(self.budget):
+        if isinstance(optimizer, Optimizer) and _is_absolute_budget(self.budget):
             options.setdefault("reserve", optimizer)
-        if _is_of_trl(args):
+        if _is_trl_arguments(args):
             options.setdefault("differentiate", "all")
         self._enabled = enable(model, self.budget, **options)
 
@@ -73,12 +79,12 @@ class RematCallback(TrainerCallback):
             self._enabled = None
 
 
-def _is_of_trl(args: object) -> bool:
+def _is_trl_arguments(args: object) -> bool:
     """True if the class of the training arguments is TRL's, or derives from one."""
     return any(cls.__module__.partition(".")[0] == "trl" for cls in type(args).__mro__)
 
 
-def _is_absolute(budget: int | str) -> bool:
+def _is_absolute_budget(budget: int | str) -> bool:
     """True if the budget is "auto" or in bytes, not a percentage of the step or "min"."""
     return is_auto(budget) or Budget.parse(budget).size_bytes is not None
 
@@ -103,8 +109,9 @@ def apply(model: nn.Module, policies: Policies) -> nn.Module:
 
 
 def gradient_checkpointing_func(model: nn.Module, policies: Policies) -> Callable[..., Any]:
-    """Return the function that layers call in place of `torch.utils.checkpoint.checkpoint`. Layers
-    without a policy are checkpointed as a whole."""
+    """Return the function that layers call in place of `torch.utils.checkpoint.checkpoint`: it runs
+    each layer under its policy. Layers without a policy are checkpointed as a whole. Raises
+    `RematError` for policies with other rules."""
     check_policy_rules(policies, OPERATORS)
     by_layer = dict(blocks_with_policies(model, policies))
 
@@ -112,6 +119,6 @@ def gradient_checkpointing_func(model: nn.Module, policies: Policies) -> Callabl
         kwargs.pop("use_reentrant", None)
         layer = checkpointed_layer(function)
         policy = _DEFAULT_POLICY if layer is None else by_layer.get(layer, _DEFAULT_POLICY)
-        return operators.run_block(policy, model, function, *args, **kwargs)
+        return operators.run_block_under_policy(policy, model, function, *args, **kwargs)
 
     return run

@@ -110,7 +110,7 @@ class Client:
                     f"a plan for in_flight={checked.in_flight} calls needs costs on this machine: "
                     "leave out `costs`, so that they are measured here"
                 )
-        _options(strategy, service_costs)  # raises for a device without a data sheet
+        _request_options(strategy, service_costs)  # raises for a device without a data sheet
 
         def plan(trace: Trace, budget: int | str) -> tuple[Plan, Program]:
             # Pieces need costs: the side that determines these chooses the pieces.
@@ -175,19 +175,21 @@ class Client:
         progress: ProgressCallback | None = None,
         cancel: Cancel | None = None,
     ) -> list[Plan]:
-        """Like `remat.sweep`, on the service: return the plans of the frontier of time and
-        memory."""
+        """Like `remat.sweep`, on the service: return the plans of the frontier of time and memory;
+        none if no budget is feasible."""
         parsed = None if budgets is None else tuple(map(Budget.parse, budgets))
         if parsed == ():
             return []
-        options = _options(strategy, costs)
-        request = _checked(wire.SweepRequest, budgets=parsed, options=options, **_problem(graph))
+        options = _request_options(strategy, costs)
+        request = _checked_record(
+            wire.SweepRequest, budgets=parsed, options=options, **_graph_field(graph)
+        )
         job = self.submit(request)
         try:
-            result = self._service.read(self._finish(job, progress, cancel), wire.SweepResult)
+            result = self._service.read(self._finish_job(job, progress, cancel), wire.SweepResult)
         except InfeasibleBudget:  # no budget is feasible
             return []
-        return [_with_warning(document.to_plan(Plan)) for document in result.plans]
+        return [_warn_if_solver_failed(document.to_plan(Plan)) for document in result.plans]
 
     def fit(
         self,
@@ -204,9 +206,9 @@ class Client:
         """Like `remat.fit`, on the service, for a trace of the training step for a GPU:
         `remat.trace(..., device="h100")`. It needs no costs.
 
-        `device` is a GPU with a data sheet, by default that of the trace. Batch and length are
-        those of the trace, so smaller batches are not among the options. The search for options
-        ends after `time_limit` seconds, by default 60.
+        `device` is a GPU with a data sheet, by default the trace's. Batch and length are the
+        trace's, so smaller batches are not among the options; `batch` only names the size in the
+        answer. The search for options ends after `time_limit` seconds, by default 60.
         """
         if not isinstance(trace, Trace):
             remedy = 'pass remat.trace(model, inputs, device="h100")'
@@ -214,7 +216,7 @@ class Client:
         check_optimizer(optimizer)
         memory_bytes = None if memory is None else parse_memory(memory)
         check_batch(batch)
-        request = _checked(
+        request = _checked_record(
             wire.FitRequest,
             trace=trace,
             optimizer=optimizer,
@@ -224,7 +226,7 @@ class Client:
             time_limit=time_limit,
         )
         job = self.submit(request)
-        return self._service.read(self._finish(job, progress, cancel), wire.FitResult).fit
+        return self._service.read(self._finish_job(job, progress, cancel), wire.FitResult).fit
 
     # -- jobs ---------------------------------------------------------------------------------
 
@@ -256,7 +258,7 @@ class Client:
 
         If the wait is interrupted, the job is cancelled.
         """
-        return self._finish(self.job(id), progress, cancel)
+        return self._finish_job(self.job(id), progress, cancel)
 
     # -- requests -----------------------------------------------------------------------------
 
@@ -267,31 +269,32 @@ class Client:
         cancel: Cancel | None,
         options: PlanOptions,
     ) -> tuple[Plan, Program | None]:
-        """Return the plan of the service, and its program for a trace. Reports to `progress`."""
+        """Return the plan of the service, and its program: None for a bare graph. Reports to the
+        option `progress`, and warns if no plan fits the budget."""
         checked = read_options(CLIENT_PLAN, budget, options)
-        limits = _limits(checked)
+        limits = _request_limits(checked)
         values = checked.for_door(POST_SOLVE)
         strategy, costs, link = (values.pop(name) for name in ("strategy", "costs", "link"))
         fields = (
-            _problem(graph)
+            _graph_field(graph)
             | values
             | {
                 "budget": checked.budget,
-                "options": _options(strategy, costs),
+                "options": _request_options(strategy, costs),
                 "link": link and wire.LinkRecord(**asdict(link)),
                 "reserve": limits.reserve_bytes or None,
             }
         )
-        job = self.submit(_checked(wire.SolveRequest, **fields))
-        answer = self._finish(job, checked.progress_callback, cancel)
+        job = self.submit(_checked_record(wire.SolveRequest, **fields))
+        answer = self._finish_job(job, checked.progress_callback, cancel)
         result = self._service.read(answer, wire.SolveResult)
-        plan = _with_warning(result.plan.to_plan(Plan))
+        plan = _warn_if_solver_failed(result.plan.to_plan(Plan))
         budget_bytes = limits.available_bytes(plan.baseline_peak_bytes, plan.graph.library_bytes)
         if budget_bytes is not None and plan.budget_bytes > budget_bytes:  # infeasible="smallest"
             warn_of_smallest(limits.budget, plan.peak_bytes + limits.reserve_bytes)
         return plan, result.program
 
-    def _finish(
+    def _finish_job(
         self, job: wire.JobView, progress: ProgressCallback | None, cancel: Cancel | None
     ) -> bytes:
         """Wait for a job, cancel it if the wait is interrupted, and return its result as JSON."""
@@ -310,8 +313,9 @@ class Client:
         raise RematError(f"the job {job.id} is {job.status}")
 
 
-def _limits(options: CheckedOptions) -> Limits:
-    """Return the limits of a request's memory. The state of an optimizer is measured here."""
+def _request_limits(options: CheckedOptions) -> Limits:
+    """Return the budget and reserve of a request. If the reserve is an optimizer, its state is
+    measured on this machine."""
     if isinstance(options.reserve, int | str | None):
         return options.fixed_limits
     from remat.frontend.memory.device_memory import reserve_size
@@ -320,26 +324,26 @@ def _limits(options: CheckedOptions) -> Limits:
     return Limits(options.budget, reserve_size(options.reserve).total_bytes)
 
 
-def _with_warning(plan: Plan) -> Plan:
+def _warn_if_solver_failed(plan: Plan) -> Plan:
     """Return the plan, after a `SolverWarning` if its solver failed."""
     warn_of_solver_failure(plan)
     return plan
 
 
-def _problem(graph: Graph | Trace) -> dict[str, Any]:
+def _graph_field(graph: Graph | Trace) -> dict[str, Any]:
     """Return the field of a request that has the graph or trace to solve."""
     if isinstance(graph, Trace):
         return {"trace": graph}
     return {"graph": GraphRecord.of(graph)}
 
 
-def _options(strategy: Strategy | None, costs: object) -> wire.Options:
-    """Return the options of a request."""
-    return _checked(wire.Options, strategy=strategy or Auto(), costs=costs)
+def _request_options(strategy: Strategy | None, costs: object) -> wire.Options:
+    """Return the strategy and the costs of a request. Raises `RematError` if they are invalid."""
+    return _checked_record(wire.Options, strategy=strategy or Auto(), costs=costs)
 
 
-def _checked(kind: type[R], **fields: Any) -> R:
-    """Return a record with these fields. Raises `RematError` if they are invalid."""
+def _checked_record(kind: type[R], **fields: Any) -> R:
+    """Return a record of type `kind` with these fields. Raises `RematError` if they are invalid."""
     try:
         return kind(**fields)
     except ValidationError as error:

@@ -67,7 +67,7 @@ class Connection:
 
     def watch(self, id: str, progress: ProgressCallback | None, cancel: Cancel | None) -> None:
         """Follow a job's events until it ends, and report them to `progress`. A broken connection
-        is opened again at the last event."""
+        is opened again at the last event. Raises `RematError` if `cancel` is set."""
         last_event = "0"
         unreachable_since: float | None = None
         while True:
@@ -80,7 +80,7 @@ class Connection:
                     if kind == "done":
                         return
                     if progress is not None and kind in ("progress", "incumbent"):
-                        progress(_progress(data))
+                        progress(_progress_of_event(data))
                 if self.job(id).status in wire.ENDED_STATES:
                     return
             except self._silent:
@@ -95,15 +95,16 @@ class Connection:
                 time.sleep(_RETRY_PAUSE_S)
 
     def _events(self, id: str, last_event: str, silence_s: float) -> Iterator[tuple[str, str, str]]:
-        """Yield (kind, data, event id) of a job's events after `last_event`."""
+        """Yield (kind, data, event id) of a job's events after the event `last_event`. Raises a
+        timeout if none arrives for `silence_s`."""
         headers = {"Last-Event-ID": last_event}
         path = f"/jobs/{id}/events"
         with self._http.sse(path, headers=headers, timeout=silence_s) as source:
             if source.response.status_code != 200:
                 source.response.read()
                 if source.response.status_code in _BUSY_STATUSES:
-                    raise self._unreachable(str(_error_of(source.response)))
-                raise _error_of(source.response)
+                    raise self._unreachable(str(_response_error(source.response)))
+                raise _response_error(source.response)
             for event in source:
                 yield event.event, event.data, event.id or last_event
 
@@ -113,7 +114,7 @@ class Connection:
         headers: Mapping[str, str],
         **query: str,
     ) -> bytes:
-        """Post a request and return the body of the response."""
+        """Post a request to its route and return the body of the response."""
         path = _PATHS[type(request)]
         body = gzip.compress(request.model_dump_json().encode(), compresslevel=_COMPRESSION_LEVEL)
         headers = {"Content-Type": "application/json", "Content-Encoding": "gzip", **headers}
@@ -128,8 +129,9 @@ class Connection:
         **options: Any,
     ) -> bytes:
         """Send a request, repeat it while the service is unreachable or busy, and return the body
-        of the response. It must be safe to repeat: a read, or a write with an idempotency key; or
-        `has_effect` says after a lost response that the request was carried out."""
+        of the response. The request must be safe to repeat: a read, or a write with an idempotency
+        key. Otherwise `has_effect` must tell after a lost response if it was carried out; then
+        return b""."""
         deadline = time.monotonic() + MAX_OUTAGE_S
         while True:
             try:
@@ -147,7 +149,7 @@ class Connection:
             is_number = retry_after.isdecimal()
             time.sleep(min(float(retry_after), _MAX_RETRY_PAUSE_S) if is_number else _RETRY_PAUSE_S)
         if response.status_code >= 400:
-            raise _error_of(response)
+            raise _response_error(response)
         return response.content
 
     def _unreachable_error(self, error: Exception) -> ServiceError:
@@ -188,13 +190,13 @@ class Connection:
             ) from None
 
 
-def _progress(data: str) -> Progress:
+def _progress_of_event(data: str) -> Progress:
     """Return the progress in the data of an event."""
     record = validate_json(wire.ProgressRecord, data, "progress")
     return Progress(**dict(record))
 
 
-def _error_of(response: Any) -> RematError:
+def _response_error(response: Any) -> RematError:
     """Return the error that the problem document of a response describes."""
     try:
         problem = validate_json(wire.ProblemDetails, response.content, "problem")

@@ -66,12 +66,13 @@ _EXCEPTIONS: dict[str, type[errors.RematError]] = {
 
 
 def _check_trace(trace: Trace) -> Trace:
+    """Return the trace, if this remat reads its format and version. Raises `DocumentError`."""
     check_header({"format": trace.format, "version": trace.version}, Trace.FORMAT, Trace.VERSION)
     return trace
 
 
 def _check_costs(costs: object) -> object:
-    """Return `costs` if it is a valid option. Raises ValueError."""
+    """Return `costs` if they are "measure" or "roofline:DEVICE". Raises ValueError for others."""
     method, _, device = str(costs).partition(":")
     if method == "roofline":
         Roofline(device)  # raises ValueError for an unknown device
@@ -189,7 +190,9 @@ class _Request(Record):
     """The strategy and the costs."""
 
     @model_validator(mode="after")
-    def _check(self) -> Self:
+    def _check_trace_or_graph(self) -> Self:
+        """Raise ValueError unless the request has either a trace, or a valid graph without
+        `options.costs`."""
         if (self.trace is None) == (self.graph is None):
             raise ValueError("give either `trace` or `graph`: one of them is needed, and only one")
         if self.graph is not None:
@@ -207,9 +210,9 @@ class _Request(Record):
         return costs == "measure" or (costs is None and not self.trace.measured)
 
 
-def _checked_as(name: str) -> Callable[[Any], Any]:
+def _option_validator(name: str) -> Callable[[Any], Any]:
     """Return a function that returns its argument if it is a valid value of an option of a plan,
-    and else raises the error of that option."""
+    and raises the option's error otherwise."""
 
     def check(value: Any) -> Any:
         check_option(name, value)
@@ -219,27 +222,28 @@ def _checked_as(name: str) -> Callable[[Any], Any]:
 
 
 def _option_field(door: Door, name: str) -> tuple[Any, Any]:
-    """Return the pydantic type and field of an option of a plan."""
+    """Return the pydantic type and field of an option of a plan, with the door's default."""
     option, default = OPTIONS[name], door.default(name)
     schema = dict(option.schema or {})
     if schema.get("type") == "integer":
         limits = Field(ge=schema["minimum"], lt=schema["exclusiveMaximum"])
         json_type: Any = Annotated[int, limits]
     else:
-        json_type = Annotated[Any, PlainValidator(_checked_as(name)), WithJsonSchema(schema)]
+        json_type = Annotated[Any, PlainValidator(_option_validator(name)), WithJsonSchema(schema)]
     return json_type if default is not None else json_type | None, Field(
         default=default, description=option.help
     )
 
 
-def _with_options(door: Door) -> type[_Request]:
-    """Return the class of a request with a field for each option of a plan that has a JSON form."""
+def _request_class_with_options(door: Door) -> type[_Request]:
+    """Return a subclass of `_Request` with a field for each option of the door that has a JSON
+    form."""
     names = [name for name in door.options if OPTIONS[name].schema is not None]
     fields: Any = {name: _option_field(door, name) for name in names}
     return create_model("_RequestWithOptions", __base__=_Request, __module__=__name__, **fields)
 
 
-_SolveOptions = _with_options(POST_SOLVE)
+_SolveOptions = _request_class_with_options(POST_SOLVE)
 
 _OF_TRACES: dict[str, Any] = {
     "if": {"required": ["graph"], "properties": {"graph": {"type": "object"}}},
@@ -279,6 +283,8 @@ class SolveRequest(_SolveOptions):
 
     @model_validator(mode="after")
     def _check_options(self) -> Self:
+        """Raise ValueError for options that contradict each other, that a bare graph cannot have,
+        or that lack costs."""
         checked = self.checked_options
         is_split = bool(pieces_to_try(checked.split))
         if self.trace is None and is_split:
@@ -333,7 +339,8 @@ class FitRequest(Record):
     default 60, or that limit if it is less."""
 
     @model_validator(mode="after")
-    def _check(self) -> Self:
+    def _check_optimizer_and_gpu(self) -> Self:
+        """Raise ValueError for an optimizer or a GPU that remat does not know."""
         try:
             check_optimizer(self.optimizer)
             gpu_name(self.trace, self.gpu)
@@ -343,7 +350,7 @@ class FitRequest(Record):
 
     @property
     def needs_measurement(self) -> bool:
-        """False: costs are those of the data sheet."""
+        """False for all requests: costs come from the data sheet."""
         return False
 
 
@@ -429,7 +436,8 @@ class ProblemDetails(Record):
 
 
 def problem_type_name(error: errors.RematError) -> str:
-    """Return the last part of the problem type of one of remat's exceptions."""
+    """Return the last part of the problem type of one of remat's exceptions; "remat" if it has no
+    type of its own."""
     return next((n for n, kind in _EXCEPTIONS.items() if isinstance(error, kind)), "remat")
 
 
@@ -468,8 +476,8 @@ class DryRunResult(Record):
     costs: str
 
 
-def graph_of(request: _Request) -> Graph | Trace:
-    """Return the trace or the graph of a request, to pass to `remat.solve`."""
+def graph_of_request(request: _Request) -> Graph | Trace:
+    """Return the trace of a request, or else its graph, to pass to `remat.solve`."""
     if request.trace is not None:
         return request.trace
     assert request.graph is not None

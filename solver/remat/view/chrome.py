@@ -15,7 +15,7 @@ from remat.view.memory import (
     earlier_run_counts,
     first_backward_run,
     memory_layers,
-    plan_copies,
+    plan_copy_times,
     run_start_times_s,
 )
 
@@ -39,7 +39,7 @@ def chrome_trace(plan: PlanData) -> str:
     starts_us = [round(start * 1e6, 3) for start in run_start_times_s(plan)]
     boundary = first_backward_run(plan)
     run_counts = Counter(plan.schedule.runs)
-    events = _track_names()
+    events = _track_name_events()
     earlier_runs = earlier_run_counts(plan.schedule)
     for run, (op, earlier) in enumerate(zip(plan.schedule.runs, earlier_runs, strict=True)):
         operation = graph.operations[op]
@@ -63,15 +63,17 @@ def chrome_trace(plan: PlanData) -> str:
             }
         )
         live_bytes = {layer: memory.layers[layer][run] for layer in memory.used}
-        events.append(_counter(starts_us[run], live_bytes))
+        events.append(_memory_counter_event(starts_us[run], live_bytes))
     if plan.schedule.runs:
         results = [copy.value for copy in memory.timeline.copies if copy.end >= len(plan.schedule)]
         at_end = dict.fromkeys(memory.used, 0) | {
             "constant": graph.constant_bytes,
             "results": sum(graph.values[v].size_bytes for v in results),
         }
-        events.append(_counter(starts_us[-1], {layer: at_end[layer] for layer in memory.used}))
-    events += _copy_events(plan)
+        events.append(
+            _memory_counter_event(starts_us[-1], {layer: at_end[layer] for layer in memory.used})
+        )
+    events += _offload_copy_events(plan)
     facts = {
         "budget_bytes": plan.budget_bytes,
         "peak_bytes": plan.peak_bytes,
@@ -81,9 +83,10 @@ def chrome_trace(plan: PlanData) -> str:
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": facts})
 
 
-def _copy_events(plan: PlanData) -> list[Event]:
-    """Return the events of the copies of offloaded tensors; none without any."""
-    times = plan_copies(plan)
+def _offload_copy_events(plan: PlanData) -> list[Event]:
+    """Return the events of the copies of offloaded tensors between device and host; none if the
+    plan offloads nothing."""
+    times = plan_copy_times(plan)
     if times is None:
         return []
     events: list[Event] = []
@@ -106,18 +109,21 @@ def _copy_events(plan: PlanData) -> list[Event]:
         )
     for start_s, size_bytes in times.host_bytes:
         start_us = round(start_s * 1e6, 3)
-        events.append(_counter(start_us, {"on_host": size_bytes}, "host memory"))
+        events.append(_memory_counter_event(start_us, {"on_host": size_bytes}, "host memory"))
     return events
 
 
-def _counter(start_us: float, bytes_by_layer: dict[str, int], name: str = "memory") -> Event:
-    """Return a counter event with the live bytes of each layer."""
+def _memory_counter_event(
+    start_us: float, bytes_by_layer: dict[str, int], name: str = "memory"
+) -> Event:
+    """Return an event of the counter `name` with the live bytes of each layer from `start_us`
+    on."""
     args: dict[str, str | int | float] = {**bytes_by_layer}
     return {"name": name, "ph": "C", "ts": start_us, "pid": _PID, "tid": 0, "args": args}
 
 
-def _track_names() -> list[Event]:
-    """Return the metadata events that name the process and its two tracks."""
+def _track_name_events() -> list[Event]:
+    """Return the metadata events that name the process and its tracks "forward" and "backward"."""
     names = (
         ("process_name", 0, "remat plan"),
         ("thread_name", _FORWARD, "forward"),

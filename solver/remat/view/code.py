@@ -19,7 +19,7 @@ from remat.graph import Graph, Operation
 from remat.limits.units import format_bytes, format_seconds
 from remat.plan_data import PlanData
 from remat.rewrite import tensor_of_variable
-from remat.view.text import plain
+from remat.view.text import plain_text
 
 _COMMENT_COLUMN = 76
 """The column at which comments begin, if the code is short enough."""
@@ -33,23 +33,23 @@ def annotated_code(
     """Return the functions `forward` and `backward` of a program, with a comment on every line.
 
     The comment has the module path, "saved" if the backward reads the result, and "recomputed" for
-    a recomputation. With the `plan` that the program was rewritten from, or its `trace`, it also
-    has the bytes of the output, the time, and the number of the run. A `plan` of another program is
-    ignored. Long calls are wrapped. Of consecutive statements of several pieces, those of the first
-    piece are shown, and a comment says how many follow.
+    a recomputation. With the `plan` that the program was rewritten from, or its `trace` if that has
+    costs, it also has the bytes of the output, the time, and the number of the run. A `plan` of
+    another program is ignored. Long calls are wrapped. If consecutive statements belong to several
+    pieces, the first piece is shown, and a comment says how many statements follow.
     """
     statements = [*program.forward, *program.backward]
-    graph = plan.graph if plan is not None else _graph(trace)
+    graph = plan.graph if plan is not None else _graph_with_costs(trace)
     views = _view_names(trace)
-    operations = _operations(statements, graph, views)
-    if graph is not None and plan is not None and not _are_in_order(operations, plan):
+    operations = _operations_of_statements(statements, graph, views)
+    if graph is not None and plan is not None and not _operations_follow_schedule(operations, plan):
         graph, operations = None, [None] * len(statements)
     run_counts = Counter(operations)
     runs_so_far = Counter[int]()
     saved_names = frozenset(program.saved)
     rows: list[list[str]] = []
     for statement, op in zip(statements, operations, strict=True):
-        notes = [plain(statement.module)] if statement.module else []
+        notes = [plain_text(statement.module)] if statement.module else []
         if graph is not None and op is not None:
             operation = graph.operations[op]
             size = sum(graph.values[v].size_bytes for v in operation.outputs)
@@ -68,14 +68,16 @@ def annotated_code(
             notes.append("saved")
         if statement.rng_action:
             verb = "saves" if statement.rng_action == "save" else "replays"
-            notes.append(f"{verb} {plain(statement.rng_state)}")
-        rows.append(_lines(statement, ", ".join(notes)))
+            notes.append(f"{verb} {plain_text(statement.rng_state)}")
+        rows.append(_statement_lines(statement, ", ".join(notes)))
     calls = [
-        _Call(row, None if op is None or graph is None else graph.operations[op], s.recomputation)
+        _AnnotatedCall(
+            row, None if op is None or graph is None else graph.operations[op], s.recomputation
+        )
         for row, op, s in zip(rows, operations, statements, strict=True)
     ]
-    forward = _with_first_pieces(calls[: len(program.forward)])
-    backward = _with_first_pieces(calls[len(program.forward) :])
+    forward = _lines_of_first_pieces(calls[: len(program.forward)])
+    backward = _lines_of_first_pieces(calls[len(program.forward) :])
     kinds = {p.name: p.kind for p in program.placeholders}
     outputs = [output.name for output in program.outputs]
     saved = [*program.saved, *program.rng_states]
@@ -83,45 +85,48 @@ def annotated_code(
     peak = format_bytes(program.predicted_peak_bytes)
     return "\n".join(
         [
-            f"# {plain(program.model) or 'program'} on {plain(program.device)}, peak {peak}; "
-            "to be read, not run",
+            f"# {plain_text(program.model) or 'program'} on {plain_text(program.device)}, "
+            f"peak {peak}; to be read, not run",
             "",
             "",
-            *_signature("forward", [name for name, kind in kinds.items() if kind != "tangent"]),
+            *_signature_lines(
+                "forward", [name for name, kind in kinds.items() if kind != "tangent"]
+            ),
             *(line for row in forward for line in row),
-            *_return("outputs", outputs),
-            *_return("saved", saved),
+            *_assignment_lines("outputs", outputs),
+            *_assignment_lines("saved", saved),
             "    return outputs, saved",
             "",
             "",
-            *_signature("backward", list(dict.fromkeys((*saved, *tangents)))),
+            *_signature_lines("backward", list(dict.fromkeys((*saved, *tangents)))),
             *(line for row in backward for line in row),
-            *_return("gradients", [gradient.name for gradient in program.gradients]),
+            *_assignment_lines("gradients", [gradient.name for gradient in program.gradients]),
             "    return gradients",
             "",
         ]
     )
 
 
-class _Call(NamedTuple):
-    """The lines of a statement, its operation (None for a view or an unknown one), and whether it
-    is a recomputation."""
+class _AnnotatedCall(NamedTuple):
+    """The lines of a statement, its operation (None for a view, or if the operation is unknown),
+    and whether it is a recomputation."""
 
     lines: list[str]
     operation: Operation | None
     is_recomputation: bool
 
 
-def _with_first_pieces(calls: Sequence[_Call]) -> list[list[str]]:
-    """Return the lines of statements, of which those of later pieces are replaced by a comment."""
+def _lines_of_first_pieces(calls: Sequence[_AnnotatedCall]) -> list[list[str]]:
+    """Return the lines of each statement. Where consecutive statements belong to several pieces, a
+    comment replaces all pieces but the first."""
     shown: list[list[str]] = []
-    hidden: list[_Call] = []  # statements of later pieces, and views that they may need
-    views: list[_Call] = []
+    hidden: list[_AnnotatedCall] = []  # statements of later pieces, and views that they may need
+    views: list[_AnnotatedCall] = []
     first: int | None = None
 
     def end_block() -> None:
         if hidden:
-            shown.append(_summary_of_pieces(hidden))
+            shown.append(_hidden_pieces_comment(hidden))
         shown.extend(view.lines for view in views)
         hidden.clear()
         views.clear()
@@ -141,8 +146,8 @@ def _with_first_pieces(calls: Sequence[_Call]) -> list[list[str]]:
     return shown
 
 
-def _summary_of_pieces(calls: Sequence[_Call]) -> list[str]:
-    """Return a comment in place of the statements of all pieces but the first."""
+def _hidden_pieces_comment(calls: Sequence[_AnnotatedCall]) -> list[str]:
+    """Return the comment that replaces these statements: all pieces but the first."""
     operations = [call.operation for call in calls if call.operation is not None]
     names = ", ".join(dict.fromkeys(operation.piece_of for operation in operations))
     pieces = len({operation.piece for operation in operations}) + 1
@@ -152,8 +157,8 @@ def _summary_of_pieces(calls: Sequence[_Call]) -> list[str]:
     return textwrap.wrap(text, _LINE_LENGTH, subsequent_indent="    # ")
 
 
-def _graph(trace: Trace | None) -> Graph | None:
-    """Return the graph of a trace that has costs; otherwise None."""
+def _graph_with_costs(trace: Trace | None) -> Graph | None:
+    """Return the graph of a trace; None without a trace, or if it has no costs."""
     return trace.graph() if trace is not None and trace.measured else None
 
 
@@ -164,11 +169,12 @@ def _view_names(trace: Trace | None) -> frozenset[str]:
     return frozenset(r.name for node in trace.nodes if node.view for r in node.results)
 
 
-def _operations(
+def _operations_of_statements(
     statements: Sequence[Statement], graph: Graph | None, views: frozenset[str]
 ) -> list[int | None]:
-    """Return the graph's operation of each statement, which the names of its results tell. None for
-    views, and for statements whose results have other names."""
+    """Return the index of each statement's operation in the graph, found by the names of its
+    results. None for views, for statements whose results have other names, and for all without a
+    graph."""
     if graph is None:
         return [None] * len(statements)
     operation_of: dict[str, int] = {}
@@ -185,16 +191,16 @@ def _operations(
     return operations
 
 
-def _are_in_order(operations: list[int | None], plan: PlanData) -> bool:
+def _operations_follow_schedule(operations: list[int | None], plan: PlanData) -> bool:
     """True if the operations, without the Nones, are a subsequence of the plan's runs."""
     runs = iter(plan.schedule.runs)
     return all(op in runs for op in operations if op is not None)
 
 
-def _call_parts(statement: Statement) -> tuple[str, list[str], str]:
+def _call_code(statement: Statement) -> tuple[str, list[str], str]:
     """Return the code before the arguments of a call, the arguments, and the code after them."""
-    arguments = [_argument(item) for item in statement.args]
-    arguments += [f"{key}={_argument(item)}" for key, item in statement.kwargs.items()]
+    arguments = [_argument_code(item) for item in statement.args]
+    arguments += [f"{key}={_argument_code(item)}" for key, item in statement.kwargs.items()]
     if statement.overwrites and statement.target == WRITE_TARGET:
         arguments.append("in_place=True")
     elif statement.overwrites:
@@ -210,7 +216,7 @@ def _call_parts(statement: Statement) -> tuple[str, list[str], str]:
     return f"{', '.join(names)}, *_ = {statement.target}(", arguments, ")"
 
 
-def _argument(argument: Argument) -> str:
+def _argument_code(argument: Argument) -> str:
     """Return an argument as Python code."""
     match argument:
         case Ref(name):
@@ -220,7 +226,7 @@ def _argument(argument: Argument) -> str:
         case Literal(kind, text):
             return f"torch.{text}" if text.isidentifier() else f"torch.{kind}({text!r})"
         case tuple():
-            items = ", ".join(_argument(item) for item in argument)
+            items = ", ".join(_argument_code(item) for item in argument)
             return f"({items},)" if len(argument) == 1 else f"({items})"
         case float() if argument != argument or abs(argument) == float("inf"):
             return f"float({str(argument)!r})"
@@ -230,35 +236,35 @@ def _argument(argument: Argument) -> str:
             return repr(argument)
 
 
-def _lines(statement: Statement, comment: str) -> list[str]:
+def _statement_lines(statement: Statement, comment: str) -> list[str]:
     """Return the code of a statement with its comment: one line if it ends before the comments'
-    column, otherwise several."""
-    head, arguments, tail = _call_parts(statement)
+    column or has no arguments, otherwise several."""
+    head, arguments, tail = _call_code(statement)
     lines = [f"    {head}{', '.join(arguments)}{tail}"]
     if len(lines[0]) > _COMMENT_COLUMN and arguments:
-        lines = _wrapped(f"    {head}", arguments, tail, indent="    ")
+        lines = _wrap_code_line(f"    {head}", arguments, tail, indent="    ")
     if comment:
         lines[0] = f"{lines[0]:<{_COMMENT_COLUMN}}  # {comment}"
     return lines
 
 
-def _signature(name: str, parameters: list[str]) -> list[str]:
+def _signature_lines(name: str, parameters: list[str]) -> list[str]:
     """Return the lines of `def name(parameters):`."""
-    return _fitted(f"def {name}(", parameters, "):", indent="")
+    return _fit_code_lines(f"def {name}(", parameters, "):", indent="")
 
 
-def _return(name: str, values: list[str]) -> list[str]:
+def _assignment_lines(name: str, values: list[str]) -> list[str]:
     """Return the lines of `name = [values]`."""
-    return _fitted(f"    {name} = [", values, "]", indent="    ")
+    return _fit_code_lines(f"    {name} = [", values, "]", indent="    ")
 
 
-def _fitted(head: str, names: list[str], tail: str, indent: str) -> list[str]:
+def _fit_code_lines(head: str, names: list[str], tail: str, indent: str) -> list[str]:
     """Return head, names and tail in one line, or in several if they are too long for one."""
     line = f"{head}{', '.join(names)}{tail}"
-    return [line] if len(line) <= _LINE_LENGTH else _wrapped(head, names, tail, indent)
+    return [line] if len(line) <= _LINE_LENGTH else _wrap_code_line(head, names, tail, indent)
 
 
-def _wrapped(head: str, names: list[str], tail: str, indent: str) -> list[str]:
+def _wrap_code_line(head: str, names: list[str], tail: str, indent: str) -> list[str]:
     """Return the head, the names in indented lines of up to 100 characters, and the tail."""
     lines = [head]
     line = f"{indent}    "

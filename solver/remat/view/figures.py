@@ -49,8 +49,9 @@ _MAX_VECTOR_STROKES = 20_000
 """A schedule with more strokes is an image inside a PDF."""
 
 
-def colour(role: str, which: str = "fill|stroke") -> str:
-    """Return the light colour of a role as `#rrggbb`, for drawing without a style sheet."""
+def role_colour(role: str, which: str = "fill|stroke") -> str:
+    """Return the light colour of a role as `#rrggbb`, or "none", for drawing without a style sheet.
+    `which` selects its CSS property: "fill", "stroke", or by default the first of both."""
     match = re.search(f"(?:{which}):(#[0-9a-f]{{6}})", CSS[role][0])
     return "none" if match is None else match[1]
 
@@ -73,11 +74,11 @@ def picture_figure(picture: Picture) -> Figure:
     first: Axes | None = None
     for index, panel in enumerate(picture.panels):
         axes = figure.add_subplot(grid[index], sharex=first)
-        _add_panel(axes, picture, panel, is_last=index == len(heights) - 1)
+        _draw_panel(axes, picture, panel, is_last=index == len(heights) - 1)
         if first is None:
             first = axes
             if picture.corner_note:
-                label = {"fontsize": _SMALL, "color": colour("budget-label")}
+                label = {"fontsize": _SMALL, "color": role_colour("budget-label")}
                 axes.set_title(picture.corner_note, loc="right", **label)
     if picture.legend:
         figure.legend(
@@ -90,17 +91,19 @@ def picture_figure(picture: Picture) -> Figure:
     return figure
 
 
-def _add_panel(axes: Axes, picture: Picture, panel: Panel, *, is_last: bool) -> None:
+def _draw_panel(axes: Axes, picture: Picture, panel: Panel, *, is_last: bool) -> None:
+    """Draw a panel with its grid and axes. Only the last panel has the numbers of the horizontal
+    axis."""
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.spines["bottom"].set_visible(is_last or panel.y.unit is not None)
     axes.set_axisbelow(True)
     axes.set_xlim(picture.x.low, picture.x.high)
     axes.set_ylim(panel.y.low, panel.y.high)
     for order, item in enumerate(panel.items):
-        _draw(axes, item, 2 + order / len(panel.items))
+        _draw_item(axes, item, 2 + order / len(panel.items))
     ticks = panel.y.ticks()
     if ticks:
-        axes.grid(axis="y", color=colour("grid"), linewidth=0.5)
+        axes.grid(axis="y", color=role_colour("grid"), linewidth=0.5)
     middles = [((row.low + row.high) / 2, row.text) for row in panel.rows]
     places, labels = zip(*(ticks or middles), strict=True) if ticks or middles else ((), ())
     axes.set_yticks(places, labels, fontsize=_SMALL, parse_math=False)
@@ -113,14 +116,14 @@ def _add_panel(axes: Axes, picture: Picture, panel: Panel, *, is_last: bool) -> 
     axes.tick_params("x", length=2 if is_last else 0, labelbottom=is_last)
 
 
-def _draw(axes: Axes, item: Item, order: float) -> None:
-    """Draw an item over those of a lower order."""
+def _draw_item(axes: Axes, item: Item, order: float) -> None:
+    """Draw an item over all items of a lower `order`."""
     match item:
         case Area():
             if item.columns:
                 edges = [*(left for left, *_ in item.columns), item.columns[-1][1]]
                 heights = [height for *_, height in item.columns]
-                face, edge = colour(item.role, "fill"), colour(item.role, "stroke")
+                face, edge = role_colour(item.role, "fill"), role_colour(item.role, "stroke")
                 line = {"edgecolor": edge, "linewidth": 0.5, "zorder": order}
                 axes.stairs(heights, edges, fill=True, facecolor=face, **line)
         case Line():
@@ -135,17 +138,18 @@ def _draw(axes: Axes, item: Item, order: float) -> None:
         case Note():
             shift = (item.shift * _POINTS, item.lift * _POINTS)
             side = "left" if item.anchor == "start" else "right"
-            _note(axes, item.text, (item.x, item.y), shift, ha=side, va="center")
+            _draw_note(axes, item.text, (item.x, item.y), shift, ha=side, va="center")
         case Box():
             if item.role != "hover":
                 width, height = item.right - item.left, item.bottom - item.top
                 place = ([(item.left, width)], (item.top, height))
-                axes.broken_barh(*place, color=colour(item.role))
+                axes.broken_barh(*place, color=role_colour(item.role))
                 middle = (item.right, (item.top + item.bottom) / 2)
-                _note(axes, item.label, middle, (3, 0), va="center")
+                _draw_note(axes, item.label, middle, (3, 0), va="center")
 
 
 def _draw_strokes(axes: Axes, item: Strokes, order: float) -> None:
+    """Draw strokes as one collection of lines, at least as wide as their minimum."""
     from matplotlib.collections import LineCollection
 
     low, high = axes.get_ylim()
@@ -156,7 +160,7 @@ def _draw_strokes(axes: Axes, item: Strokes, order: float) -> None:
     axes.add_collection(
         LineCollection(
             lines,
-            colors=colour(item.role),
+            colors=role_colour(item.role),
             linewidths=max(width, min_width, 0.3),
             capstyle="projecting" if width < min_width else "butt",
             rasterized=len(lines) > _MAX_VECTOR_STROKES,
@@ -166,14 +170,15 @@ def _draw_strokes(axes: Axes, item: Strokes, order: float) -> None:
 
 
 def _draw_rule(axes: Axes, rule: Rule, order: float) -> None:
+    """Draw a line across the panel, with its labels."""
     role = "budget-label" if rule.role == "budget" else "label"
-    style: dict[str, Any] = {"color": colour(rule.role), "zorder": order, "linewidth": 1}
+    style: dict[str, Any] = {"color": role_colour(rule.role), "zorder": order, "linewidth": 1}
     style["linestyle"] = (0, (5, 3)) if rule.role == "budget" else ":"
-    label: dict[str, Any] = {"color": colour(role)}
+    label: dict[str, Any] = {"color": role_colour(role)}
     if rule.axis == "y":
         axes.axhline(rule.at, **style)
         place = axes.get_yaxis_transform()
-        _note(axes, rule.label, (1, rule.at), (0, 2), xycoords=place, ha="right", **label)
+        _draw_note(axes, rule.label, (1, rule.at), (0, 2), xycoords=place, ha="right", **label)
         return
     axes.axvline(rule.at, **style)
     label["xycoords"] = axes.get_xaxis_transform()
@@ -182,31 +187,33 @@ def _draw_rule(axes: Axes, rule: Rule, order: float) -> None:
         before, after = after, ""
     for content, side, shift in ((before, "right", -3), (after, "left", 3)):
         if content:
-            _note(axes, content, (rule.at, 1), (shift, 2), ha=side, **label)
+            _draw_note(axes, content, (rule.at, 1), (shift, 2), ha=side, **label)
 
 
 def _line_style(item: Line) -> dict[str, Any]:
+    """Return matplotlib's options for a line."""
     style = "--" if item.is_dashed else "-"
-    line_colour = item.colour or colour(item.role, "stroke")
+    line_colour = item.colour or role_colour(item.role, "stroke")
     return {"color": line_colour, "linestyle": style, "linewidth": 1 if item.is_dashed else 1.3}
 
 
 def _mark_style(mark: Mark) -> dict[str, Any]:
-    """Return how a marker looks: as an outline, or filled."""
+    """Return matplotlib's options for a marker: an outline for the role "ring", otherwise
+    filled."""
     is_ring = mark.role == "ring"
-    edge = mark.colour if is_ring else colour(mark.role, "stroke")
+    edge = mark.colour if is_ring else role_colour(mark.role, "stroke")
     return {
         "linestyle": "none",
         "marker": mark.shape,
         "markersize": 2 * mark.radius * _POINTS,
-        "markerfacecolor": "none" if is_ring else mark.colour or colour(mark.role, "fill"),
+        "markerfacecolor": "none" if is_ring else mark.colour or role_colour(mark.role, "fill"),
         "markeredgecolor": edge,
         "markeredgewidth": 0.4 if mark.role == "point" else 1,
         "clip_on": False,
     }
 
 
-def _note(
+def _draw_note(
     axes: Axes, text: str, point: tuple[float, float], shift: tuple[float, float], **options: Any
 ) -> None:
     """Write small text at a point of the axes, moved by `shift` in typographic points."""
@@ -215,11 +222,12 @@ def _note(
 
 
 def _legend_handle(entry: LegendEntry) -> Artist:
+    """Return the sample that the legend shows for an entry."""
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
     if entry.role:
-        return Patch(color=colour(entry.role), label=entry.label)
+        return Patch(color=role_colour(entry.role), label=entry.label)
     style: dict[str, Any] = {}
     if entry.mark is not None:
         style = _mark_style(entry.mark) | {"clip_on": True}

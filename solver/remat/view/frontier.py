@@ -75,18 +75,18 @@ def frontier_picture(
     all_plans = [*plans, *(plan for _, plan in others)]
     baseline_bytes = max((plan.baseline_peak_bytes for plan in all_plans), default=None)
     x = _memory_scale([plan.peak_bytes for plan in all_plans], baseline_bytes, capacity_bytes)
-    high_overhead = _high_overhead(plans, points)
+    high_overhead = _overhead_axis_end(plans, points)
     clipped = sorted((p for p in points if p.overhead > high_overhead), key=lambda p: p[1:])
     y = Scale(0, high_overhead * (1.1 if clipped else 1.0), PERCENT, "extra time (%)")
     items: list[Item] = []
     legend: list[LegendEntry] = []
     if plans:
-        line = Line("line", _plan_steps(plans), "plans")
+        line = Line("line", _plan_staircase(plans), "plans")
         items.append(line)
         legend.append(LegendEntry("plans", mark=Mark(0, 0, 3.5, role="run"), line=line))
     bounds = [(float(p.peak_bytes), p.lower_bound) for p in plans if p.lower_bound is not None]
     if bounds:
-        line = Line("bound", _bound_steps(bounds), "lower bound", is_dashed=True)
+        line = Line("bound", _bound_staircase(bounds), "lower bound", is_dashed=True)
         dot = Mark(0, 0, 2, role="bound-dot")
         items += [line, *(replace(dot, x=peak, y=bound) for peak, bound in bounds)]
         legend.append(LegendEntry("lower bound", mark=dot, line=line))
@@ -96,7 +96,10 @@ def frontier_picture(
         items.append(mark)
         legend.append(LegendEntry(BASELINE_LABEL, mark=replace(mark, tip=None)))
     shown = [point for point in points if point.overhead <= high_overhead]
-    items += [*_strategy_marks(shown, strategies, x, y), *_clipped(clipped, strategies, y)]
+    items += [
+        *_strategy_marks(shown, strategies, x, y),
+        *_clipped_point_marks(clipped, strategies, y),
+    ]
     items += map(_plan_mark, plans)
     for index, name in enumerate(strategies):
         legend.append(LegendEntry(name, mark=strategy_mark(index, 0, 0)))
@@ -107,15 +110,16 @@ def frontier_picture(
             corner_note = f"{label}, far beyond"
         else:
             items.append(Rule("budget", "x", capacity_bytes, label))
-    summary = _summary(plans, strategies)
+    summary = _frontier_summary(plans, strategies)
     return Picture(TITLE, summary, x, [Panel(y, _HEIGHT, items)], legend, corner_note)
 
 
 def _memory_scale(
     peaks: list[int], baseline_bytes: int | None, capacity_bytes: int | None
 ) -> Scale:
-    """Return the horizontal axis. It starts at zero, or at a round number below the smallest peak
-    if that is at least a fifth of the largest."""
+    """Return the horizontal axis. It ends after the largest peak, or after the device's capacity
+    unless that is far beyond. It starts at zero, or at a round number below the smallest peak if
+    that is at least a fifth of the largest number."""
     peaks = [*peaks, *([baseline_bytes] if baseline_bytes else [])]
     high_bytes = max(peaks, default=1) or 1
     if capacity_bytes is not None and capacity_bytes <= _FAR_FACTOR * high_bytes:
@@ -127,8 +131,9 @@ def _memory_scale(
     return Scale(low_bytes, 1.03 * high_bytes, unit, f"peak memory ({unit.name})")
 
 
-def _high_overhead(plans: Sequence[PlanData], points: Sequence[StrategyPoint]) -> float:
-    """Return the largest overhead that is drawn at its place."""
+def _overhead_axis_end(plans: Sequence[PlanData], points: Sequence[StrategyPoint]) -> float:
+    """Return the overhead at which the vertical axis ends; points above it are drawn as
+    triangles."""
     plan_overhead = max((plan.overhead for plan in plans), default=0.0)
     overheads = [point.overhead for point in points if point.overhead > 0]
     high = max((plan_overhead, *overheads))
@@ -139,9 +144,9 @@ def _high_overhead(plans: Sequence[PlanData], points: Sequence[StrategyPoint]) -
     return max(high, 0.001) * 1.05
 
 
-def _plan_steps(plans: Sequence[PlanData]) -> list[Point]:
-    """Return the corners of the staircase of the smallest known overhead for each peak. A plan is
-    feasible for all larger peaks, so steps go right, then down."""
+def _plan_staircase(plans: Sequence[PlanData]) -> list[Point]:
+    """Return the corners of the smallest known overhead for each peak, from plans sorted by peak. A
+    plan is feasible for all larger peaks, so the line goes right, then down."""
     points = [(float(plan.peak_bytes), plan.overhead) for plan in plans]
     points.append((float(max(plan.baseline_peak_bytes for plan in plans)), 0.0))
     corners = points[:1]
@@ -150,18 +155,20 @@ def _plan_steps(plans: Sequence[PlanData]) -> list[Point]:
     return corners
 
 
-def _bound_steps(points: list[Point]) -> list[Point]:
-    """Return the corners of the staircase of the proved lower bound. A bound for a peak holds for
-    all smaller peaks, so steps go down, then right."""
+def _bound_staircase(points: list[Point]) -> list[Point]:
+    """Return the corners of the proved lower bound, from points sorted by peak. A bound for a peak
+    holds for all smaller peaks, so the line goes down, then right."""
     corners = points[:1]
     for (peak_bytes, _), point in pairwise(points):
         corners += [(peak_bytes, point[1]), point]
     return corners
 
 
-def rows_of_comparison(comparison: ComparisonData[P]) -> tuple[list[P], list[ComparisonRow[P]]]:
-    """Return the plans of `Auto`, which are a line with lower bounds in the picture of a
-    comparison, and the rows of the other strategies, which are points."""
+def auto_plans_and_other_rows(
+    comparison: ComparisonData[P],
+) -> tuple[list[P], list[ComparisonRow[P]]]:
+    """Return the plans of `Auto` in a comparison, which its picture shows as a line with lower
+    bounds, and the rows of the other strategies, which it shows as points."""
     auto = [r.plan for r in comparison.rows if r.plan is not None and r.strategy == Auto.name]
     return auto, [row for row in comparison.rows if row.strategy != Auto.name]
 
@@ -169,8 +176,8 @@ def rows_of_comparison(comparison: ComparisonData[P]) -> tuple[list[P], list[Com
 def _strategy_marks(
     points: Sequence[StrategyPoint], strategies: list[str], x: Scale, y: Scale
 ) -> Iterator[Mark]:
-    """Yield a marker for each point of a strategy. Of several at the same place, those after the
-    first are rings around it."""
+    """Yield a marker for each point of a strategy. If several points are nearly at the same place,
+    those after the first are rings around it."""
     places: list[Point] = []
     near_x, near_y = _NEAR * (x.high - x.low), _NEAR * y.high
     for strategy, peak_bytes, overhead in points:
@@ -182,7 +189,7 @@ def _strategy_marks(
         yield ring if around else mark
 
 
-def _clipped(
+def _clipped_point_marks(
     points: Sequence[StrategyPoint], strategies: list[str], y: Scale
 ) -> Iterator[Mark | Note]:
     """Yield triangles at the upper edge for points above it, and a note with each strategy's
@@ -210,8 +217,9 @@ def _plan_mark(plan: PlanData) -> Mark:
     return Mark(plan.peak_bytes, plan.overhead, 3.5, tip, "run")
 
 
-def _summary(plans: Sequence[PlanData], strategies: list[str]) -> str:
-    """Return the number of plans, and the first and the last of them, as text."""
+def _frontier_summary(plans: Sequence[PlanData], strategies: list[str]) -> str:
+    """Return the number of plans and the first and last plan, as text; without plans the number of
+    strategies."""
     if not plans:
         return f"{len(strategies)} strategies" if strategies else "no plans"
     first, last = plans[0], plans[-1]

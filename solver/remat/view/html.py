@@ -24,7 +24,7 @@ from remat.view.pictures import (
     schedule_svg,
     timeline_svg,
 )
-from remat.view.text import escape, escape_lines, shorten
+from remat.view.text import escape_markup, escape_markup_lines, shorten_name
 
 _MAX_ROWS = 40
 _CONTENT_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
@@ -64,23 +64,24 @@ _PAGE_STYLE = (
 
 def plan_html(plan: PlanData, program: Program | None = None) -> str:
     """Return a self-contained page about a plan: its figures, `describe()`, the pictures of its
-    timeline, schedule and modules, the operations that are recomputed most and, with a `program`
-    (as from `remat.rewrite`), its annotated code."""
+    timeline and schedule, and its candidates if there are any. If it recomputes, the page has the
+    picture of its modules and the operations that are recomputed most; with a `program` (as from
+    `remat.rewrite`), its annotated code."""
     parts = [
         "<h1>Rematerialization plan</h1>",
-        _figures(plan),
-        _preformatted(plan_report(plan)),
+        _key_numbers_html(plan),
+        _preformatted_html(plan_report(plan)),
         timeline_svg(plan),
         schedule_svg(plan),
     ]
     if table := candidates_table(plan):
-        parts += ["<h2>Candidates</h2>", _preformatted(Report(table))]
+        parts += ["<h2>Candidates</h2>", _preformatted_html(Report(table))]
     if plan.schedule.recomputed(plan.graph):
-        parts += [modules_svg(plan), "<h2>Recomputed most</h2>", _recomputed_table(plan)]
+        parts += [modules_svg(plan), "<h2>Recomputed most</h2>", _recomputed_table_html(plan)]
     if program is not None:
-        code = _preformatted(annotated_code(program, plan), "remat-code")
+        code = _preformatted_html(annotated_code(program, plan), "remat-code")
         parts.append(f"<h2>Program</h2><details><summary>code</summary>{code}</details>")
-    return page("Rematerialization plan", "".join(parts))
+    return html_page("Rematerialization plan", "".join(parts))
 
 
 def frontier_html(
@@ -91,22 +92,22 @@ def frontier_html(
     device: str | None = None,
 ) -> str:
     """Return a self-contained page about a frontier or a comparison of strategies: the picture of
-    `frontier_svg`, and preformatted `text`."""
+    `frontier_svg` for the same arguments, and preformatted `text`."""
     parts = [
         f"<h1>{FRONTIER_TITLE}</h1>",
         frontier_svg(plans, rows, device=device),
-        _preformatted(text, "remat-code"),
+        _preformatted_html(text, "remat-code"),
     ]
-    return page(FRONTIER_TITLE, "".join(parts))
+    return html_page(FRONTIER_TITLE, "".join(parts))
 
 
-def page(title: str, body: str) -> str:
+def html_page(title: str, body: str) -> str:
     """Return a complete HTML page. `title` is plain text, `body` is markup."""
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"/>'
-        f'<meta http-equiv="Content-Security-Policy" content="{escape(_CONTENT_POLICY)}"/>'
+        f'<meta http-equiv="Content-Security-Policy" content="{escape_markup(_CONTENT_POLICY)}"/>'
         '<meta name="viewport" content="width=device-width, initial-scale=1"/>'
-        f"<title>{escape(title)}</title><style>{_PAGE_STYLE}{_STYLE}</style></head>"
+        f"<title>{escape_markup(title)}</title><style>{_PAGE_STYLE}{_STYLE}</style></head>"
         f'<body><main class="remat-plan">{body}</main></body></html>\n'
     )
 
@@ -115,29 +116,31 @@ def plan_fragment(plan: PlanData) -> str:
     """Return what a notebook displays of a plan: its figures, the timeline, and `describe()` in a
     collapsed section."""
     return (
-        f'<div class="remat-plan"><style>{_STYLE}</style>{_figures(plan)}{timeline_svg(plan)}'
-        f"<details><summary>details</summary>{_preformatted(plan_report(plan))}</details></div>"
+        f'<div class="remat-plan"><style>{_STYLE}</style>{_key_numbers_html(plan)}'
+        f"{timeline_svg(plan)}"
+        f"<details><summary>details</summary>{_preformatted_html(plan_report(plan))}</details></div>"
     )
 
 
 def comparison_fragment(comparison: ComparisonData) -> str:
     """Return what a notebook displays of a comparison: the picture of its frontier, and its table
     in a collapsed section."""
-    table = _preformatted(comparison.report())
+    table = _preformatted_html(comparison.report())
     return (
         f'<div class="remat-plan"><style>{_STYLE}</style>{comparison_svg(comparison)}'
         f"<details><summary>table</summary>{table}</details></div>"
     )
 
 
-def _preformatted(text: object, css_class: str | None = None) -> str:
+def _preformatted_html(text: object, css_class: str | None = None) -> str:
     """Return a report or other text as preformatted HTML."""
     attribute = "" if css_class is None else f' class="{css_class}"'
-    return f"<pre{attribute}>{escape_lines(str(text))}</pre>"
+    return f"<pre{attribute}>{escape_markup_lines(str(text))}</pre>"
 
 
-def _allocator_text(plan: PlanData) -> str:
-    """Return the peak that is predicted for torch's CUDA allocator, as text; "" without one."""
+def _allocator_caption(plan: PlanData) -> str:
+    """Return the peak that is predicted for torch's CUDA allocator, as text; "" if there is no
+    prediction."""
     prediction = plan.allocator
     if prediction is None:
         return ""
@@ -147,7 +150,7 @@ def _allocator_text(plan: PlanData) -> str:
     )
 
 
-def _figures(plan: PlanData) -> str:
+def _key_numbers_html(plan: PlanData) -> str:
     """Return four boxes with the peak, extra time, lower bound and recomputations of a plan."""
     recomputed = plan.schedule.recomputed(plan.graph)
     operation_count = count_without_offload_copies(plan.graph)
@@ -159,7 +162,7 @@ def _figures(plan: PlanData) -> str:
         (
             format_bytes(plan.peak_bytes),
             f"peak, {plan.share:.1%} of {format_bytes(plan.baseline_peak_bytes)}; "
-            f"budget {format_bytes(plan.budget_bytes)}{_allocator_text(plan)}",
+            f"budget {format_bytes(plan.budget_bytes)}{_allocator_caption(plan)}",
         ),
         (
             f"{plan.overhead:+.2%}",
@@ -173,14 +176,16 @@ def _figures(plan: PlanData) -> str:
         ),
     ]
     boxes = (
-        f'<div class="remat-figure"><b>{escape(figure)}</b><span>{escape(caption)}</span></div>'
+        f'<div class="remat-figure"><b>{escape_markup(figure)}</b>'
+        f"<span>{escape_markup(caption)}</span></div>"
         for figure, caption in figures
     )
     return f'<div class="remat-figures">{"".join(boxes)}</div>'
 
 
-def _recomputed_table(plan: PlanData) -> str:
-    """Return a table of the operations whose recomputation takes the most time."""
+def _recomputed_table_html(plan: PlanData) -> str:
+    """Return a table of the operations whose recomputation takes the most time, up to 40, with the
+    number of the others."""
     graph = plan.graph
     counts = plan.schedule.recomputed(graph)
     order = sorted(counts, key=lambda op: (-counts[op] * graph.operations[op].cost_s, op))
@@ -200,9 +205,9 @@ def _recomputed_table(plan: PlanData) -> str:
             format_seconds(counts[op] * operation.cost_s),
         )
         rows.append(
-            f"<tr><td>{escape(shorten(operation.name, 80))}</td>"
-            f"<td>{escape(shorten(operation.module, 120))}</td>"
-            + "".join(f'<td class="n">{escape(text)}</td>' for text in numbers)
+            f"<tr><td>{escape_markup(shorten_name(operation.name, 80))}</td>"
+            f"<td>{escape_markup(shorten_name(operation.module, 120))}</td>"
+            + "".join(f'<td class="n">{escape_markup(text)}</td>' for text in numbers)
             + "</tr>"
         )
     others = len(order) - _MAX_ROWS

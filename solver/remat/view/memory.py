@@ -51,7 +51,7 @@ def memory_layers(plan: PlanData) -> MemoryLayers:
     count = len(runs)
     of_copies = ("results", "activations", "activation-gradients", "recomputed", "reloaded")
     change = {name: [0] * (count + 2) for name in of_copies}
-    layer_names = copy_layers(plan, timeline)
+    layer_names = value_copy_layers(plan, timeline)
     for copy, name in zip(timeline.copies, layer_names, strict=True):
         size = graph.values[copy.value].size_bytes
         change[name][copy.start] += size
@@ -65,8 +65,8 @@ def memory_layers(plan: PlanData) -> MemoryLayers:
     return MemoryLayers(layers, timeline)
 
 
-def copy_layers(plan: PlanData, timeline: Timeline) -> list[str]:
-    """Return the name of the layer that each copy of the timeline belongs to."""
+def value_copy_layers(plan: PlanData, timeline: Timeline) -> list[str]:
+    """Return the name of the memory layer of each copy of a value in the timeline."""
     graph, count = plan.graph, len(plan.schedule)
     buffers = {offloaded.buffer for offloaded in offloaded_values(graph)}
     seen: set[int] = set()
@@ -88,8 +88,8 @@ def copy_layers(plan: PlanData, timeline: Timeline) -> list[str]:
 
 
 def first_backward_run(plan: PlanData) -> int | None:
-    """Return the run that starts the backward pass: that of the boundary operation or, if the graph
-    has none, the first of a backward operation. None if there is neither."""
+    """Return the index of the run that starts the backward pass: the boundary operation's or, if
+    the graph has none, the first run of a backward operation. None if there is no such run."""
     graph = plan.graph
     for run, op in enumerate(plan.schedule.runs):
         if op == graph.boundary if graph.boundary is not None else graph.operations[op].backward:
@@ -98,8 +98,8 @@ def first_backward_run(plan: PlanData) -> int | None:
 
 
 def earlier_run_counts(schedule: Schedule) -> list[int]:
-    """Return, for each run, how many times its operation ran before. Above 0 the run is a
-    recomputation."""
+    """Return for each run of a schedule how many times its operation ran before. Above 0, the run
+    is a recomputation."""
     counts: dict[int, int] = {}
     earlier: list[int] = []
     for op in schedule.runs:
@@ -114,8 +114,9 @@ def run_start_times_s(plan: PlanData) -> list[float]:
     return list(accumulate(costs, initial=0.0))
 
 
-def plan_copies(plan: PlanData) -> CopyTimes | None:
-    """Return the simulated copies of a plan's offloaded tensors; None if it offloads nothing."""
+def plan_copy_times(plan: PlanData) -> CopyTimes | None:
+    """Return the simulated times of a plan's copies between device and host; None if it offloads
+    nothing."""
     figures = plan.offload
     if figures is None or not plan.graph.renewal:
         return None

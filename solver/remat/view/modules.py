@@ -8,7 +8,7 @@ from remat.limits.units import format_bytes, format_seconds
 from remat.plan_data import PlanData
 from remat.report.report import fold_layer_numbers
 from remat.view.picture import RUNS, Box, Panel, Picture, RowLabel, Scale, second_unit
-from remat.view.text import plain, shorten
+from remat.view.text import plain_text, shorten_name
 
 MAX_BARS = 24
 _ROW = 20.0
@@ -43,14 +43,14 @@ def modules_picture(plan: PlanData) -> Picture:
         label = f"{format_seconds(module.time_s)}, {runs}"
         tip = f"{module.name}: {label}, {format_bytes(module.size_bytes)} recomputed"
         items.append(Box("recomputed", 0, length, row + 0.1, row + 0.85, tip, label))
-        name = shorten(plain(module.name), _MAX_NAME_LENGTH)
+        name = shorten_name(plain_text(module.name), _MAX_NAME_LENGTH)
         rows.append(RowLabel(name, row, row + 0.95, module.name))
     longest = max(lengths, default=0.0) or 1.0
     unit = second_unit(longest) if by_time else RUNS
     count = max(len(modules), 1)
     return Picture(
         "Recomputed time by module",
-        _summary(plan),
+        _recomputation_summary(plan),
         x=Scale(0, longest * _ROOM_FOR_LABELS, unit, f"time ({unit.name})" if by_time else "runs"),
         panels=[Panel(Scale(count, 0), count * _ROW, items, rows)],
     )
@@ -59,15 +59,16 @@ def modules_picture(plan: PlanData) -> Picture:
 def recomputation_by_module(plan: PlanData, limit: int = MAX_BARS) -> list[ModuleRecomputation]:
     """Return the recomputations by module, in the order of the graph, in at most `limit` groups.
 
-    Modules are grouped by the longest names that give few enough groups: full paths, paths without
-    layer numbers (`transformer.h.*.mlp`), or paths cut at some depth. If all give too many, the
-    most expensive groups are listed, and the last one is the rest.
+    Groups are full module paths, if there are at most `limit`. Otherwise names without layer
+    numbers (`transformer.h.*.mlp`) or cut at some depth are tried, and the names whose number of
+    groups is nearest to `limit` are taken. If they are still too many, the most expensive groups
+    are listed, and the last one is the rest.
     """
     counts = plan.schedule.recomputed(plan.graph)
     operations = plan.graph.operations
     paths = {op: operations[op].module for op in counts}
     best: dict[int, str] = {}
-    for names in _groupings(paths):
+    for names in _module_groupings(paths):
         groups = len(set(names.values()))
         if not best or (groups <= limit and groups > len(set(best.values()))):
             best = names
@@ -93,9 +94,9 @@ def recomputation_by_module(plan: PlanData, limit: int = MAX_BARS) -> list[Modul
     return [group for group in groups_by_name.values() if group.name in listed] + [rest]
 
 
-def _groupings(paths: dict[int, str]) -> list[dict[int, str]]:
-    """Return the possible group names of the operations, from the finest grouping to the coarsest,
-    given the module path of each operation."""
+def _module_groupings(paths: dict[int, str]) -> list[dict[int, str]]:
+    """Return the possible group names of the operations, from the finest grouping to the coarsest.
+    `paths` has the module path of each operation."""
     full = {op: path or "(no module)" for op, path in paths.items()}
     folded = {op: fold_layer_numbers(path) for op, path in paths.items()}
     groupings = [full, folded]
@@ -107,7 +108,7 @@ def _groupings(paths: dict[int, str]) -> list[dict[int, str]]:
     return groupings
 
 
-def _summary(plan: PlanData) -> str:
+def _recomputation_summary(plan: PlanData) -> str:
     """Return how much the plan recomputes in all, as text."""
     counts = plan.schedule.recomputed(plan.graph)
     if not counts:

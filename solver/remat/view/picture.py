@@ -179,8 +179,7 @@ class Rule:
 @dataclass(frozen=True, slots=True)
 class Mark:
     """A marker of a role, with a colour of its own if `colour` is set. `shape` is "o" or a key of
-    `SHAPES`; the role "ring" is only
-    an outline. `radius` is in pixels."""
+    `SHAPES`; the role "ring" is only an outline. `radius` is in pixels."""
 
     x: float
     y: float
@@ -194,8 +193,8 @@ class Mark:
 def strategy_mark(
     index: int, x: float, y: float, tip: str | None = None, radius: float = 5.0
 ) -> Mark:
-    """Return the marker of the strategy with this index, which no other one has in both shape and
-    colour."""
+    """Return the marker of the strategy with this index. Its shape and colour together differ from
+    the other strategies'."""
     shape = _SERIES_SHAPES[index % len(_SERIES_SHAPES)]
     return Mark(x, y, radius, tip, shape=shape, colour=SERIES[index % len(SERIES)])
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 from remat.plan_data import PlanData
 from remat.report.comparison import ComparisonData, ComparisonRow
 from remat.view.figures import picture_figure
-from remat.view.frontier import frontier_picture, rows_of_comparison
+from remat.view.frontier import auto_plans_and_other_rows, frontier_picture
 from remat.view.modules import modules_picture
 from remat.view.schedule import schedule_picture
 from remat.view.svg import picture_svg
@@ -89,4 +89,4 @@ def frontier_figure(
 def comparison_svg(comparison: ComparisonData, *, device: str | None = None) -> str:
     """Return the picture of a comparison as SVG text: the plans of `Auto` as the line with lower
     bounds, and those of the other strategies as points."""
-    return frontier_svg(*rows_of_comparison(comparison), device=device)
+    return frontier_svg(*auto_plans_and_other_rows(comparison), device=device)

@@ -18,7 +18,7 @@ from remat.limits.units import format_bytes, format_seconds
 from remat.passes.offload.copies import count_without_offload_copies
 from remat.plan_data import PlanData
 from remat.report.operation_lines import lines_of_operations, operation_labels
-from remat.view.memory import copy_layers, earlier_run_counts, first_backward_run
+from remat.view.memory import earlier_run_counts, first_backward_run, value_copy_layers
 from remat.view.picture import (
     RUNS,
     Box,
@@ -31,7 +31,7 @@ from remat.view.picture import (
     Scale,
     Strokes,
 )
-from remat.view.text import plain, shorten
+from remat.view.text import plain_text, shorten_name
 
 MAX_ROWS = 700
 MAX_COLUMNS = 900
@@ -109,10 +109,13 @@ def schedule_picture(plan: PlanData) -> Picture:
     if boundary is not None:
         items.append(Rule("mark", "x", boundary, "backward", "forward"))
     if grid.rows == count:
-        items += _tips(plan, grid)
+        items += _row_tooltips(plan, grid)
     labels = [
         RowLabel(
-            shorten(plain(name), _MAX_LABEL_LENGTH), grid.row(first), grid.row(after - 1) + 1, name
+            shorten_name(plain_text(name), _MAX_LABEL_LENGTH),
+            grid.row(first),
+            grid.row(after - 1) + 1,
+            name,
         )
         for name, first, after in _row_labels(plan, grid, row_height * grid.rows / max(count, 1))
     ]
@@ -120,7 +123,7 @@ def schedule_picture(plan: PlanData) -> Picture:
     operations = Panel(Scale(rows, 0, name="operations"), height, items, labels, not is_named)
     return Picture(
         "Schedule",
-        _summary(plan),
+        _schedule_summary(plan),
         x=Scale(0, max(grid.runs, 1), RUNS, "runs"),
         panels=[operations],
         legend=[LegendEntry(ROLES[role], role) for role in _LEGEND if role in strokes_by_role],
@@ -137,8 +140,9 @@ def _row_labels(plan: PlanData, grid: ScheduleGrid, line_height: float) -> list[
     return module_sections(first_operations, line_height, _LABEL_HEIGHT)
 
 
-def _tips(plan: PlanData, grid: ScheduleGrid) -> Iterator[Box]:
-    """Yield invisible rows whose tooltips describe their line. They need one row each."""
+def _row_tooltips(plan: PlanData, grid: ScheduleGrid) -> Iterator[Box]:
+    """Yield an invisible box for each line of operations, whose tooltip describes it. `grid` must
+    have a row for each line."""
     graph, labels = plan.graph, operation_labels(plan.graph)
     runs: dict[int, list[int]] = defaultdict(list)
     for run, op in enumerate(plan.schedule.runs):
@@ -146,17 +150,21 @@ def _tips(plan: PlanData, grid: ScheduleGrid) -> Iterator[Box]:
     for line, ops in enumerate(grid.lines):
         operations = [graph.operations[op] for op in ops]
         size = sum(graph.values[v].size_bytes for o in operations for v in o.outputs)
-        module = f" in {shorten(plain(operations[0].module), 60)}" if operations[0].module else ""
+        module = (
+            f" in {shorten_name(plain_text(operations[0].module), 60)}"
+            if operations[0].module
+            else ""
+        )
         line_runs = sorted(run for op in ops for run in runs[op])
         numbers = ", ".join(map(str, line_runs[:8])) + (", …" if len(line_runs) > 8 else "")
         tip = (
-            f"{shorten(plain(labels[ops[0]]), 60)}{module}: runs at {numbers}; "
+            f"{shorten_name(plain_text(labels[ops[0]]), 60)}{module}: runs at {numbers}; "
             f"{format_seconds(sum(o.cost_s for o in operations))}, {format_bytes(size)}"
         )
         yield Box("hover", 0, grid.runs, line, line + 1, tip)
 
 
-def _summary(plan: PlanData) -> str:
+def _schedule_summary(plan: PlanData) -> str:
     """Return the numbers of runs, operations and recomputations, as text."""
     recomputed = plan.schedule.recomputed(plan.graph)
     copy_count = len(plan.graph) - count_without_offload_copies(plan.graph)
@@ -192,7 +200,7 @@ class ScheduleGrid:
         return min(self.runs, MAX_COLUMNS)
 
     def row(self, line: int) -> int:
-        """Return the row of a line."""
+        """Return the row in which a line of operations is drawn."""
         return line * self.rows // len(self.lines)
 
     def rows_of_operations(self) -> list[int]:
@@ -201,7 +209,7 @@ class ScheduleGrid:
         return [rows[op] for op in range(len(rows))]
 
     def column(self, run: int) -> int:
-        """Return the column of a run."""
+        """Return the column in which a run is drawn."""
         return run * self.columns // self.runs
 
 
@@ -214,7 +222,7 @@ def schedule_strokes(plan: PlanData, grid: ScheduleGrid) -> dict[str, list[CellS
     for run, (op, earlier) in enumerate(zip(plan.schedule.runs, earlier_runs, strict=True)):
         filled["recomputation" if earlier else "run"][rows_of_operations[op]].add(grid.column(run))
     timeline = plan.timeline()
-    for copy, layer in zip(timeline.copies, copy_layers(plan, timeline), strict=True):
+    for copy, layer in zip(timeline.copies, value_copy_layers(plan, timeline), strict=True):
         # A copy is live from the run that produces it to the last one that reads it.
         last = min(copy.end, grid.runs - 1)
         if last > copy.start and plan.graph.values[copy.value].size_bytes:
@@ -229,7 +237,8 @@ def schedule_strokes(plan: PlanData, grid: ScheduleGrid) -> dict[str, list[CellS
 
 
 def _consecutive_ranges(numbers: set[int]) -> Iterator[tuple[int, int]]:
-    """Yield (first, last) of each maximal range of consecutive numbers."""
+    """Yield (first, last) of each maximal range of consecutive numbers. `numbers` must not be
+    empty."""
     first, *others = sorted(numbers)
     previous = first
     for number in others:
@@ -276,8 +285,9 @@ def module_sections(
 
 
 def _sections_at_depth(operations: Sequence[Operation], depth: int) -> list[ModuleSection]:
-    """Return the sections by the first `depth` parts of the module paths; none spans both passes.
-    An operation of an enclosing module, or of none, belongs to the section that it interrupts."""
+    """Return the sections by the first `depth` parts of the module paths; none spans both forward
+    and backward. An operation of an enclosing module, or of none, belongs to the section that it
+    interrupts."""
     sections: list[ModuleSection] = []
     was_backward = False
     for op, operation in enumerate(operations):

@@ -18,8 +18,8 @@ from remat.documents.base import write_atomically
 from remat.plan_data import PlanData
 from remat.report.operation_lines import operation_labels
 from remat.simulate import overwritten_copies
-from remat.view.memory import LAYERS, copy_layers, run_start_times_s
-from remat.view.text import plain
+from remat.view.memory import LAYERS, run_start_times_s, value_copy_layers
+from remat.view.text import plain_text
 
 _BASE_ADDRESS = 0x7F0000000000
 """A plausible address of device memory, below 2**53 because the viewer uses JavaScript numbers."""
@@ -32,12 +32,12 @@ def memory_snapshot(plan: PlanData) -> dict[str, Any]:
 
     Each allocation has a category, and as its stack the operation (with its module as the file and
     its run as the line; all pieces of an operation are "mm x 8"), its module, and the enclosing
-    modules. Live bytes after the events of a
-    run, and their maximum, are those of the simulator. Values without bytes are left out.
+    modules. Live bytes after the events of a run, and their maximum, are those of the simulator.
+    Values without bytes are left out.
     """
     graph, runs = plan.graph, plan.schedule.runs
     timeline = plan.timeline()
-    layer_names = copy_layers(plan, timeline)
+    layer_names = value_copy_layers(plan, timeline)
     overwritten = overwritten_copies(graph, plan.schedule, timeline.copies)
     starts_s = run_start_times_s(plan)
     copies_by_start: dict[int, list[int]] = defaultdict(list)
@@ -55,8 +55,8 @@ def memory_snapshot(plan: PlanData) -> dict[str, Any]:
         operation = graph.operations[op]
         start_us, end_us = int(starts_s[run] * 1e6), int(starts_s[run + 1] * 1e6)
         enclosing = frames_of_module.setdefault(operation.module, _module_frames(operation.module))
-        filename = plain(operation.module) or "remat"
-        frames = [{"name": plain(labels[op]), "filename": filename, "line": run}, *enclosing]
+        filename = plain_text(operation.module) or "remat"
+        frames = [{"name": plain_text(labels[op]), "filename": filename, "line": run}, *enclosing]
         for index in copies_by_end[run]:
             if index in overwritten:
                 writer.free(index, start_us)
@@ -82,10 +82,11 @@ def save_snapshot(plan: PlanData, path: str | os.PathLike[str]) -> None:
 
 
 def _module_frames(module: str) -> Frames:
-    """Return a frame for the module and for each enclosing module, innermost first."""
+    """Return a stack frame for the module path and for each enclosing module, innermost first; none
+    for ""."""
     frames: Frames = []
     while module:
-        frames.append({"name": plain(module), "filename": "module", "line": 0})
+        frames.append({"name": plain_text(module), "filename": "module", "line": 0})
         module = module.rpartition(".")[0]
     return frames
 
@@ -110,18 +111,20 @@ class _SnapshotWriter:
         """Allocate a block of `size` bytes under a key; nothing if `size` is 0."""
         if not size:
             return
-        offset = self._first_fit(size)
+        offset = self._take_first_fit(size)
         self._allocated[key] = (offset, size, frames)
-        self.events.append(_event("alloc", offset, size, frames, now_us) | {"category": category})
+        self.events.append(
+            _snapshot_event("alloc", offset, size, frames, now_us) | {"category": category}
+        )
 
     def free(self, key: int | str, now_us: int) -> None:
         """Free the block with this key, if it is allocated."""
         if key not in self._allocated:
             return
         offset, size, frames = self._allocated.pop(key)
-        self._release(offset, size)
+        self._add_hole(offset, size)
         for action in ("free_requested", "free_completed"):
-            self.events.append(_event(action, offset, size, frames, now_us))
+            self.events.append(_snapshot_event(action, offset, size, frames, now_us))
 
     def segments(self) -> list[dict[str, Any]]:
         """Return the segment with its blocks and holes in order; nothing if it is empty."""
@@ -131,11 +134,11 @@ class _SnapshotWriter:
         position = 0
         for offset, size, frames in sorted(self._allocated.values(), key=lambda block: block[0]):
             if offset > position:
-                blocks.append(_block(position, offset - position, "inactive", 0, []))
-            blocks.append(_block(offset, size, "active_allocated", size, frames))
+                blocks.append(_snapshot_block(position, offset - position, "inactive", 0, []))
+            blocks.append(_snapshot_block(offset, size, "active_allocated", size, frames))
             position = offset + size
         if position < self._max_end:
-            blocks.append(_block(position, self._max_end - position, "inactive", 0, []))
+            blocks.append(_snapshot_block(position, self._max_end - position, "inactive", 0, []))
         live_bytes = sum(size for _, size, _ in self._allocated.values())
         return [
             {
@@ -154,7 +157,7 @@ class _SnapshotWriter:
             }
         ]
 
-    def _first_fit(self, size: int) -> int:
+    def _take_first_fit(self, size: int) -> int:
         """Take `size` bytes from the first hole that is large enough, or after the last block, and
         return their offset."""
         for index, (offset, hole_size) in enumerate(self._holes):
@@ -167,8 +170,8 @@ class _SnapshotWriter:
         self._max_end = max(self._max_end, self._end)
         return offset
 
-    def _release(self, offset: int, size: int) -> None:
-        """Make a hole of a block, and merge it with neighbouring holes."""
+    def _add_hole(self, offset: int, size: int) -> None:
+        """Make a hole of the freed bytes at an offset, and merge it with neighbouring holes."""
         merged: list[tuple[int, int]] = []
         for start, hole_size in sorted([*self._holes, (offset, size)]):
             if merged and sum(merged[-1]) == start:
@@ -180,7 +183,10 @@ class _SnapshotWriter:
         self._holes = merged
 
 
-def _event(action: str, offset: int, size: int, frames: Frames, now_us: int) -> dict[str, Any]:
+def _snapshot_event(
+    action: str, offset: int, size: int, frames: Frames, now_us: int
+) -> dict[str, Any]:
+    """Return an allocation or a free in torch's format."""
     return {
         "action": action,
         "addr": _BASE_ADDRESS + offset,
@@ -191,7 +197,10 @@ def _event(action: str, offset: int, size: int, frames: Frames, now_us: int) -> 
     }
 
 
-def _block(offset: int, size: int, state: str, requested: int, frames: Frames) -> dict[str, Any]:
+def _snapshot_block(
+    offset: int, size: int, state: str, requested: int, frames: Frames
+) -> dict[str, Any]:
+    """Return a block of a segment in torch's format: allocated, or a hole."""
     return {
         "address": _BASE_ADDRESS + offset,
         "size": size,

@@ -8,7 +8,7 @@ import io
 from remat.graph import Graph
 from remat.limits.units import format_bytes, format_seconds
 from remat.plan_data import PlanData
-from remat.view.text import plain, shorten
+from remat.view.text import plain_text, shorten_name
 
 COLUMNS = (
     "index",
@@ -33,8 +33,8 @@ _FORMULA_STARTS = ("=", "+", "-", "@")
 def operations_csv(plan: PlanData) -> str:
     """Return CSV text with a line per operation, in the graph's order, and the columns `COLUMNS`.
 
-    `cost_s` is the time of one run, `extra_s` that of all recomputations; `result` is 1 if an
-    output stays in memory to the end. A name that a spreadsheet would take for a formula begins
+    `cost_s` is the time of one run, `extra_s` the time of all recomputations; `result` is 1 if an
+    output stays in memory to the end. A name that a spreadsheet would evaluate as a formula begins
     with an apostrophe.
     """
     graph = plan.graph
@@ -48,8 +48,8 @@ def operations_csv(plan: PlanData) -> str:
         writer.writerow(
             (
                 op,
-                _cell(operation.name),
-                _cell(operation.module),
+                _csv_cell(operation.name),
+                _csv_cell(operation.module),
                 "backward" if operation.backward else "forward",
                 len(runs[op]),
                 runs[op][0],
@@ -85,12 +85,12 @@ def graph_dot(graph: Graph, plan: PlanData | None = None) -> str:
             attributes = ', fillcolor="#e69f00"'
         elif operation.backward:
             attributes = ', fillcolor="#f3e3ec"'
-        label = r"\n".join(_quoted(text) for text in (operation.name, *facts))
+        label = r"\n".join(_graphviz_label(text) for text in (operation.name, *facts))
         lines.append(f'  o{op} [label="{label}"{attributes}];')
     for value, consumers in enumerate(graph.consumers):
         producer = graph.producer[value]
         size = format_bytes(graph.values[value].size_bytes)
-        name = _quoted(graph.values[value].name)
+        name = _graphviz_label(graph.values[value].name)
         lines += [f'  o{producer} -> o{op} [tooltip="{name}, {size}"];' for op in consumers]
     return "\n".join([*lines, "}", ""])
 
@@ -104,21 +104,22 @@ def graph_graphml(graph: Graph) -> str:
     g = nx.DiGraph(constant_bytes=graph.constant_bytes)
     node_ids = {operation.name: f"o{op}" for op, operation in enumerate(graph.operations)}
     for name, attributes in named_graph.nodes(data=True):
-        texts = {k: plain(v) if isinstance(v, str) else v for k, v in attributes.items()}
-        g.add_node(node_ids[name], name=plain(name), **texts)
+        texts = {k: plain_text(v) if isinstance(v, str) else v for k, v in attributes.items()}
+        g.add_node(node_ids[name], name=plain_text(name), **texts)
     for producer, consumer, attributes in named_graph.edges(data=True):
-        names = ", ".join(plain(value) for value in attributes["values"])
+        names = ", ".join(plain_text(value) for value in attributes["values"])
         overwritten = {"overwritten": True} if attributes.get("overwritten") else {}
         g.add_edge(node_ids[producer], node_ids[consumer], values=names, **overwritten)
     return "\n".join(nx.generate_graphml(g)) + "\n"
 
 
-def _cell(text: str) -> str:
-    """Return text for a cell of a CSV file, which no spreadsheet takes for a formula."""
-    text = plain(text)
+def _csv_cell(text: str) -> str:
+    """Return text for a cell of a CSV file, with an apostrophe before anything that a spreadsheet
+    would evaluate as a formula."""
+    text = plain_text(text)
     return f"'{text}" if text.startswith(_FORMULA_STARTS) else text
 
 
-def _quoted(text: str) -> str:
-    """Return short text, escaped for a quoted string of Graphviz."""
-    return shorten(plain(text), 60).replace("\\", "\\\\").replace('"', '\\"')
+def _graphviz_label(text: str) -> str:
+    """Return text in at most 60 characters, escaped for a quoted string of Graphviz."""
+    return shorten_name(plain_text(text), 60).replace("\\", "\\\\").replace('"', '\\"')

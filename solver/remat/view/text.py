@@ -11,7 +11,7 @@ _ENTITIES = str.maketrans(
 )
 
 
-def plain(text: str) -> str:
+def plain_text(text: str) -> str:
     """Return `text` on one line: white space becomes a blank, and characters that do not print
     (control characters, lone surrogates, marks that change the direction of writing) become
     U+FFFD."""
@@ -27,7 +27,7 @@ def plain(text: str) -> str:
     )
 
 
-def shorten(text: str, limit: int) -> str:
+def shorten_name(text: str, limit: int) -> str:
     """Return `text` in at most `limit` characters, with an ellipsis for what is cut. More of the
     end than of the beginning is left, because the ends of names distinguish them better."""
     if len(text) <= limit:
@@ -36,11 +36,11 @@ def shorten(text: str, limit: int) -> str:
     return f"{text[:head]}…{text[len(text) - (limit - 1 - head) :]}"
 
 
-def escape(text: str) -> str:
+def escape_markup(text: str) -> str:
     """Return `text` made plain and escaped for XML and HTML, for elements and attributes."""
-    return plain(text).translate(_ENTITIES)
+    return plain_text(text).translate(_ENTITIES)
 
 
-def escape_lines(text: str) -> str:
-    """Return preformatted text escaped as by `escape`, with its line feeds."""
-    return "\n".join(escape(line) for line in text.split("\n"))
+def escape_markup_lines(text: str) -> str:
+    """Return preformatted text escaped as by `escape_markup`, with its line feeds."""
+    return "\n".join(escape_markup(line) for line in text.split("\n"))

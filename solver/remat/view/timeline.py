@@ -22,7 +22,7 @@ from remat.view.memory import (
     LAYERS,
     first_backward_run,
     memory_layers,
-    plan_copies,
+    plan_copy_times,
     run_start_times_s,
 )
 from remat.view.picture import (
@@ -41,7 +41,7 @@ from remat.view.picture import (
     byte_unit,
     second_unit,
 )
-from remat.view.text import plain, shorten
+from remat.view.text import plain_text, shorten_name
 
 MAX_COLUMNS = 1500
 BASELINE_LABEL = "without recomputation"
@@ -84,9 +84,12 @@ def timeline_picture(plan: PlanData, x: Literal["time", "runs"] = "time") -> Pic
     for layer in memory.used:
         tops = [a + b for a, b in zip(tops, memory.layers[layer], strict=True)]
         layer_tip = f"{LAYERS[layer]}: at most {format_bytes(max(memory.layers[layer]))}"
-        areas.append(Area(layer, _heights(columns, tops), layer_tip))
+        areas.append(Area(layer, _column_heights(columns, tops), layer_tip))
     # Each layer reaches down to zero, and the highest is drawn first.
-    items: list[Item] = [Area("baseline", _heights(eager_columns, eager_bytes), tip), *areas[::-1]]
+    items: list[Item] = [
+        Area("baseline", _column_heights(eager_columns, eager_bytes), tip),
+        *areas[::-1],
+    ]
     boundary = first_backward_run(plan)
     if boundary is not None:
         items.append(Rule("mark", "x", starts[boundary], "backward", "forward"))
@@ -101,17 +104,17 @@ def timeline_picture(plan: PlanData, x: Literal["time", "runs"] = "time") -> Pic
         items.append(Rule("budget", "y", plan.budget_bytes, budget))
         highest_bytes = max(highest_bytes, plan.budget_bytes)
     top_bytes = highest_bytes * 1.06
-    items += _tips(plan, columns, during_bytes, top_bytes)
+    items += _run_tooltips(plan, columns, during_bytes, top_bytes)
     unit = byte_unit(top_bytes)
     panels = [Panel(Scale(0, top_bytes, unit, f"memory ({unit.name})"), _HEIGHT, items)]
-    times = plan_copies(plan) if by_time else None
+    times = plan_copy_times(plan) if by_time else None
     if times is not None:
-        panels += [_lanes_panel(times), _host_panel(times, end)]
+        panels += [_copy_lanes_panel(times), _host_memory_panel(times, end)]
     x_unit = second_unit(end) if by_time else RUNS
     legend = [LegendEntry(LAYERS[layer], layer) for layer in memory.used]
     return Picture(
         "Memory over the step",
-        _summary(plan),
+        _peak_and_time_summary(plan),
         x=Scale(0, end or 1, x_unit, f"time ({x_unit.name})" if by_time else "runs"),
         panels=panels,
         legend=[*legend, LegendEntry(label, "baseline")],
@@ -120,9 +123,9 @@ def timeline_picture(plan: PlanData, x: Literal["time", "runs"] = "time") -> Pic
     )
 
 
-def _lanes_panel(times: CopyTimes) -> Panel:
-    """Return the lanes of the copies, one for each direction and, if the step waits for any, one
-    for waiting."""
+def _copy_lanes_panel(times: CopyTimes) -> Panel:
+    """Return a panel with one row of boxes for the copies in each direction and, if the step waits
+    for any, a row for the waiting."""
     boxes: dict[str, list[tuple[float, float, str]]] = {"to host": [], "to device": []}
     for copy in times.copies:
         lane, seconds = copy.direction.replace("_", " "), format_seconds(copy.end_s - copy.start_s)
@@ -144,8 +147,8 @@ def _lanes_panel(times: CopyTimes) -> Panel:
     return Panel(Scale(top, 0), top, items, rows)
 
 
-def _host_panel(times: CopyTimes, end_s: float) -> Panel:
-    """Return the bytes on the host over time."""
+def _host_memory_panel(times: CopyTimes, end_s: float) -> Panel:
+    """Return a panel with the bytes on the host over time, until `end_s`."""
     most_bytes = times.largest_host_bytes
     changes = [*times.host_bytes, (end_s, 0)]
     columns = [(s, after_s, size) for (s, size), (after_s, _) in pairwise(changes)]
@@ -186,29 +189,29 @@ def peak_columns(
     return merged
 
 
-def _heights(columns: Columns, heights: Sequence[int]) -> list[tuple[float, float, float]]:
-    """Return the columns with the height of the run that each shows. `heights` is indexed by
-    run."""
+def _column_heights(columns: Columns, heights: Sequence[int]) -> list[tuple[float, float, float]]:
+    """Return (left, right, height) of each column; `heights` has the height of each run."""
     return [(left, right, heights[run]) for left, right, run in columns]
 
 
-def _tips(
+def _run_tooltips(
     plan: PlanData, columns: Columns, during: Sequence[int], top_bytes: float
 ) -> Iterator[Box]:
-    """Yield invisible strips whose tooltips name the run under the pointer."""
+    """Yield invisible boxes over groups of columns, up to 240. The tooltip describes the group's
+    run with the most memory."""
     stride = -(-len(columns) // _MAX_TIPS)
     for first in range(0, len(columns), max(1, stride)):
         group = columns[first : first + stride]
         run = max((column[2] for column in group), key=lambda r: during[r])
         operation = plan.graph.operations[plan.schedule.runs[run]]
-        module = f" in {shorten(plain(operation.module), 60)}" if operation.module else ""
-        name = shorten(plain(operation.name), 60)
+        module = f" in {shorten_name(plain_text(operation.module), 60)}" if operation.module else ""
+        name = shorten_name(plain_text(operation.name), 60)
         tip = f"run {run}: {name}{module}, {format_bytes(during[run])}"
         yield Box("hover", group[0][0], group[-1][1], top_bytes, 0, tip)
 
 
-def _summary(plan: PlanData) -> str:
-    """Return the plan's peak and time, and those without recomputation, as text."""
+def _peak_and_time_summary(plan: PlanData) -> str:
+    """Return the plan's peak and time and the baseline's, as text."""
     peak, baseline = format_bytes(plan.peak_bytes), format_bytes(plan.baseline_peak_bytes)
     return (
         f"peak {peak} instead of {baseline}, time {format_seconds(plan.time_s)} instead of "

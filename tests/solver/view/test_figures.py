@@ -30,7 +30,7 @@ from remat.view import (
     timeline_figure,
     timeline_svg,
 )
-from remat.view.figures import colour
+from remat.view.figures import role_colour
 
 DrawFigure = Callable[[Plan], Figure]
 
@@ -87,13 +87,13 @@ def test_a_figure_has_the_colours_and_the_data_of_the_picture(plan: Plan) -> Non
     (axes,) = timeline_figure(plan).axes
     filled = {to_hex(patch.get_facecolor()): patch for patch in axes.patches}
     roles = ("activations", "recomputed", "baseline")
-    assert {colour(role) for role in roles} <= set(filled)
-    assert max(filled[colour("baseline")].get_data().values) == plan.baseline_peak_bytes
+    assert {role_colour(role) for role in roles} <= set(filled)
+    assert max(filled[role_colour("baseline")].get_data().values) == plan.baseline_peak_bytes
     (axes,) = schedule_figure(plan).axes
     lines_by_color = {to_hex(lines.get_color()[0]): lines for lines in axes.collections}
-    assert len(lines_by_color[colour("run")].get_segments()) == len(plan.graph)
+    assert len(lines_by_color[role_colour("run")].get_segments()) == len(plan.graph)
     recomputed = sum(plan.schedule.recomputed(plan.graph).values())
-    assert len(lines_by_color[colour("recomputation")].get_segments()) == recomputed
+    assert len(lines_by_color[role_colour("recomputation")].get_segments()) == recomputed
 
 
 @pytest.mark.parametrize("form", ["pdf", "png"])

@@ -43,8 +43,8 @@ from remat.view.frontier import frontier_picture
 from remat.view.memory import earlier_run_counts, first_backward_run, memory_layers
 from remat.view.modules import MAX_BARS, recomputation_by_module
 from remat.view.picture import Line, Unit, byte_unit, decimal_ticks, second_unit
-from remat.view.svg import number
-from remat.view.text import escape, plain, shorten
+from remat.view.svg import coordinate_text
+from remat.view.text import escape_markup, plain_text, shorten_name
 from remat.view.timeline import MAX_COLUMNS, peak_columns
 
 PICTURES: tuple[Callable[[Plan], str], ...] = (
@@ -319,11 +319,17 @@ def test_hostile_names_are_escaped() -> None:
 
 
 def test_text_is_plain_short_and_escaped() -> None:
-    assert plain("a\nb\tc\x00\u202ed") == "a b c\ufffd\ufffdd"
-    assert escape("<a b='c' d=\"e\">&") == "&lt;a b=&#39;c&#39; d=&quot;e&quot;&gt;&amp;"
-    assert shorten("transformer.h.11.mlp", 12) == "tra…h.11.mlp"
-    assert shorten("short", 5) == "short"
-    assert [number(x) for x in (1.0, 0.125, -0.001, 10.5, 100)] == ["1", "0.12", "0", "10.5", "100"]
+    assert plain_text("a\nb\tc\x00\u202ed") == "a b c\ufffd\ufffdd"
+    assert escape_markup("<a b='c' d=\"e\">&") == "&lt;a b=&#39;c&#39; d=&quot;e&quot;&gt;&amp;"
+    assert shorten_name("transformer.h.11.mlp", 12) == "tra…h.11.mlp"
+    assert shorten_name("short", 5) == "short"
+    assert [coordinate_text(x) for x in (1.0, 0.125, -0.001, 10.5, 100)] == [
+        "1",
+        "0.12",
+        "0",
+        "10.5",
+        "100",
+    ]
 
 
 def test_ticks_are_round_numbers_inside_the_axis() -> None:

@@ -16,7 +16,7 @@ from torch import nn
 
 import remat
 from remat.errors import TraceError
-from remat.frontend.api.comparison import loss_of
+from remat.frontend.api.comparison import loss_of_output
 from remat.frontend.api.trial import Trial, run_eager_trial
 from remat.limits.units import format_bytes
 
@@ -164,8 +164,8 @@ def test_the_loss_is_taken_from_the_output() -> None:
     loss = torch.tensor(2.0, requires_grad=True)
     logits = torch.ones(3, requires_grad=True)
     for output in (Output(loss), loss, (loss, logits), [logits, loss], {"a": logits, "b": loss}):
-        assert loss_of(output).item() == 2.0
-    assert loss_of(loss.reshape(1)).shape == ()
+        assert loss_of_output(output).item() == 2.0
+    assert loss_of_output(loss.reshape(1)).shape == ()
     for output, message in (
         (logits, r"a tensor of shape \(3,\)"),
         (torch.tensor(1.0), "without a gradient"),
@@ -175,7 +175,7 @@ def test_the_loss_is_taken_from_the_output() -> None:
         ((torch.tensor(3), logits), "a tuple"),
     ):
         with pytest.raises(TraceError, match=message):
-            loss_of(output)
+            loss_of_output(output)
 
 
 def test_outputs_without_a_loss_are_refused() -> None:

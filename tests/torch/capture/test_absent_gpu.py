@@ -32,7 +32,7 @@ from remat.frontend.capture.eager_kernels.autocast import AutocastCache
 from remat.frontend.capture.eager_kernels.overrides import eager_kernel_overrides
 from remat.frontend.capture.trace import _reject_multiple_gpus
 from remat.frontend.common.target_gpu import TargetGpu, find_target_gpu
-from remat.frontend.memory.device_memory import keeps_workspaces
+from remat.frontend.memory.device_memory import keeps_cublas_workspaces
 from remat.frontend.runtime.lower import program_on_model_device
 from remat.passes.device_placement import program_on_device, trace_on_device
 from remat.rewrite import BATCH_NORM, BATCH_NORM_CUDA
@@ -107,7 +107,7 @@ def test_a_trace_for_a_gpu_has_the_operations_of_the_gpu(family: str, dtype: tor
     ]
     named = {a.text for n in trace.nodes for a in n.kwargs.values() if isinstance(a, Literal)}
     assert "cpu" not in named
-    assert trace.library_bytes == (2 if keeps_workspaces() else 1) * 32 << 20
+    assert trace.library_bytes == (2 if keeps_cublas_workspaces() else 1) * 32 << 20
 
 
 def tokens(family: str) -> int:

@@ -52,7 +52,7 @@ def test_the_directory_of_offloaded_tensors_is_checked(
 ) -> None:
     assert "free, for steps on a CPU" in report["offloading"].text
     monkeypatch.setenv("REMAT_OFFLOAD_DIR", str(tmp_path / "absent"))
-    (check,) = doctor._offloading()
+    (check,) = doctor._check_offloading()
     assert check.state == "wrong"
     assert str(tmp_path / "absent") in check.text
     assert "REMAT_OFFLOAD_DIR" in check.remedy
@@ -69,8 +69,12 @@ def test_every_failed_check_has_a_remedy(report: dict[str, Check]) -> None:
 
 
 def named(name: str) -> Check:
-    group = {"cost cache": doctor._cost_cache, "torch": doctor._torch, "CUDA": doctor._devices}
-    (check,) = doctor._guarded(name, group[name])
+    group = {
+        "cost cache": doctor._check_cost_cache,
+        "torch": doctor._check_torch,
+        "CUDA": doctor._check_devices,
+    }
+    (check,) = doctor._checks_or_error(name, group[name])
     return check
 
 
@@ -234,14 +238,14 @@ def test_versions_newer_than_the_tested_ones_are_a_note(
     assert wrong_range.state == "untested"
     assert wrong_range.text.endswith(", outside the tested range (2.0 or newer, below 2.1)")
     assert wrong_range.remedy == "pip install 'torch>=2.0,<2.1'"
-    (pulp,) = doctor._packages()
+    (pulp,) = doctor._check_packages()
     assert pulp == Check(
         "pulp",
         "untested",
         "7.1.0, outside the tested range (3.3.2 or newer, below 5)",
         "pip install 'pulp>=3.3.2,<5'",
     )
-    (cli,) = doctor._extras()
+    (cli,) = doctor._check_extras()
     assert (cli.name, cli.state, cli.remedy) == (
         "extra cli",
         "untested",
@@ -260,11 +264,11 @@ def test_an_extra_includes_the_extras_of_its_packages(
         remat=("1.0", "pulp[cbc]<5,>=3.3.2; extra == 'cbc'"),
         pulp=("4.2.0", "cbcthere; extra == 'cbc'", "glpk; extra == 'glpk'"),
     )
-    (check,) = doctor._extras()
+    (check,) = doctor._check_extras()
     missing = "cbcthere is not installed"
     assert check == Check("extra cbc", "missing", missing, "pip install 'remat[cbc]'")
     installed(tmp_path, monkeypatch, cbcthere=("1",))
-    (check,) = doctor._extras()
+    (check,) = doctor._check_extras()
     assert check == Check("extra cbc", "ok", "pulp 4.2.0")
 
 

@@ -18,7 +18,7 @@ from remat.commands.models.batches import BatchSizes
 from remat.commands.models.configurations import silence_warnings_of
 from remat.commands.models.sources import TrainingStep, load_training_step
 from remat.errors import TraceError
-from remat.frontend.api.comparison import loss_of
+from remat.frontend.api.comparison import loss_of_output
 
 TINY = {
     "gpt2": ["n_layer=1", "n_embd=16", "n_head=2", "vocab_size=50"],
@@ -99,7 +99,7 @@ def test_a_model_type_gives_a_training_step(name: str) -> None:
     step = tiny(name)
     assert (step.name, type(step.model).__name__) == (name, CLASSES[name])
     assert step.model.training
-    loss = loss_of(step.model(*step.args, **step.kwargs))
+    loss = loss_of_output(step.model(*step.args, **step.kwargs))
     loss.backward()
     assert torch.isfinite(loss)
     second_step = tiny(name)
@@ -197,7 +197,7 @@ def test_a_diffusion_model_gives_a_training_step() -> None:
     step = load_training_step("unet.json", overrides=["layers_per_block=2"])
     noisy, times, noise = step.args
     assert (noisy.shape, times.shape, noise.shape) == ((2, 3, 8, 8), (2,), (2, 3, 8, 8))
-    loss_of(step.model(*step.args)).backward()
+    loss_of_output(step.model(*step.args)).backward()
     assert load_training_step("unet.json", BatchSizes(image=16)).args[0].shape == (2, 3, 16, 16)
     write("unet.json", json.dumps(UNET | {"num_class_embeds": 4}))
     assert "num_class_embeds is 4" in problem("unet.json")

@@ -13,8 +13,8 @@ from remat.frontend.common import operators
 from remat.frontend.common.operators import (
     argument_from_torch,
     argument_to_torch,
-    register,
-    resolve,
+    register_operator,
+    resolve_operator,
 )
 
 
@@ -22,7 +22,7 @@ from remat.frontend.common.operators import (
     "target", ["aten.add.Tensor", "aten.mm.default", "aten.copy_.default", "prims.iota.default"]
 )
 def test_supported_operations_are_resolved_by_name(target: str) -> None:
-    operator = resolve(target)
+    operator = resolve_operator(target)
     assert isinstance(operator, OpOverload)
     assert str(operator) == target
 
@@ -52,7 +52,7 @@ def test_supported_operations_are_resolved_by_name(target: str) -> None:
 )
 def test_everything_else_is_refused_by_name(target: str, reason: str) -> None:
     with pytest.raises(DocumentError, match=reason):
-        resolve(target)
+        resolve_operator(target)
 
 
 def test_remats_own_operators_are_registered_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,13 +61,13 @@ def test_remats_own_operators_are_registered_once(monkeypatch: pytest.MonkeyPatc
     def twice(x: torch.Tensor) -> torch.Tensor:
         return x * 2
 
-    register("remat.twice.default", twice)
-    assert register("remat.twice.default", twice) is twice
-    assert resolve("remat.twice.default") is twice
+    register_operator("remat.twice.default", twice)
+    assert register_operator("remat.twice.default", twice) is twice
+    assert resolve_operator("remat.twice.default") is twice
     with pytest.raises(ValueError, match="registered already"):
-        register("remat.twice.default", print)
+        register_operator("remat.twice.default", print)
     with pytest.raises(ValueError, match="namespace remat"):
-        register("aten.twice.default", twice)
+        register_operator("aten.twice.default", twice)
 
 
 CONSTANTS = [

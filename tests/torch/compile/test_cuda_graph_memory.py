@@ -12,7 +12,7 @@ from tests.helpers.training.models import WithParts
 from torch import nn
 
 import remat
-from remat.frontend.memory.device_memory import keeps_workspaces, library_bytes
+from remat.frontend.memory.device_memory import keeps_cublas_workspaces, library_bytes
 
 pytestmark = pytest.mark.gpu
 
@@ -55,7 +55,7 @@ def test_the_copies_of_the_batch_that_cuda_graphs_read_are_part_of_the_verified_
     assert plan.batch_copy_bytes == x.nbytes
     assert plan.verified_bytes is not None
     # The first step plans, the second records graphs, with workspaces of cuBLAS and cuBLASLt.
-    threads = 2 if keeps_workspaces() else 1
+    threads = 2 if keeps_cublas_workspaces() else 1
     workspace_bytes = library_bytes("cuda", ["aten.addmm.default"]) // threads
     recorded = peaks[1] - earlier_bytes - workspace_bytes
     assert 0.99 * plan.verified_bytes <= recorded <= plan.verified_bytes

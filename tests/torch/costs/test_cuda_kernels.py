@@ -16,7 +16,7 @@ from remat.costs import cuda_kernels
 from remat.costs.roofline import Roofline, operation_seconds
 from remat.documents.arguments import Literal, Ref
 from remat.documents.records import Node, Result, TensorMeta
-from remat.frontend.common.operators import resolve, tensor_meta
+from remat.frontend.common.operators import resolve_operator, tensor_meta
 
 H200 = Roofline("h200")
 
@@ -34,7 +34,7 @@ class Operation:
         kwargs = {} if dtype is None else {"dtype": getattr(torch, dtype)}
         if "memory_format" in row["kwargs"]:
             kwargs["memory_format"] = torch.contiguous_format
-        result = resolve(self.target)(*tensors, **kwargs)
+        result = resolve_operator(self.target)(*tensors, **kwargs)
         results = [result] if isinstance(result, torch.Tensor) else result
         self.node = Node(
             name="out",

@@ -381,7 +381,7 @@ def test_operands_have_the_shape_stride_and_alignment_of_the_trace() -> None:
     b.placeholders.append(p)
     b.call("aten.add.Tensor", [Ref("x"), Ref("x")], dense(4, 1, 3))
     trace = b.trace()
-    operator = operators.resolve("aten.add.Tensor")
+    operator = operators.resolve_operator("aten.add.Tensor")
     args, _ = OperandFactory(trace.tensors, "cpu", torch.device("cpu")).create_arguments(
         trace.nodes[0], operator
     )
@@ -468,7 +468,7 @@ def test_a_backward_operation_reads_real_outputs_of_its_forward(name: str) -> No
 
     trace = remat.trace(Model(), (torch.randn(4, 8, 4),))
     node = next(n for n in trace.nodes if n.target == target)
-    operator = operators.resolve(target)
+    operator = operators.resolve_operator(target)
     assert isinstance(operator, OpOverload)
     operands = OperandFactory(trace.tensors, "cpu", torch.device("cpu"), trace.nodes)
     with RecordedResults() as seen:
@@ -479,7 +479,7 @@ def test_a_backward_operation_reads_real_outputs_of_its_forward(name: str) -> No
         assert seen.producer_of(by_name[argument]) == forward.target, argument
     operator(*args)
     if name == "attention":
-        second = operators.resolve(forward.target)(*args[1:4], 0.0, True)
+        second = operators.resolve_operator(forward.target)(*args[1:4], 0.0, True)
         assert torch.equal(second[0], by_name["out"])  # type: ignore[index]
         assert torch.equal(second[1], by_name["logsumexp"])  # type: ignore[index]
 
@@ -862,7 +862,7 @@ def test_a_process_that_only_measures_knows_the_operations_that_add_pieces() -> 
     code = (
         "from remat.documents.targets import ADD_PRODUCT_TARGET;"
         "import remat.frontend.costs.measure;"
-        "from remat.frontend.common.operators import resolve;"
-        "resolve(ADD_PRODUCT_TARGET)"
+        "from remat.frontend.common.operators import resolve_operator;"
+        "resolve_operator(ADD_PRODUCT_TARGET)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

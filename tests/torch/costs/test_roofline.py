@@ -19,7 +19,7 @@ from remat.costs.roofline import (
 )
 from remat.documents.arguments import Ref
 from remat.documents.records import Node, Result, TensorMeta
-from remat.frontend.common.operators import resolve
+from remat.frontend.common.operators import resolve_operator
 
 
 def meta(*shape: int, dtype: str = "float32", stride: tuple[int, ...] | None = None) -> TensorMeta:
@@ -68,7 +68,7 @@ HEADS = (e(2, 4, 16, 8), e(2, 4, 24, 8), e(2, 4, 24, 8))
     ids=lambda value: value.split(".")[1] if isinstance(value, str) else "",
 )
 def test_flops_equal_torchs(target: str, args: tuple[object, ...]) -> None:
-    operator = resolve(target)
+    operator = resolve_operator(target)
     out = operator(*args)
     formula = flop_registry[operator.overloadpacket]  # type: ignore[attr-defined]
     assert count_flops(target, args) == formula(*args, out_val=out)

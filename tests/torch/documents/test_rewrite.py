@@ -18,7 +18,7 @@ from remat.documents.program import Statement
 from remat.documents.targets import ACCUMULATE_TARGET, ADD_INTO_TARGET, COPY_TARGET
 from remat.documents.trace import Trace
 from remat.errors import GraphError
-from remat.frontend.common.operators import resolve
+from remat.frontend.common.operators import resolve_operator
 from remat.passes.gradient_accumulation import with_gradient_accumulation
 from remat.rewrite import BATCH_NORM, BATCH_NORM_RECOMPUTES, BATCH_NORM_WITHOUT_STATS
 
@@ -126,7 +126,7 @@ def test_a_recomputed_batch_norm_keeps_its_arguments_by_name(target: str) -> Non
     """As torch names them. Where it needs statistics, tensors of their shape and dtype stand in;
     its updates of those come last and are dropped."""
     rerun = BATCH_NORM_RECOMPUTES[target]
-    operations = resolve(target), resolve(rerun.target)
+    operations = resolve_operator(target), resolve_operator(rerun.target)
     first, second = (op._schema for op in operations if isinstance(op, OpOverload))
     stands_for = {"running_mean": "bias", "running_var": "weight"}
     argument_names = [first.arguments[i].name for i in rerun.arguments]

@@ -111,7 +111,11 @@ class Run(nn.Module):
         self.inner, self.policy = inner, policy
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return operators.run_block(self.policy, self.inner, self.inner.forward, x).square().mean()
+        return (
+            operators.run_block_under_policy(self.policy, self.inner, self.inner.forward, x)
+            .square()
+            .mean()
+        )
 
 
 @pytest.mark.parametrize("rules", ["operators", "regions"])

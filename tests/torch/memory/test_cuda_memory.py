@@ -108,8 +108,8 @@ def test_the_graph_includes_the_memory_of_libraries():
 def test_workspace_settings_are_parsed_as_torch_does(configuration: str, expected: int | None):
     """The expected sizes are those of `torch.backends.cuda.cublas_workspace_size()` of torch
     2.15."""
-    assert device_memory.configured_workspace_bytes(configuration) == expected
-    assert [device_memory.default_workspace_bytes(major) for major in (7, 8, 9, 10, 12)] == [
+    assert device_memory.configured_cublas_workspace_bytes(configuration) == expected
+    assert [device_memory.default_cublas_workspace_bytes(major) for major in (7, 8, 9, 10, 12)] == [
         *(8519680,) * 2,
         *(33554432,) * 3,
     ]

@@ -12,8 +12,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from remat.frontend.memory.meter import (
     LiveStorageMeter,
     cuda_peak,
-    gauge,
     measure_step,
+    memory_gauge,
     unique_bytes,
 )
 
@@ -178,7 +178,7 @@ def test_a_gauge_is_created_once_autograds_thread_holds_no_gradients() -> None:
         x = torch.randn(64, 256, device=device)
         before = torch.cuda.memory_allocated()
         torch.autograd.grad(layer(x).sum(), list(layer.parameters()))
-        with gauge(device) as measured:
+        with memory_gauge(device) as measured:
             assert measured.live() == 0
         return torch.cuda.memory_allocated() - before
 

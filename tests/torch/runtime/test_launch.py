@@ -17,7 +17,7 @@ from torch import fx, nn
 
 import remat
 from remat.errors import GuardError
-from remat.frontend.common.operators import resolve
+from remat.frontend.common.operators import resolve_operator
 from remat.frontend.common.pytree import flatten
 from remat.frontend.runtime.guards import ModelTracker, call_signature
 from remat.frontend.runtime.launcher import PYTHON_FUNCTIONS, generate_launcher
@@ -92,7 +92,7 @@ def test_a_python_function_calls_its_overload(
             return graph.placeholder(f"x{len(values)}")
         return [node(inner) for inner in item] if isinstance(item, list) else item
 
-    operator = resolve(target)
+    operator = resolve_operator(target)
     nodes = tuple(node(item) for item in args)
     graph.output([graph.call_function(operator, nodes, kwargs)])
     launch = generate_launcher(graph)
@@ -112,7 +112,7 @@ def test_a_python_function_calls_its_overload(
 def test_a_number_in_place_of_a_tensor_is_not_left_to_a_python_function() -> None:
     graph = fx.Graph()
     x = graph.placeholder("x")
-    graph.output([graph.call_function(resolve("aten.mul.Tensor"), (x, 2.0))])
+    graph.output([graph.call_function(resolve_operator("aten.mul.Tensor"), (x, 2.0))])
     launch = generate_launcher(graph)
     bound = launch.__closure__[1].cell_contents.__globals__.values()  # type: ignore[index]
     assert torch.ops.aten.mul.Tensor._op in bound
@@ -173,8 +173,8 @@ def test_versions_and_views_are_tracked_below_autograd() -> None:
     """Otherwise a tensor that was saved and then written to would silently give wrong gradients."""
     graph = fx.Graph()
     x = graph.placeholder("x")
-    y = graph.call_function(resolve("aten.tanh.default"), (x,))
-    z = graph.call_function(resolve("aten.view.default"), (y, [24]))
+    y = graph.call_function(resolve_operator("aten.tanh.default"), (x,))
+    z = graph.call_function(resolve_operator("aten.view.default"), (y, [24]))
     graph.output([y, z])
     with torch.no_grad():
         y_, z_ = generate_launcher(graph)([X])

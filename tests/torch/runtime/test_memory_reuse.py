@@ -17,7 +17,7 @@ from remat.documents.program import Program
 from remat.documents.trace import Trace
 from remat.documents.writes import OUT_VARIANTS, OutVariant
 from remat.errors import DocumentError
-from remat.frontend.common.operators import resolve, resolve_out_variant
+from remat.frontend.common.operators import resolve_operator, resolve_out_variant
 from remat.frontend.memory.meter import measure_step
 from remat.frontend.runtime.lower import lower_program
 
@@ -44,7 +44,7 @@ def measured_trace() -> Trace:
 
 def overloads(target: str) -> tuple[OpOverload, OpOverload]:
     """Return the functional overload of a target and the one with `out=`."""
-    operation, variant = resolve(target), resolve_out_variant(target)
+    operation, variant = resolve_operator(target), resolve_out_variant(target)
     assert isinstance(operation, OpOverload)
     assert isinstance(variant, OpOverload)
     return operation, variant

@@ -57,7 +57,7 @@ from remat.view import (
     plan_html,
     save_snapshot,
 )
-from remat.view.code import _lines
+from remat.view.code import _statement_lines
 from remat.view.tables import COLUMNS
 
 
@@ -302,7 +302,7 @@ def test_long_calls_are_wrapped_and_stay_one_statement() -> None:
         results=(Binding(name="y", position=0),),
         module="net.h.0",
     )
-    lines = _lines(statement, "net.h.0, 4 B")
+    lines = _statement_lines(statement, "net.h.0, 4 B")
     assert lines[0].endswith("  # net.h.0, 4 B")
     assert max(map(len, lines)) <= 100
     (assignment,) = ast.parse(textwrap.dedent("\n".join(lines))).body
@@ -342,7 +342,7 @@ def test_literals_stay_on_their_line() -> None:
         ),
         results=(Binding(name="y", position=0), Binding(name="z", position=2)),
     )
-    (line,) = ast.parse(textwrap.dedent("\n".join(_lines(statement, "net")))).body
+    (line,) = ast.parse(textwrap.dedent("\n".join(_statement_lines(statement, "net")))).body
     assert isinstance(line, ast.Assign)
     assert isinstance(line.value, ast.Call)
     assert ast.unparse(line.targets[0]) == "(y, _, z, *_)"

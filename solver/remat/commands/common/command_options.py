@@ -124,8 +124,8 @@ def check_autocast(dtype: str | None) -> None:
         raise UsageError(f"--autocast {dtype!r}: it must be {' or '.join(AUTOCAST_DTYPES)}")
 
 
-def check_device(name: str | None) -> None:
-    """Raise `UsageError` for a device without a data sheet."""
+def check_data_sheet_device(name: str | None) -> None:
+    """Raise `UsageError` for a device without a data sheet; nothing for None."""
     try:
         if name is not None:
             find_device(name)
@@ -134,7 +134,8 @@ def check_device(name: str | None) -> None:
 
 
 def check_target_device(device: str | None) -> None:
-    """Raise `UsageError` for a name that is neither a torch device nor a GPU with a data sheet."""
+    """Raise `UsageError` for a name that is neither a torch device nor a GPU with a data sheet;
+    nothing for None."""
     if device is None or device.partition(":")[0] in ("cpu", "cuda"):
         return
     try:
@@ -146,7 +147,7 @@ def check_target_device(device: str | None) -> None:
 
 
 def check_local_device(device: str | None, command: str, instead: str) -> None:
-    """Raise `UsageError` for a device other than the local cpu or cuda.
+    """Raise `UsageError` for a device other than the local cpu or cuda; nothing for None.
 
     `instead` is the command to suggest for a device with a data sheet; it may contain "{name}".
     """
@@ -164,8 +165,9 @@ def check_local_device(device: str | None, command: str, instead: str) -> None:
     )
 
 
-def parameters_of(group: type) -> list[inspect.Parameter]:
-    """Return a command's parameters for the fields of a dataclass whose annotations are typer's."""
+def dataclass_parameters(group: type) -> list[inspect.Parameter]:
+    """Return the parameters of a command for the fields of a dataclass whose annotations are
+    typer's."""
     hints = get_type_hints(group, include_extras=True)
     return [
         inspect.Parameter(
@@ -178,14 +180,14 @@ def parameters_of(group: type) -> list[inspect.Parameter]:
     ]
 
 
-def with_parameters(
+def replace_command_parameter(
     command: Callable[..., None],
     name: str,
     parameters: Sequence[inspect.Parameter],
     build: Callable[..., object],
 ) -> Callable[..., None]:
-    """Return a command with other parameters in place of the one called `name`, whose value `build`
-    makes of theirs."""
+    """Return a command in which `parameters` replace the parameter `name`. `build` returns the
+    value for it from their values."""
     expanded: list[inspect.Parameter] = []
     for parameter in inspect.signature(command, eval_str=True).parameters.values():
         if parameter.name == name:

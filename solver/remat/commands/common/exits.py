@@ -13,7 +13,7 @@ from contextlib import suppress
 from importlib import metadata
 
 from remat.errors import BudgetError, InfeasibleBudget, RematError, SolverTimeout
-from remat.view.text import plain
+from remat.view.text import plain_text
 
 EXIT_FAILED, EXIT_USAGE, EXIT_INFEASIBLE, EXIT_TIMEOUT = 1, 2, 3, 4
 
@@ -57,7 +57,7 @@ def signal_exit_code(signum: int) -> int:
 
 
 def exit_code(error: BaseException) -> int:
-    """Return the exit code for an exception."""
+    """Return the exit code of a command that raised this exception."""
     match error:
         case InterruptedWithoutResult(signum=signum):
             return signal_exit_code(signum)
@@ -74,32 +74,34 @@ def exit_code(error: BaseException) -> int:
 def error_line(error: BaseException) -> str:
     """Return an exception's message on one line: what is wrong, and what to do."""
     if isinstance(error, RematError):
-        return " ".join(plain(str(error)).split())
+        return " ".join(plain_text(str(error)).split())
     if isinstance(error, ModuleNotFoundError) and error.name:
         return _missing_package_line(error.name)
     if isinstance(error, MemoryError):
         return "out of memory: free some, or solve a smaller problem (fewer slots, smaller model)"
     if isinstance(error, OSError):
         file = f"{error.filename}: " if error.filename else ""
-        return plain(f"{file}{error.strerror or error}")
+        return plain_text(f"{file}{error.strerror or error}")
     format_message = getattr(error, "format_message", None)
     if format_message is not None:  # an error of typer
         command = getattr(getattr(error, "ctx", None), "command_path", "remat")
-        text = " ".join(plain(str(format_message())).split())
+        text = " ".join(plain_text(str(format_message())).split())
         return f"{text} See `{command} --help`." if text else ""
-    description = " ".join(plain(f"{type(error).__name__}: {error}").split())[:300]
+    description = " ".join(plain_text(f"{type(error).__name__}: {error}").split())[:300]
     return f"a bug in remat, {description}: see `remat --debug COMMAND`, and please report it"
 
 
 def print_message(message: str) -> None:
     """Print one line on stderr, after the prefix "remat: "."""
-    print(f"remat: {plain(message)}", file=sys.stderr, flush=True)
+    print(f"remat: {plain_text(message)}", file=sys.stderr, flush=True)
 
 
 def _missing_package_line(module: str) -> str:
+    """Return the message for a module that cannot be imported, with the extra of remat that
+    installs it if there is one."""
     package = module.partition(".")[0]
     with suppress(metadata.PackageNotFoundError):  # a source tree that is not installed
         for match in filter(None, map(_EXTRA_REQUIREMENT.match, metadata.requires("remat") or ())):
             if match["name"].replace("-", "_") == package:
                 return f"this needs the package {package!r}: pip install 'remat[{match['extra']}]'"
-    return f"this needs the package {plain(package)!r}, which is not installed: pip install it"
+    return f"this needs the package {plain_text(package)!r}, which is not installed: pip install it"

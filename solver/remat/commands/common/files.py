@@ -23,7 +23,7 @@ from remat.documents.plan import SweepDocument
 from remat.documents.trace import Trace
 from remat.errors import DocumentError, RematError, similar_names_hint
 from remat.plan import Plan
-from remat.view.text import plain
+from remat.view.text import plain_text
 
 _T = TypeVar("_T")
 
@@ -32,7 +32,7 @@ _UNPRINTABLE = re.compile(r"[\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u2069\ud
 
 def read_trace(path: str) -> Trace:
     """Read a trace from a file or stdin. Raises `DocumentError`."""
-    return _with_source_name(path, lambda: Trace.from_json(_read(path)))
+    return _errors_name_source(path, lambda: Trace.from_json(_read_document_bytes(path)))
 
 
 def read_measured_trace(path: str) -> Trace:
@@ -48,20 +48,20 @@ def read_measured_trace(path: str) -> Trace:
 
 def read_plan(path: str) -> Plan:
     """Read a plan from a file or stdin. Raises `DocumentError`."""
-    return _with_source_name(path, lambda: Plan.from_json(_read(path)))
+    return _errors_name_source(path, lambda: Plan.from_json(_read_document_bytes(path)))
 
 
 def read_plans(path: str) -> list[Plan]:
     """Read the plans of a sweep, or the only plan of a solve. Raises `DocumentError`."""
 
     def plans() -> list[Plan]:
-        text = _read(path)
+        text = _read_document_bytes(path)
         header = parse_strict_json(text, "remat.plan or remat.sweep")
         if isinstance(header, dict) and header.get("format") == SweepDocument.FORMAT:
             return SweepDocument.from_json(text).to_plans(Plan)
         return [Plan.from_json(text)]
 
-    return _with_source_name(path, plans)
+    return _errors_name_source(path, plans)
 
 
 def check_one_stdin(*paths: str) -> None:
@@ -71,7 +71,7 @@ def check_one_stdin(*paths: str) -> None:
 
 
 def check_outputs(*paths: Path | None) -> None:
-    """Raise `RematError` for an output file that cannot be written."""
+    """Raise `RematError` for an output file that cannot be written; None is skipped."""
     for path in paths:
         if path is None:
             continue
@@ -79,7 +79,7 @@ def check_outputs(*paths: Path | None) -> None:
             raise UsageError("-o takes a file; use --json to print on stdout")
         if path.is_dir():
             raise RematError(f"cannot write {path}: it is a directory; name a file in it")
-        if _is_special(path):
+        if _is_device_or_pipe(path):
             continue
         folder = _resolve_link(path).parent
         if not folder.is_dir():
@@ -105,7 +105,7 @@ def write_output(path: Path, content: str | bytes) -> None:
     """Write a file atomically, gzipped if its name ends in `.gz`; a device or pipe directly."""
     data = content.encode() if isinstance(content, str) else content
     try:
-        if _is_special(path):
+        if _is_device_or_pipe(path):
             path.write_bytes(data)
         else:
             write_atomically(_resolve_link(path), data)
@@ -115,20 +115,23 @@ def write_output(path: Path, content: str | bytes) -> None:
 
 def print_text(text: str) -> None:
     """Print text on stdout, without control characters."""
-    _print("\n".join(plain(line) for line in text.split("\n")))
+    _print_to_stdout("\n".join(plain_text(line) for line in text.split("\n")))
 
 
 def print_json(text: str) -> None:
     """Print a JSON document on stdout. Names in it may be hostile, so unprintable characters are
     escaped."""
-    _print(_UNPRINTABLE.sub(lambda match: f"\\u{ord(match.group()):04x}", text))
+    _print_to_stdout(_UNPRINTABLE.sub(lambda match: f"\\u{ord(match.group()):04x}", text))
 
 
-def _print(text: str) -> None:
+def _print_to_stdout(text: str) -> None:
+    """Print text on stdout at once."""
     print(text, flush=True)
 
 
-def _read(path: str) -> bytes:
+def _read_document_bytes(path: str) -> bytes:
+    """Return the content of a file or of stdin (`-`), unzipped. Raises `DocumentError` if it cannot
+    be read, and `UsageError` if nothing is piped into stdin."""
     try:
         if path == "-":
             if sys.stdin is None or sys.stdin.isatty():
@@ -158,7 +161,9 @@ def _similar_files_hint(path: str) -> str:
     return similar_names_hint(Path(path).name, names, lead="; near is ")
 
 
-def _with_source_name(path: str, read: Callable[[], _T]) -> _T:
+def _errors_name_source(path: str, read: Callable[[], _T]) -> _T:
+    """Return the result of `read`; a `DocumentError` that it raises gets the name of the file, or
+    stdin."""
     try:
         return read()
     except DocumentError as error:
@@ -168,6 +173,7 @@ def _with_source_name(path: str, read: Callable[[], _T]) -> _T:
 
 
 def _source_name(path: str) -> str:
+    """Return the path, or "stdin" for `-`."""
     return "stdin" if path == "-" else path
 
 
@@ -176,7 +182,8 @@ def _resolve_link(path: Path) -> Path:
     return Path(os.path.realpath(path))
 
 
-def _is_special(path: Path) -> bool:
+def _is_device_or_pipe(path: Path) -> bool:
+    """True for a path that exists and is no regular file."""
     with suppress(OSError):
         return path.exists() and not path.is_file()
     return False

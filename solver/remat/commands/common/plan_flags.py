@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from remat.commands.common.command_options import parameters_of, with_parameters
+from remat.commands.common.command_options import dataclass_parameters, replace_command_parameter
 from remat.commands.common.exits import UsageError
 from remat.errors import BudgetError
 from remat.limits.budget import Budget
@@ -38,7 +38,7 @@ def complete_strategies(incomplete: str) -> list[str]:
 
 
 def _defaults_text(option: str) -> str:
-    """Return the default of an option, for its help: each strategy has its own."""
+    """Return the defaults of a strategy's option, for its help: each strategy has its own."""
     defaults = {name: getattr(kind(), option, None) for name, kind in STRATEGIES.items()}
     texts = [f"{value:g} for {name}" for name, value in defaults.items() if value is not None]
     return f"Default: {', '.join(texts)}."
@@ -103,8 +103,8 @@ class StrategyFlags:
     solver: Solver = None
 
     def build(self, time_limit: float | None = None) -> Strategy:
-        """Return the strategy; `time_limit` is the default for `Auto`. Raises `UsageError`, which
-        lists the valid options."""
+        """Return the strategy; `time_limit` is the default for `Auto`. Raises `UsageError` for an
+        unknown option, with the valid ones."""
         data: dict[str, Any] = {"name": self.strategy}
         if self.strategy == "auto" and time_limit is not None:
             data["time_limit"] = time_limit
@@ -112,7 +112,7 @@ class StrategyFlags:
             key, equals, text = option.partition("=")
             if not equals or not key:
                 raise UsageError(f"--option {option!r} is not of the form NAME=VALUE, as in k=4")
-            data[key.strip()] = _parse_value(text)
+            data[key.strip()] = _parse_option_value(text)
         return _build_strategy(data | _strategy_shortcuts(self.gap, self.time_limit, self.solver))
 
 
@@ -128,8 +128,9 @@ class PlanFlags:
     def read(
         self, budget: str | Budget | None = None, time_limit: float | None = None
     ) -> CheckedOptions:
-        """Return the options, checked. `budget` is for commands without an option for one budget,
-        `time_limit` the default for `Auto`. Raises `BudgetError` and `UsageError`."""
+        """Return the options, checked. `budget` replaces the flag in commands without `--budget`
+        for one budget; `time_limit` is the default for `Auto`. Raises `BudgetError` and
+        `UsageError`."""
         options = {name: value for name, value in self.values.items() if value is not None}
         if str(options.get("split")).isdecimal():
             options["split"] = int(options["split"])
@@ -142,8 +143,9 @@ class PlanFlags:
             raise UsageError(f"--{str(error).removeprefix('--')}") from None
 
 
-def check_flag(name: str, value: object) -> None:
-    """Raise `UsageError` for a wrong value of an option of a plan."""
+def check_plan_flag(name: str, value: object) -> None:
+    """Raise `UsageError` for a wrong value of an option of a plan, and `BudgetError` for a wrong
+    number of bytes."""
     try:
         check_option(name, value)
     except BudgetError:
@@ -152,8 +154,8 @@ def check_flag(name: str, value: object) -> None:
         raise UsageError(f"--{error}") from None
 
 
-def flag(name: str) -> Any:
-    """Return typer's description of an option of a plan."""
+def plan_option_flag(name: str) -> Any:
+    """Return typer's description of an option of a plan: its flag, help and default."""
     option = OPTIONS[name]
     return typer.Option(
         f"--{name.replace('_', '-')}",
@@ -164,15 +166,15 @@ def flag(name: str) -> Any:
 
 
 def with_plan_options(door: Door) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Return a decorator that gives a command the options of a plan in place of its parameter
-    `flags`, a `PlanFlags`: without those that the command has otherwise."""
+    """Return a decorator that replaces a command's parameter `flags`, a `PlanFlags`, by the options
+    of a plan that the door takes. Options that the command declares itself are left out."""
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         declared = inspect.signature(command).parameters
         names = [name for name in door.options if OPTIONS[name].metavar is not None]
         if "step" in declared:
             names.remove("outputs")  # one of `StepOptions`
-        parameters = parameters_of(StrategyFlags)
+        parameters = dataclass_parameters(StrategyFlags)
         strategy_names = [parameter.name for parameter in parameters]
         if "budget" not in declared:
             required = inspect.Parameter("budget", inspect.Parameter.KEYWORD_ONLY)
@@ -183,7 +185,7 @@ def with_plan_options(door: Door) -> Callable[[Callable[..., None]], Callable[..
                 inspect.Parameter.KEYWORD_ONLY,
                 default=door.default(name),
                 annotation=Annotated[
-                    str if door.default(name) is not None else str | None, flag(name)
+                    str if door.default(name) is not None else str | None, plan_option_flag(name)
                 ],
             )
             for name in names
@@ -194,7 +196,7 @@ def with_plan_options(door: Door) -> Callable[[Callable[..., None]], Callable[..
             budget = values.pop("budget", None)
             return PlanFlags(door, strategy, values, budget)
 
-        return with_parameters(command, "flags", parameters, build)
+        return replace_command_parameter(command, "flags", parameters, build)
 
     return decorate
 
@@ -202,8 +204,9 @@ def with_plan_options(door: Door) -> Callable[[Callable[..., None]], Callable[..
 def strategies_to_compare(
     names: str | None, gap: float | None, time_limit: float | None, solver: str | None
 ) -> list[Strategy]:
-    """Return the strategies to compare. Gap, time limit and solver apply to those that have such an
-    option."""
+    """Return the strategies of these names, separated by commas, or the default ones for None. Gap,
+    time limit and solver apply to the strategies that have such an option. Raises `UsageError` if
+    none has."""
     strategies: list[Strategy] = []
     if names is None:
         strategies += compared_by_default()
@@ -226,18 +229,21 @@ def strategies_to_compare(
 def _strategy_shortcuts(
     gap: float | None, time_limit: float | None, solver: str | None
 ) -> dict[str, Any]:
+    """Return the options of a strategy that have flags of their own and were given."""
     shortcuts = {"gap": gap, "time_limit": time_limit, "solver": solver}
     return {key: value for key, value in shortcuts.items() if value is not None}
 
 
 def _build_strategy(data: dict[str, Any]) -> Strategy:
+    """Return the strategy in this data. Raises `UsageError` if it is invalid."""
     try:
         return from_data(data)
     except ValueError as error:
         raise UsageError(str(error)) from None
 
 
-def _parse_value(text: str) -> Any:
+def _parse_option_value(text: str) -> Any:
+    """Return the value of a strategy's option: JSON, nan, inf, or else the text itself."""
     for parse in (json.loads, float):  # a float also parses nan and inf
         try:
             return parse(text)

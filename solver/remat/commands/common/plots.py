@@ -46,6 +46,8 @@ def figure_bytes(figure: Figure, suffix: str) -> bytes:
 
 
 def _frontier_figure_writer(suffix: str) -> Callable[[FrontierContent], bytes]:
+    """Return the writer of a frontier as a .png or .pdf file."""
+
     def write(content: FrontierContent) -> bytes:
         figure = view.frontier_figure(content.plans, content.rows, device=content.device)
         return figure_bytes(figure, suffix)
@@ -67,8 +69,8 @@ _TABLE_SUFFIXES = (".json", ".csv")
 
 
 def check_frontier_output(output: Path | None, title: str) -> None:
-    """Raise `UsageError` for an output file that a frontier cannot be written to; `title` names
-    what is written."""
+    """Raise `UsageError` for an output file that a frontier cannot be written to; nothing for None.
+    `title` names the content, such as "a sweep"."""
     files.check_outputs(output)
     suffixes = (*_TABLE_SUFFIXES, *FRONTIER_WRITERS)
     if output is not None and files.suffix_without_gz(output) not in suffixes:
@@ -81,7 +83,8 @@ def check_frontier_output(output: Path | None, title: str) -> None:
 def write_frontier(
     output: Path, content: FrontierContent, json_text: str, rows: Sequence[JsonObject]
 ) -> None:
-    """Write a frontier to a file: as a picture, as JSON, or its rows as CSV."""
+    """Write a frontier to a file, by its ending: as a picture or page of `content`, as `json_text`,
+    or `rows` as CSV."""
     suffix = files.suffix_without_gz(output)
     texts = {".json": json_text, ".csv": to_csv_text(rows)}
     data = texts[suffix] if suffix in texts else FRONTIER_WRITERS[suffix](content)
@@ -99,7 +102,7 @@ class PlotInput:
 
     @property
     def plan(self) -> Plan:
-        """The only plan. Raises `UsageError` if there are several."""
+        """The only plan. Raises `UsageError` if there are several or none."""
         if len(self.plans) != 1:
             raise UsageError(
                 f"this file has the {len(self.plans)} plans of a sweep, which only --kind frontier "
@@ -109,7 +112,8 @@ class PlotInput:
 
     @cached_property
     def plan_trace(self) -> Trace | None:
-        """The trace with the operations that the only plan splits; None without a trace."""
+        """The trace, in which the operations that the only plan splits are split; None without a
+        trace."""
         splits = self.plan.graph.splits
         if self.trace is None or not splits or self.trace.splits:
             return self.trace
@@ -126,18 +130,21 @@ PlotWriter = Callable[[PlotInput], str | bytes]
 """Returns the content of an output file."""
 
 
-def _page_html(plot_input: PlotInput) -> str:
+def _plan_page(plot_input: PlotInput) -> str:
+    """Return the page about the only plan."""
     return view.plan_html(plot_input.plan, plot_input.program)
 
 
-def _annotated_code(plot_input: PlotInput) -> str:
+def _plan_code(plot_input: PlotInput) -> str:
+    """Return the annotated code of the only plan. Raises `UsageError` without a trace."""
     program = plot_input.program
     if program is None:
         raise UsageError("--kind code needs the trace of the plan: --trace TRACE")
     return view.annotated_code(program, plot_input.plan, plot_input.plan_trace)
 
 
-def _frontier_writer(suffix: str) -> PlotWriter:
+def _frontier_plot_writer(suffix: str) -> PlotWriter:
+    """Return the writer of a frontier for a file name ending."""
     return lambda plot_input: FRONTIER_WRITERS[suffix](
         FrontierContent(
             plot_input.plans,
@@ -147,7 +154,8 @@ def _frontier_writer(suffix: str) -> PlotWriter:
     )
 
 
-def _figure_writer(suffix: str, draw_figure: Callable[[Plan], Figure]) -> PlotWriter:
+def _figure_plot_writer(suffix: str, draw_figure: Callable[[Plan], Figure]) -> PlotWriter:
+    """Return the writer of the only plan's figure for a file name ending."""
     return lambda plot_input: figure_bytes(draw_figure(plot_input.plan), suffix)
 
 
@@ -155,9 +163,9 @@ PLOT_WRITERS: dict[tuple[str, str], PlotWriter] = {
     ("timeline", ".svg"): lambda plot_input: view.timeline_svg(plot_input.plan),
     ("schedule", ".svg"): lambda plot_input: view.schedule_svg(plot_input.plan),
     ("modules", ".svg"): lambda plot_input: view.modules_svg(plot_input.plan),
-    ("page", ".html"): _page_html,
+    ("page", ".html"): _plan_page,
     ("csv", ".csv"): lambda plot_input: view.operations_csv(plot_input.plan),
-    **{("frontier", suffix): _frontier_writer(suffix) for suffix in FRONTIER_WRITERS},
+    **{("frontier", suffix): _frontier_plot_writer(suffix) for suffix in FRONTIER_WRITERS},
     ("frontier", ".csv"): lambda plot_input: to_csv_text(
         [plan_summary(p) for p in plot_input.plans]
     ),
@@ -165,11 +173,11 @@ PLOT_WRITERS: dict[tuple[str, str], PlotWriter] = {
     ("snapshot", ".pickle"): lambda plot_input: pickle.dumps(
         view.memory_snapshot(plot_input.plan), protocol=4
     ),
-    ("code", ".py"): _annotated_code,
+    ("code", ".py"): _plan_code,
     ("dot", ".dot"): lambda plot_input: view.graph_dot(plot_input.plan.graph, plot_input.plan),
     ("graphml", ".graphml"): lambda plot_input: view.graph_graphml(plot_input.plan.graph),
     **{
-        (kind, suffix): _figure_writer(suffix, draw_figure)
+        (kind, suffix): _figure_plot_writer(suffix, draw_figure)
         for suffix in (".png", ".pdf")
         for kind, draw_figure in (
             ("timeline", view.timeline_figure),
@@ -185,8 +193,9 @@ PLOT_SUFFIXES = tuple(dict.fromkeys(suffix for _, suffix in PLOT_WRITERS))
 
 
 def find_plot_writer(kind: str | None, suffix: str, is_sweep: bool) -> PlotWriter:
-    """Return the writer for a suffix and a kind; None selects the suffix's default kind. Raises
-    `UsageError` if there is none."""
+    """Return the writer for a kind and a file name ending. Without a kind, a sweep is a frontier,
+    and the ending selects it otherwise. An ending that no kind has gets the first format of the
+    kind. Raises `UsageError` if there is no writer."""
     if kind is not None and kind not in PLOT_KINDS:
         raise UsageError(f"there is no kind {kind!r}; there are {', '.join(PLOT_KINDS)}")
     if kind is None and is_sweep:

@@ -37,7 +37,7 @@ from remat.plan import Plan
 from remat.plan_options import CheckedOptions
 from remat.progress import Cancel, Progress
 from remat.report.solve_progress import format_progress
-from remat.view.text import plain
+from remat.view.text import plain_text
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bars
@@ -73,8 +73,8 @@ def with_costs_of_pieces(trace: Trace) -> Trace:
 def plan_interruptibly(
     trace: Trace, options: CheckedOptions, *, is_here: bool
 ) -> tuple[TracePlan, int | None]:
-    """Return the plan of a trace, and the signal that ended the solve early, if any. `is_here` is
-    as for `offload_limits`."""
+    """Return the plan of a trace, and the signal that ended the solve early, or None. `is_here`
+    says that the step runs on this machine."""
     request = options.request(options.fixed_limits, offload_limits(options, trace, is_here=is_here))
 
     def work(line: ProgressLine, cancel: Cancel) -> TracePlan:
@@ -92,10 +92,12 @@ def plan_interruptibly(
 def run_with_progress(
     title: str, steps: int | None, work: Callable[[ProgressLine, Cancel], _T]
 ) -> tuple[_T, int | None]:
-    """Run interruptible work below a progress line; return its result and the signal, if any.
+    """Run interruptible work below a progress line; return its result and the signal that cancelled
+    it, or None.
 
-    `work` gets the line and the event that cancels it. Warnings about failed solvers and infeasible
-    budgets are printed after the line.
+    `work` gets the line and the event that cancels it. `steps` is the length of the line's bar,
+    None for no bar. Warnings about failed solvers and infeasible budgets are printed after the
+    line.
     """
     with warnings_as_messages(), show_progress(title, steps) as line:
         return run_interruptibly(lambda cancel: work(line, cancel))
@@ -167,7 +169,8 @@ class _CancelOnSignal:
 
 
 def run_interruptibly(work: Callable[[Cancel], _T]) -> tuple[_T, int | None]:
-    """Run work in a thread until it ends or a signal cancels it; return its result and the signal.
+    """Run work in a thread until it ends or a signal cancels it; return its result and the signal,
+    or None.
 
     Raises the work's exception, or `InterruptedWithoutResult` if a signal ended it before it had a
     result.
@@ -203,6 +206,8 @@ def run_interruptibly(work: Callable[[Cancel], _T]) -> tuple[_T, int | None]:
 
 @contextmanager
 def _signals_handled_by(new_handler: _CancelOnSignal) -> Iterator[None]:
+    """Handle Ctrl-C and SIGTERM by a handler inside of this context; ignored signals stay
+    ignored."""
     previous_handlers = {signum: signal.getsignal(signum) for signum in _SIGNALS}
     for signum, handler in previous_handlers.items():
         if handler != signal.SIG_IGN:  # ignored under nohup
@@ -227,7 +232,7 @@ class ProgressLine:
     def on_measure_progress(self, completed: int, total: int, name: str) -> None:
         """Show the progress of `remat.measure`, as its `progress` callback."""
         if self._bars is not None and self._task is not None:
-            description = plain(f"{self._title} {name}")
+            description = plain_text(f"{self._title} {name}")
             self._bars.update(
                 self._task, completed=completed, total=max(1, total), description=description
             )
@@ -240,12 +245,13 @@ class ProgressLine:
     def set_description(self, text: str) -> None:
         """Replace the text of the line."""
         if self._bars is not None and self._task is not None:
-            self._bars.update(self._task, description=plain(text))
+            self._bars.update(self._task, description=plain_text(text))
 
 
 @contextmanager
 def show_progress(title: str, steps: int | None = None) -> Iterator[ProgressLine]:
-    """Show a line with the elapsed time and, if the number of `steps` is given, a bar."""
+    """Show a line with the elapsed time and, if the number of `steps` is given, a bar; nothing if
+    stderr is no terminal."""
     if not sys.stderr.isatty():
         yield ProgressLine(None, None, title)
         return

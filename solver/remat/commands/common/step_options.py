@@ -11,7 +11,7 @@ import typer
 
 from remat.commands.common import command_options
 from remat.commands.common.exits import UsageError, print_message
-from remat.commands.common.plan_flags import check_flag, flag
+from remat.commands.common.plan_flags import check_plan_flag, plan_option_flag
 from remat.documents.base import parse_strict_json
 from remat.errors import DocumentError, RematError
 from remat.fitting.lengths import LengthDistribution
@@ -40,10 +40,10 @@ def parse_lengths(text: str) -> LengthDistribution:
     """Return the distribution that `--lengths` describes. Raises `UsageError`."""
     try:
         if not text.endswith(".json"):
-            return LengthDistribution.of(_parse_list(text))
+            return LengthDistribution.of(_parse_length_list(text))
         data = parse_strict_json(Path(text).expanduser().read_bytes(), "lengths")
         if isinstance(data, dict):
-            pairs = [(_whole_number(length), weight) for length, weight in data.items()]
+            pairs = [(_parse_length(length), weight) for length, weight in data.items()]
             if len(dict(pairs)) < len(pairs):
                 raise RematError("a length occurs twice in the file, such as 512 and 0512")
             data = dict(pairs)
@@ -54,10 +54,11 @@ def parse_lengths(text: str) -> LengthDistribution:
         raise UsageError(f"in --lengths, {error}") from None
 
 
-def _parse_list(text: str) -> list[int] | dict[int, float]:
-    """Return lengths, or a mapping if one of them has a share."""
+def _parse_length_list(text: str) -> list[int] | dict[int, float]:
+    """Return the lengths of a list such as 512,1024, or a mapping to their shares if one has a
+    share (512:70)."""
     pairs = [part.partition(":") for part in text.split(",")]
-    lengths = [_whole_number(length.strip()) for length, _, _ in pairs]
+    lengths = [_parse_length(length.strip()) for length, _, _ in pairs]
     if not any(colon for _, colon, _ in pairs):
         return lengths
     weights: dict[int, float] = {}
@@ -72,7 +73,8 @@ def _parse_list(text: str) -> list[int] | dict[int, float]:
     return weights
 
 
-def _whole_number(text: str) -> int:
+def _parse_length(text: str) -> int:
+    """Return a number of tokens. Raises `RematError` for other text."""
     if not text.isdecimal() or len(text) > _MAX_DIGITS:
         raise RematError(f"{text[:40]!r} is not a number of tokens, such as 2048")
     return int(text)
@@ -115,7 +117,7 @@ class StepOptions:
     seed: command_options.Seed = 0
     dtype: command_options.Dtype = None
     autocast: command_options.Autocast = None
-    outputs: Annotated[str, flag("outputs")] = OUTPUTS_HELD
+    outputs: Annotated[str, plan_option_flag("outputs")] = OUTPUTS_HELD
 
     @property
     def is_configuration(self) -> bool:
@@ -142,7 +144,7 @@ class StepOptions:
     def check(self) -> None:
         """Raise `UsageError` for wrong values, and for sizes of a batch that a function creates."""
         command_options.check_autocast(self.autocast)
-        check_flag("outputs", self.outputs)
+        check_plan_flag("outputs", self.outputs)
         if not self.is_configuration:
             for name in ("batch", "tokens", "image"):
                 self.check_has_sizes(f"--{name}", getattr(self, name))
@@ -184,8 +186,8 @@ def check_step_device(device: str | None) -> None:
 
 def with_step_options(command: Callable[..., None]) -> Callable[..., None]:
     """Give a command the options of `StepOptions` in place of its parameter `step`."""
-    return command_options.with_parameters(
-        command, "step", command_options.parameters_of(StepOptions), StepOptions
+    return command_options.replace_command_parameter(
+        command, "step", command_options.dataclass_parameters(StepOptions), StepOptions
     )
 
 

@@ -72,7 +72,7 @@ def make_batch(task: str, config: Any, sizes: BatchSizes) -> dict[str, torch.Ten
     if task == SPEECH:
         return _speech_batch(config, sizes)
     text = config.get_text_config()
-    ids = _token_ids(text, sizes)
+    ids = _random_token_ids(text, sizes)
     if task == SEQ_TO_SEQ and getattr(config, "decoder_start_token_id", None) is None:
         config.decoder_start_token_id = text.pad_token_id or 0
     if task == "SEQUENCE_CLASSIFICATION":
@@ -88,7 +88,7 @@ def make_batch(task: str, config: Any, sizes: BatchSizes) -> dict[str, torch.Ten
     return {"input_ids": ids, "labels": ids}
 
 
-def _token_ids(config: Any, sizes: BatchSizes) -> torch.Tensor:
+def _random_token_ids(config: Any, sizes: BatchSizes) -> torch.Tensor:
     """Return random token ids. They exclude special tokens, unless all tokens are special."""
     allowed = torch.ones(config.vocab_size, dtype=torch.bool)
     for value in special_token_ids(config).values():
@@ -102,6 +102,8 @@ def _token_ids(config: Any, sizes: BatchSizes) -> torch.Tensor:
 
 
 def _speech_batch(config: Any, sizes: BatchSizes) -> dict[str, torch.Tensor]:
+    """Return random speech and text tokens. Raises `TraceError` for more tokens than the model has
+    positions."""
     max_tokens = getattr(config, "max_target_positions", None)
     if max_tokens is not None and sizes.tokens > max_tokens:
         raise TraceError(
@@ -111,10 +113,11 @@ def _speech_batch(config: Any, sizes: BatchSizes) -> dict[str, torch.Tensor]:
     if config.pad_token_id is None:
         config.pad_token_id = 0
     name, shape = _SPEECH_INPUTS[config.model_type](config)
-    return {name: torch.randn(sizes.batch, *shape), "labels": _token_ids(config, sizes)}
+    return {name: torch.randn(sizes.batch, *shape), "labels": _random_token_ids(config, sizes)}
 
 
 def _image_batch(task: str, config: Any, sizes: BatchSizes) -> dict[str, torch.Tensor]:
+    """Return random images, and labels of images or of pixels, as the task needs."""
     size = sizes.image or getattr(config, "image_size", None) or 224
     height, width = size if isinstance(size, (list, tuple)) else (size, size)
     pixels = torch.randn(sizes.batch, getattr(config, "num_channels", 3), height, width)
@@ -123,6 +126,7 @@ def _image_batch(task: str, config: Any, sizes: BatchSizes) -> dict[str, torch.T
 
 
 def _random_labels(config: Any, shape: tuple[int, ...]) -> torch.Tensor:
+    """Return random classes of this shape; random numbers for a regression."""
     # A single label means regression.
     return (
         torch.randint(0, config.num_labels, shape) if config.num_labels > 1 else torch.rand(shape)

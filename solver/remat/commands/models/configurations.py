@@ -44,7 +44,7 @@ def step_from_name(name: str, sizes: BatchSizes, overrides: Sequence[str]) -> Na
     transformers = _import_package("transformers")
     if "/" not in name:
         model_type = _find_model_type(transformers, name)
-        return name, *_build_step({"model_type": model_type}, name, sizes, overrides)
+        return name, *_step_of_configuration({"model_type": model_type}, name, sizes, overrides)
     with _without_warnings(transformers):
         try:
             data, _ = transformers.PretrainedConfig.get_config_dict(name)
@@ -52,7 +52,7 @@ def step_from_name(name: str, sizes: BatchSizes, overrides: Sequence[str]) -> Na
             raise TraceError(
                 f"cannot load the configuration of {name!r} from the hub: {one_line(error)}"
             ) from error
-    return name.rpartition("/")[2], *_build_step(data, name, sizes, overrides)
+    return name.rpartition("/")[2], *_step_of_configuration(data, name, sizes, overrides)
 
 
 def step_from_configuration(file: str, sizes: BatchSizes, overrides: Sequence[str]) -> NamedStep:
@@ -66,12 +66,14 @@ def step_from_configuration(file: str, sizes: BatchSizes, overrides: Sequence[st
         raise TraceError(f"cannot read the configuration {file}: {one_line(error)}") from error
     if not isinstance(data, dict):
         raise TraceError(f"{file} has a JSON {type(data).__name__}, but a configuration is a dict")
-    return path.stem, *_build_step(data, file, sizes, overrides)
+    return path.stem, *_step_of_configuration(data, file, sizes, overrides)
 
 
-def _build_step(
+def _step_of_configuration(
     data: ConfigData, source: str, sizes: BatchSizes, overrides: Sequence[str]
 ) -> ModelCall:
+    """Build the model and its call from the data of a configuration; `source` names it in errors.
+    Raises `TraceError`."""
     changes = dict(_parse_override(text) for text in overrides)
     if "model_type" not in data and "_class_name" in data:
         return denoising_step(_import_package("diffusers"), data, source, sizes, changes)
@@ -89,7 +91,7 @@ def _build_step(
             with torch.device("cpu"):
                 kwargs = make_batch(task, config, sizes)
             if torch.get_default_device().type != "meta":
-                _check_memory(model_class, config, source)
+                _check_weights_fit_memory(model_class, config, source)
             model = model_class(config)
             if "input_ids" in kwargs:
                 _check_positions(model, config, sizes, source)
@@ -103,6 +105,8 @@ def _build_step(
 
 
 def _import_package(name: str) -> ModuleType:
+    """Import transformers or diffusers without their warnings. Raises `TraceError` if that
+    fails."""
     silence_warnings_of(name)
     try:
         return import_module(name)
@@ -139,26 +143,29 @@ def _parse_override(text: str) -> tuple[str, object]:
 
 
 def _find_model_type(transformers: ModuleType, name: str) -> str:
+    """Return transformers' model type of this name, with dashes or underscores. Raises `TraceError`
+    if there is none."""
     types = list(transformers.CONFIG_MAPPING)
     # Model types are spelled with dashes or with underscores.
-    by_letters = {_letters(model_type): model_type for model_type in types}
-    if _letters(name) not in by_letters:
+    by_letters = {_letters_and_digits(model_type): model_type for model_type in types}
+    if _letters_and_digits(name) not in by_letters:
         raise TraceError(
             f"{name!r} is not a model type of transformers {transformers.__version__}"
             f"{similar_names_hint(name, types)}; write hf:org/name for a configuration from the hub"
         )
-    return name if name in types else by_letters[_letters(name)]
+    return name if name in types else by_letters[_letters_and_digits(name)]
 
 
-def _letters(name: str) -> str:
+def _letters_and_digits(name: str) -> str:
+    """Return the letters and digits of a name in lower case."""
     return "".join(c for c in name.lower() if c.isalnum())
 
 
 def _build_configuration(
     transformers: ModuleType, data: ConfigData, source: str, sizes: BatchSizes, changes: ConfigData
 ) -> Any:
-    """Return the configuration with the changes, without a cache, and with special tokens within
-    its vocabulary."""
+    """Return transformers' configuration with the changes, without a key-value cache, and with
+    special tokens within its vocabulary. Raises `TraceError` for an invalid one."""
     model_type = data["model_type"]
     if model_type not in transformers.CONFIG_MAPPING:
         code = "auto_map" in data
@@ -178,7 +185,7 @@ def _build_configuration(
                 )
         aliases = config_class.attribute_map
         layers = LAYERS | {aliases.get(name, name) for name in LAYERS}
-        check_sizes(
+        check_configuration_sizes(
             data | changes, source, layers, SIZES | {aliases.get(name, name) for name in SIZES}
         )
         if sizes.image is not None and hasattr(unchanged, "image_size"):
@@ -259,8 +266,9 @@ def _task_and_model_class(
     )
 
 
-def _check_memory(model_class: type[nn.Module], config: Any, source: str) -> None:
-    """Raise `TraceError` for weights that exceed the memory; the system would kill the process."""
+def _check_weights_fit_memory(model_class: type[nn.Module], config: Any, source: str) -> None:
+    """Raise `TraceError` for weights that exceed the free memory; the system would kill the
+    process. Nothing if either is unknown."""
     try:
         with torch.device("meta"):
             size_bytes = sum(p.nbytes for p in model_class(config).parameters())
@@ -323,7 +331,7 @@ _MAX_LAYERS = 10_000
 _MAX_SIZE = 100_000_000
 
 
-def check_sizes(
+def check_configuration_sizes(
     fields: Mapping[str, object], source: str, layers: Set[str] = LAYERS, sizes: Set[str] = SIZES
 ) -> None:
     """Raise `TraceError` if a size is below 1, or so large that building the model takes hours.
@@ -406,7 +414,7 @@ def denoising_step(
             "(model, args)"
         )
     model_class = getattr(diffusers, name)
-    check_sizes(data | changes, source)
+    check_configuration_sizes(data | changes, source)
     try:
         unet = model_class.from_config(data | changes)
     except Exception as error:
@@ -421,7 +429,9 @@ def denoising_step(
                 f"{source} needs a condition that remat does not provide ({key} is "
                 f"{config[key]!r}); write a function that returns (model, args)"
             )
-    noisy = torch.randn(sizes.batch, config["in_channels"], *_image_size(config, source, sizes))
+    noisy = torch.randn(
+        sizes.batch, config["in_channels"], *_denoiser_image_size(config, source, sizes)
+    )
     noise = torch.randn(sizes.batch, config["out_channels"], *noisy.shape[2:])
     args = [noisy, torch.randint(0, 1000, (sizes.batch,)), noise]
     if name == "UNet2DConditionModel":
@@ -438,7 +448,9 @@ def unknown_field_error(key: str, fields: Iterable[str], source: str) -> TraceEr
     )
 
 
-def _image_size(config: Any, source: str, sizes: BatchSizes) -> tuple[int, int]:
+def _denoiser_image_size(config: Any, source: str, sizes: BatchSizes) -> tuple[int, int]:
+    """Return height and width of a U-Net's images: of `sizes`, or its own. Raises `TraceError` if
+    both are missing."""
     size = sizes.image or config["sample_size"]
     if size is None:
         raise TraceError(f"{source} has no sample_size; pass the image size, as in --image 64")

@@ -30,19 +30,21 @@ def step_from_factory(place: str, name: str) -> ModelCall:
     Raises `TraceError` with one line.
     """
     source = f"{place}:{name}"
-    module = _import_file(place) if _is_file(place) else _import_module(place)
-    factory = _find_attribute(module, place, name)
-    _check_callable(factory, source, module)
-    with _errors_located(f"{source} failed", _file_of(module)):
+    module = _import_factory_file(place) if _is_file_path(place) else _import_factory_module(place)
+    factory = _find_factory(module, place, name)
+    _check_factory_callable(factory, source, module)
+    with _errors_located(f"{source} failed", _module_file(module)):
         result = factory()
-    return _check_result(result, source)
+    return _parse_factory_result(result, source)
 
 
-def _is_file(place: str) -> bool:
+def _is_file_path(place: str) -> bool:
+    """True if a place names a file, not a dotted module."""
     return place.endswith(".py") or "/" in place or os.sep in place
 
 
-def _import_file(place: str) -> ModuleType:
+def _import_factory_file(place: str) -> ModuleType:
+    """Import a Python file as a module. Raises `TraceError` with the line that fails."""
     path = Path(place).expanduser().resolve()
     if not path.is_file():
         similar = similar_names_hint(path.name, _python_files(path.parent), lead="; near is ")
@@ -53,7 +55,7 @@ def _import_file(place: str) -> ModuleType:
     _put_first_on_path(path.parent)
     name = path.stem
     loaded = sys.modules.get(name)
-    if loaded is not None and _file_of(loaded) != path:
+    if loaded is not None and _module_file(loaded) != path:
         # Classes are looked up by their module's name, so the file must not replace another module.
         name = f"{name}_source"
     spec = importlib.util.spec_from_file_location(name, path)
@@ -75,7 +77,9 @@ def _python_files(folder: Path) -> list[str]:
     return sorted(file.name for file in folder.glob("*.py"))
 
 
-def _import_module(place: str) -> ModuleType:
+def _import_factory_module(place: str) -> ModuleType:
+    """Import a dotted module, also from the current directory. Raises `TraceError` with the line
+    that fails."""
     _put_first_on_path(Path.cwd())
     importlib.invalidate_caches()
     try:
@@ -107,7 +111,9 @@ def _put_first_on_path(directory: Path) -> None:
         sys.path.insert(0, str(directory))
 
 
-def _find_attribute(module: ModuleType, place: str, name: str) -> Any:
+def _find_factory(module: ModuleType, place: str, name: str) -> Any:
+    """Return the attribute `name` of a module, which may be dotted. Raises `TraceError` if there is
+    none."""
     value: Any = module
     for part in name.split("."):
         try:
@@ -125,7 +131,8 @@ def _find_attribute(module: ModuleType, place: str, name: str) -> Any:
     return value
 
 
-def _check_callable(factory: Any, source: str, module: ModuleType) -> None:
+def _check_factory_callable(factory: Any, source: str, module: ModuleType) -> None:
+    """Raise `TraceError` unless a factory can be called without arguments."""
     if not callable(factory):
         raise TraceError(
             f"{source} is a {type(factory).__name__} and not a function; name a function that "
@@ -140,7 +147,7 @@ def _check_callable(factory: Any, source: str, module: ModuleType) -> None:
         signature.bind()
     except TypeError as error:
         line = inspect.getsourcelines(factory)[1] if inspect.isfunction(factory) else None
-        file = _file_of(module)
+        file = _module_file(module)
         location = f" ({_relative_path(file)}:{line})" if file and line else ""
         raise TraceError(
             f"{source}{signature}{location} needs arguments, but is called without any; give "
@@ -148,7 +155,9 @@ def _check_callable(factory: Any, source: str, module: ModuleType) -> None:
         ) from error
 
 
-def _check_result(result: object, source: str) -> ModelCall:
+def _parse_factory_result(result: object, source: str) -> ModelCall:
+    """Return the model and the arguments that a factory returned. Raises `TraceError` for other
+    results."""
     if isinstance(result, nn.Module):
         raise TraceError(
             f"{source} returned a {type(result).__name__} without the arguments of a call; it must "
@@ -178,6 +187,7 @@ def _check_result(result: object, source: str) -> ModelCall:
 
 
 def _keyword_arguments(arguments: object, source: str) -> dict[str, Any]:
+    """Return keyword arguments as a dict; none for None. Raises `TraceError` for other objects."""
     if arguments is None:
         return {}
     if not isinstance(arguments, Mapping) or not all(isinstance(key, str) for key in arguments):
@@ -226,6 +236,7 @@ def _relative_path(path: Path) -> str:
         return str(path)
 
 
-def _file_of(module: ModuleType) -> Path | None:
+def _module_file(module: ModuleType) -> Path | None:
+    """Return the file of a module; None if it has none."""
     file = getattr(module, "__file__", None)
     return Path(file).resolve() if file else None

@@ -60,7 +60,7 @@ def load_training_step(
     dtype: str | None = None,
     seed: int = 0,
 ) -> TrainingStep:
-    """Load the training step that `source` names; the module's docstring lists its forms.
+    """Load the training step that `source` names: a factory, a configuration file or a model type.
 
     `sizes` and `overrides` ("n_layer=4", where the value is JSON or else text) apply to
     configurations, not to factories. Model and tensors are moved to `device` ("cpu", "cuda" or
@@ -70,24 +70,24 @@ def load_training_step(
 
     Raises `TraceError` with one line, which names the line in the user's file if there is one.
     """
-    target = _device(device)
+    target = _loading_device(device)
     if dtype is not None and dtype not in DTYPES:
         raise TraceError(f"the dtype {dtype!r} is not supported; use {', '.join(DTYPES)}")
     _seed_generators(seed)
     construction_device = target if target.type == "meta" else contextlib.nullcontext()
     with contextlib.redirect_stdout(sys.stderr), construction_device:
-        name, model, args, kwargs = _load_by_form(source, sizes or BatchSizes(), overrides)
-        args, kwargs = _checked_inputs(source, model, args, kwargs)
+        name, model, args, kwargs = _load_source(source, sizes or BatchSizes(), overrides)
+        args, kwargs = _checked_step_inputs(source, model, args, kwargs)
         return _move_step(
             TrainingStep(name, model, args, kwargs), target, DTYPES[dtype] if dtype else None
         )
 
 
-def _checked_inputs(
+def _checked_step_inputs(
     source: str, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of a call. Raises `TraceError` if the model does not accept them, which
-    says which names it does not know."""
+    """Return the arguments of a call in the form that the model takes. Raises `TraceError` if it
+    does not accept them, with the names that it does not have."""
     try:
         return normalise_inputs(model, args, kwargs)
     except TraceError as error:
@@ -99,9 +99,11 @@ def _checked_inputs(
         raise TraceError(f"{error}.{names} Change what {source} returns") from None
 
 
-def _load_by_form(
+def _load_source(
     source: str, sizes: BatchSizes, overrides: Sequence[str]
 ) -> tuple[str, nn.Module, tuple[Any, ...], dict[str, Any]]:
+    """Return the name, model and arguments of a source. Raises `TraceError` if it has none of the
+    forms."""
     if source.startswith(_HUGGING_FACE_PREFIX):
         return step_from_name(source.removeprefix(_HUGGING_FACE_PREFIX), sizes, overrides)
     if source.endswith(".json"):
@@ -121,11 +123,13 @@ def _load_by_form(
     return name, *step_from_factory(place, name)
 
 
-def _device(name: str) -> torch.device:
+def _loading_device(name: str) -> torch.device:
+    """Return the device "meta" or a device of this machine. Raises `TraceError` for others."""
     return torch.device("meta") if name == "meta" else local_device(name)
 
 
 def _seed_generators(seed: int) -> None:
+    """Seed the random generators of torch, Python and NumPy."""
     torch.manual_seed(seed)
     random.seed(seed)
     numpy.random.seed(seed % 2**32)
@@ -151,6 +155,8 @@ def _move_step(step: TrainingStep, device: torch.device, dtype: torch.dtype | No
 def _move_tensor(
     tensor: torch.Tensor, device: torch.device, dtype: torch.dtype | None
 ) -> torch.Tensor:
+    """Return a tensor on a device, cast if it is floating-point; the tensor itself if nothing
+    changes."""
     moved = tensor.to(device=device, dtype=dtype if tensor.is_floating_point() else None)
     if moved is tensor:
         return tensor

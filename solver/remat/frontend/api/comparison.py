@@ -79,7 +79,7 @@ class Equality:
         return {k: v if math.isfinite(v) else None for k, v in fields.items()}
 
 
-def deep_copy(model: nn.Module, arguments: T) -> tuple[nn.Module, T]:
+def deep_copy_step(model: nn.Module, arguments: T) -> tuple[nn.Module, T]:
     """Return a deep copy of the model and its arguments. Raises `TraceError` where they cannot be
     copied."""
     try:
@@ -107,8 +107,10 @@ def compare_steps(
     buffers_before = reference.buffers()
     # remat first: if it cannot plan, the reference is not compiled in vain.
     losses = [runner.first_step(seed) for runner in (remat, reference)][::-1]
-    gradients = _differences(reference.gradients(), remat.gradients())
-    buffers = _differences(*(_changed(buffers_before, runner.buffers()) for runner in runners))
+    gradients = _tensor_differences(reference.gradients(), remat.gradients())
+    buffers = _tensor_differences(
+        *(_changed_tensors(buffers_before, runner.buffers()) for runner in runners)
+    )
     peaks = [reference.peak_bytes(seed, remat), remat.peak_bytes(seed, reference)]
     times: tuple[list[float], list[float]] = ([], [])
     for _ in range(rounds):
@@ -174,7 +176,7 @@ class StepRunner:
             # The output lives until the step ends, as in many training loops, or is dropped before
             # the backward: as the plan assumes.
             output = self._module(*self._args, **self._kwargs)
-            loss = loss_of(output)
+            loss = loss_of_output(output)
             if self._outputs_dropped:
                 del output
             # Autocast keeps its casts until the outermost context ends, which is the caller's.
@@ -195,7 +197,7 @@ class StepRunner:
             tensor.grad = None
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        """Return the gradients of parameters, and of inputs that require one, by name."""
+        """Return the existing gradients of parameters and inputs, by name."""
         owners = dict(self._module.named_parameters())
         owners |= {f"input {number}": tensor for number, tensor in enumerate(self._inputs)}
         return {name: t.grad for name, t in owners.items() if t.grad is not None}
@@ -205,12 +207,13 @@ class StepRunner:
         return {name: b.detach().clone() for name, b in self._module.named_buffers()}
 
     def constants(self) -> list[torch.Tensor]:
-        """Return the parameters, buffers and inputs on the module's device."""
+        """Return the dense parameters, buffers and inputs on the module's device."""
         tensors = [*self._module.parameters(), *self._module.buffers(), *self._inputs]
         return [t for t in tensors if t.layout == torch.strided and t.device == self._device]
 
     def peak_bytes(self, seed: int, other: StepRunner) -> int:
-        """Run a step and return its peak, without the memory of the `other` version's model."""
+        """Run a step and return its peak, without the memory of the `other` version's model. Clears
+        the gradients of both."""
         self.clear_gradients()
         other.clear_gradients()
         if self._device.type == "cuda":
@@ -245,9 +248,10 @@ class StepRunner:
         return elapsed_s
 
 
-def loss_of(output: object) -> torch.Tensor:
-    """Return the scalar to call `backward()` on: the output's `loss`, the output itself, or the
-    first scalar of a tuple or dict. Raises `TraceError` where there is none."""
+def loss_of_output(output: object) -> torch.Tensor:
+    """Return the scalar of a model's output to call `backward()` on: its attribute `loss`, the
+    output itself, or the first scalar of a tuple or dict. Raises `TraceError` if there is none, or
+    if it requires no gradient."""
     candidates: list[object] = [getattr(output, "loss", None), output]
     if isinstance(output, Mapping):
         candidates += output.values()
@@ -259,13 +263,14 @@ def loss_of(output: object) -> torch.Tensor:
                 break
             return item.reshape(())
     raise TraceError(
-        f"a step needs a loss, and the model returned {_summary(output)}; return a scalar that "
-        "requires a gradient: as the only output, as the attribute `loss`, or as the first scalar "
-        "of a tuple or dict (models of transformers return one where they are called with labels)"
+        f"a step needs a loss, and the model returned {_output_summary(output)}; return a scalar "
+        "that requires a gradient: as the only output, as the attribute `loss`, or as the first "
+        "scalar of a tuple or dict (models of transformers return one where they are called with "
+        "labels)"
     )
 
 
-def _summary(output: object) -> str:
+def _output_summary(output: object) -> str:
     """Return the type of a model's output in a few words, for an error."""
     if isinstance(output, torch.Tensor):
         grad = "" if output.requires_grad else " without a gradient"
@@ -286,10 +291,11 @@ class _TensorDifference:
 
     @classmethod
     def of(cls, a: torch.Tensor | None, b: torch.Tensor | None) -> _TensorDifference:
+        """Return the difference of two tensors, either of which may be missing."""
         if a is None or b is None or a.shape != b.shape:
             return cls(False, math.inf, math.inf)
         a, b = (t.to_dense() if t.layout != torch.strided else t for t in (a, b))
-        if _is_equal(a, b):
+        if _tensors_equal(a, b):
             return cls(True, 0.0, 0.0)
         wide = torch.complex128 if a.is_complex() else torch.float64
         distance = (a.to(wide) - b.to(wide)).abs().nan_to_num(nan=math.inf, posinf=math.inf)
@@ -298,18 +304,18 @@ class _TensorDifference:
         return cls(False, absolute, absolute / scale if scale else math.inf)
 
 
-def _is_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+def _tensors_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
     """True if the tensors are equal bit for bit, except for the bits of NaNs."""
     if a.dtype != b.dtype:
         return False
     return torch.equal(a, b) or bool(((a == b) | (a.isnan() & b.isnan())).all())
 
 
-def _differences(a: Tensors, b: Tensors) -> list[_TensorDifference]:
-    """Return the differences of the tensors that have the same name."""
+def _tensor_differences(a: Tensors, b: Tensors) -> list[_TensorDifference]:
+    """Return the difference of the two tensors of each name; infinite if one of them is missing."""
     return [_TensorDifference.of(a.get(name), b.get(name)) for name in dict.fromkeys((*a, *b))]
 
 
-def _changed(before: Tensors, after: Tensors) -> dict[str, torch.Tensor]:
-    """Return the tensors of `after` that are not equal to those of the same name in `before`."""
-    return {k: t for k, t in after.items() if k not in before or not _is_equal(before[k], t)}
+def _changed_tensors(before: Tensors, after: Tensors) -> dict[str, torch.Tensor]:
+    """Return the tensors of `after` that are missing in `before`, or not equal there."""
+    return {k: t for k, t in after.items() if k not in before or not _tensors_equal(before[k], t)}

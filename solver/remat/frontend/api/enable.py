@@ -22,7 +22,7 @@ from remat.errors import InfeasibleBudget, TraceError
 from remat.frontend.api.optimize import (
     FORWARD_ATTRIBUTE,
     check_no_planned_submodule,
-    checked_options,
+    checked_door_options,
 )
 from remat.frontend.blocks.fsdp2 import check_unsharded, is_sharded, local_tensor
 from remat.frontend.blocks.planner import ScopedPlanner
@@ -76,7 +76,7 @@ def enable(
     Raises `TraceError` if the model is enabled, optimised or compiled already, `InfeasibleBudget`
     if its parameters alone do not fit, and the errors of `remat.optimize`.
     """
-    checked = check_options(budget, options)
+    checked = check_enable_options(budget, options)
     check_not_planned(model, checked.scope)
     if not is_smallest_accepted(checked.infeasible):
         _check_parameters_fit(model, checked.budget)
@@ -195,6 +195,8 @@ class PlannedForward:
 
     @exclude_from_compile
     def _run_training_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a call with gradients under its plan; plan it first if there is none for such a
+        call."""
         with _new_dispatcher:
             if self._dispatcher is None:
                 self._dispatcher = StepDispatcher(self.model, self.planner, self.original_forward)
@@ -213,6 +215,8 @@ class _InPlacePlanner(ScopedPlanner):
     """Plans a model that is enabled in place: captures it with its original forward."""
 
     def _plan(self, model: nn.Module, call: ModelCall, key: CallSignature) -> PlanEntry:
+        """Plan the model with its original forward; before the first plan, warn of gradient
+        checkpointing."""
         if not self.entries:
             _warn_of_gradient_checkpointing(model)
         with _original_forward_restored(model):
@@ -245,7 +249,8 @@ class _ForwardWhilePlanning:
 
 @contextmanager
 def _original_forward_restored(model: nn.Module) -> Iterator[None]:
-    """Give the model its original forward inside of this context, for this thread."""
+    """Give the model its original forward inside of this context, for this thread. Other threads
+    wait for the plan."""
     attributes = model.__dict__
     planned = attributes.get(FORWARD_ATTRIBUTE)
     forward = attributes.pop("forward", None)
@@ -292,15 +297,15 @@ def check_not_planned(model: object, scope: str = MODEL) -> None:
         check_unsharded(model)
 
 
-def check_options(budget: int | str, options: EnableOptions) -> CheckedOptions:
-    """Return the options of `enable` as data. Raises its errors for an invalid budget or option,
-    whatever the model: for integrations that enable a model later."""
-    return checked_options(ENABLE, budget, options)
+def check_enable_options(budget: int | str, options: EnableOptions) -> CheckedOptions:
+    """Return the options of `enable` as data. Raises the errors of `enable` for an invalid budget
+    or option before there is a model: for integrations that enable a model later."""
+    return checked_door_options(ENABLE, budget, options)
 
 
 def _check_parameters_fit(model: nn.Module, budget: Budget | None) -> None:
     """Raise `InfeasibleBudget` if a budget in bytes is less than parameters, gradients and buffers
-    use."""
+    use. Nothing for other budgets, or if parameters are lazy."""
     budget_bytes = None if budget is None else budget.size_bytes
     if budget_bytes is None or has_lazy_parameters(model):
         return

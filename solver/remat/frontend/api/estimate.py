@@ -50,7 +50,8 @@ def estimate(
 
 
 def roofline_for_trace(trace: Trace) -> Roofline:
-    """Return the roofline of the trace's GPU; of a default GPU if that is unknown, or of a CPU."""
+    """Return the roofline of the trace's GPU, of `DEFAULT_GPU` if its GPU is unknown, or of a
+    CPU."""
     if not trace.device.startswith("cuda"):
         return Roofline("cpu")
     return Roofline(trace.gpu or DEFAULT_GPU)

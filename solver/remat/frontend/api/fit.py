@@ -110,7 +110,7 @@ def fit(
         )
         trace = with_gradient_accumulation(trace) if accumulates else trace
         trace = with_roofline_costs(trace, roofline_for_trace(trace))
-        return with_measured_convolutions(trace) if _is_gpu_here(trace, device) else trace
+        return with_measured_convolutions(trace) if _runs_on_local_gpu(trace, device) else trace
 
     report_stage(progress, "tracing", clock)
     trace = traced((model, example_inputs, example_kwargs or {}))
@@ -119,7 +119,7 @@ def fit(
     question = FitQuestion(
         EagerStep.of(trace),
         optimizer,
-        _usable_bytes(trace, model, device) if memory_bytes is None else memory_bytes,
+        _reservable_bytes(trace, model, device) if memory_bytes is None else memory_bytes,
         roofline_for_trace(trace),
         strategy or DEFAULT_STRATEGY,
         replace(_script_changes(model), outputs=outputs),
@@ -128,9 +128,9 @@ def fit(
         clock,
         progress,
     )
-    convolutions = convolution_notes(trace, are_measured=_is_gpu_here(trace, device))
+    convolutions = convolution_notes(trace, are_measured=_runs_on_local_gpu(trace, device))
     with older_objects_not_collected():
-        answer = answer_question(question, [*_notes(device), *convolutions])
+        answer = answer_question(question, [*_default_gpu_notes(device), *convolutions])
     if distribution is None or with_length is None:
         return answer
 
@@ -155,7 +155,7 @@ def _checked_with_length(
     with_length: Callable[[int], ModelFnResult] | None,
     trace: Trace,
 ) -> Callable[[int], ModelFnResult]:
-    """Return the function. Raises `RematError` without one, or if no dimension of the example
+    """Return `with_length`. Raises `RematError` if it is None, or if no dimension of the example
     inputs has the longest length."""
     if with_length is None:
         raise RematError(
@@ -172,30 +172,34 @@ def _checked_with_length(
     return with_length
 
 
-def _is_gpu_here(trace: Trace, device: str | torch.device | None) -> bool:
-    """True if the step runs on a GPU of this machine."""
+def _runs_on_local_gpu(trace: Trace, device: str | torch.device | None) -> bool:
+    """True if the step of a trace for `device` runs on a GPU of this machine."""
     return is_on_cuda(trace) and find_target_gpu(device) is None
 
 
-def _notes(device: str | torch.device | None) -> list[str]:
+def _default_gpu_notes(device: str | torch.device | None) -> list[str]:
+    """Return the note that "cuda" stands for `DEFAULT_GPU`; none if `device` names a GPU or one is
+    here."""
     if not is_default_gpu(device):
         return []
     return [f"this machine has no GPU: {str(device)!r} is taken as {DEFAULT_GPU}; name another GPU"]
 
 
-def _usable_bytes(trace: Trace, model: nn.Module, device: str | torch.device | None) -> int:
-    """Return the bytes that torch's allocator may reserve: for a device of this machine, what is
-    free, and what the model takes there already."""
+def _reservable_bytes(trace: Trace, model: nn.Module, device: str | torch.device | None) -> int:
+    """Return the bytes that torch's allocator may reserve. On a device of this machine, they are
+    nearly all that is free, plus what the model already takes there; on another GPU, nearly all of
+    its memory. Raises `BudgetError` if the free memory is unknown."""
     if find_target_gpu(device) is None:
         free = free_bytes(trace.device)
         if free is None:
             raise BudgetError(f'{trace.device} does not report its memory: pass memory="75GiB"')
-        return int(free * (1 - SEGMENTS_MARGIN)) + _allocated_bytes(model, trace.device)
+        return int(free * (1 - SEGMENTS_MARGIN)) + _model_bytes_on_device(model, trace.device)
     return usable_bytes(roofline_for_trace(trace).device)
 
 
-def _allocated_bytes(model: nn.Module, device: str) -> int:
-    """Return the bytes of a model's parameters, gradients and buffers that are on a device."""
+def _model_bytes_on_device(model: nn.Module, device: str) -> int:
+    """Return the bytes of a model's parameters, gradients and buffers that are on a type of
+    device."""
     parameters = list(model.parameters())
     gradients = [p.grad for p in parameters if p.grad is not None]
     tensors = [*parameters, *gradients, *model.buffers()]
@@ -203,8 +207,8 @@ def _allocated_bytes(model: nn.Module, device: str) -> int:
 
 
 def _script_changes(model: nn.Module) -> ScriptChanges:
-    """Return the code for a model: transformers' own method for checkpoints, if it has one, and its
-    configuration without a cache, if it was captured without one."""
+    """Return the code to add to a training script: transformers' own method for checkpoints if the
+    model has one, and a configuration without a cache if it was captured without one."""
     checkpoints = ""
     for method in ("activation_checkpointing_enable", "gradient_checkpointing_enable"):
         if callable(getattr(model, method, None)):

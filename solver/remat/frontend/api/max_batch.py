@@ -77,7 +77,7 @@ def max_batch(
     check_option("strategy", strategy)
     check_option("progress", progress)
     check_cost_source(costs)
-    parsed_budget = None if is_auto(budget) else _check_in_bytes(Budget.parse(budget))
+    parsed_budget = None if is_auto(budget) else _check_budget_in_bytes(Budget.parse(budget))
     if (target := find_target_gpu(device)) is not None:
         if parsed_budget is None:
             raise BudgetError(
@@ -103,7 +103,7 @@ def max_batch(
     batch, next_attempt = search.largest_batch(eager_batch, start)
     if batch == 0:
         assert next_attempt is not None
-        raise _nothing_fits(next_attempt, search)
+        raise _no_batch_fits_error(next_attempt, search)
     traced = search.trace(batch)
     return MaxBatch(
         batch=batch,
@@ -119,7 +119,7 @@ def max_batch(
     )
 
 
-def _check_in_bytes(budget: Budget) -> Budget:
+def _check_budget_in_bytes(budget: Budget) -> Budget:
     """Return the budget. Raise `BudgetError` unless it is in bytes."""
     if budget.size_bytes is None:
         raise BudgetError(
@@ -129,7 +129,7 @@ def _check_in_bytes(budget: Budget) -> Budget:
     return budget
 
 
-def _nothing_fits(attempt: BatchAttempt, search: BatchSearch) -> InfeasibleBudget:
+def _no_batch_fits_error(attempt: BatchAttempt, search: BatchSearch) -> InfeasibleBudget:
     """Return the error for a failed attempt at a batch of 1."""
     budget = format_bytes(search.budget_bytes)
     if attempt.overhead is not None:
@@ -191,7 +191,8 @@ class BatchSearch:
 
     def read_budget(self, start: int) -> None:
         """Set `budget_bytes`. The budget "auto" is read while the model and the first batch for
-        which there is memory, `start` or a smaller one, are allocated."""
+        which there is memory (`start`, a half of it, and so on) are allocated. Raises
+        `InfeasibleBudget` if there is memory for none."""
         batch = start
         while batch:
             try:
@@ -242,7 +243,8 @@ class BatchSearch:
         return simulate(graph, Schedule.keep_all(graph)).peak_bytes
 
     def quick_min_peak_bytes(self, batch: int) -> int:
-        """Return the smallest peak that fast baseline strategies reach."""
+        """Return the smallest peak without a solver: without recomputation, or by fast baseline
+        strategies."""
         graph = self.trace(batch).graph()
         schedules = [
             Schedule.keep_all(graph),
@@ -279,8 +281,9 @@ class BatchSearch:
         return fits
 
     def largest_batch(self, eager_batch: int, start: int) -> tuple[int, BatchAttempt | None]:
-        """Return the largest batch with a plan, 0 if there is none, and the attempt at the next
-        batch; None if that is more than `max_batch`. `eager_batch` fits without recomputation."""
+        """Return the largest batch with a plan, 0 if there is none, and the failed attempt at the
+        next batch; None if that is more than `max_batch`. `eager_batch` must fit without
+        recomputation."""
         fits = eager_batch
         first = min(max(fits, start), self.max_batch)
         second = 2 * first if 2 * first <= self.max_batch else max(1, first // 2)
@@ -294,7 +297,7 @@ class BatchSearch:
         exceeds = self.max_batch + 1
         failed = self._out_of_memory_attempt(exceeds)
         guess = min(self._batch_at_budget(*line), _MAX_GROWTH * first)
-        bytes_at_zero = _bytes_at_zero(*line)
+        bytes_at_zero = _bytes_of_empty_batch(*line)
         step = max(1, first // 4)
         slow_rounds = 0  # successive rounds that did not halve the interval
         while exceeds - fits > 1:
@@ -323,13 +326,13 @@ class BatchSearch:
         never ran out of memory."""
         if not self.is_out_of_memory:
             return None
-        return self._record(
+        return self._record_attempt(
             BatchAttempt(batch, fits=False, is_proved=False, elapsed_s=0.0, out_of_memory=True)
         )
 
     def best_plan(self, batch: int) -> Plan:
-        """Solve a batch until the strategy ends; return that plan, or the plan of the search where
-        that one is faster."""
+        """Solve a batch until the strategy ends; return its plan, or the plan from the search if
+        that is faster or no other is found."""
         search_plan = self._plans.get(batch)
         try:
             traced = self.trace(batch)
@@ -365,21 +368,22 @@ class BatchSearch:
         except SolverTimeout:
             outcome = {"fits": False, "is_proved": False}
         else:
-            outcome = self._outcome(plan)
+            outcome = self._attempt_fields(plan)
             self._plans[batch] = plan
-        return self._record(
+        return self._record_attempt(
             BatchAttempt(batch=batch, elapsed_s=time.monotonic() - start, **outcome)
         )
 
-    def _record(self, attempt: BatchAttempt) -> BatchAttempt:
+    def _record_attempt(self, attempt: BatchAttempt) -> BatchAttempt:
         """Append the attempt, call `progress` with it, and return it."""
         self.attempts.append(attempt)
         if self.progress is not None:
             self.progress(attempt)
         return attempt
 
-    def _outcome(self, plan: Plan) -> dict[str, Any]:
-        """Return the fields of an attempt that has a plan: it fits unless it is too slow."""
+    def _attempt_fields(self, plan: Plan) -> dict[str, Any]:
+        """Return the fields of an attempt that has a plan: it fits unless its overhead is above
+        `max_overhead`."""
         limit = self.max_overhead
         fits = limit is None or plan.overhead <= limit
         bound = plan.lower_bound
@@ -437,7 +441,7 @@ def parse_model_fn_result(returned: object) -> _ModelAndInputs:
     )
 
 
-def _bytes_at_zero(*points: tuple[int, int]) -> int:
+def _bytes_of_empty_batch(*points: tuple[int, int]) -> int:
     """Return the bytes of an empty batch, by the line through two points of (batch, bytes)."""
     (x, a), (y, b) = sorted(points)
     return a if x == y else max(0, a - (b - a) * x // (y - x))

@@ -17,7 +17,7 @@ from remat.documents.trace import Trace
 from remat.errors import TraceError, wrong_type
 from remat.frontend.capture.model.wrapped_code import unwrap_compiled
 from remat.frontend.capture.trace import check_differentiable, normalise_inputs
-from remat.frontend.common.code_origin import errors_of
+from remat.frontend.common.code_origin import errors_name_part
 from remat.frontend.costs.measure import check_cost_source
 from remat.frontend.memory.device_memory import reserve_size
 from remat.frontend.planning.planner import Planner
@@ -110,7 +110,7 @@ def optimize(
     check_no_planned_submodule(model)
     if loss is not None:
         model = ModelWithLoss(model, loss)
-    planner = Planner(replace(checked_options(OPTIMIZE, budget, options), service=service))
+    planner = Planner(replace(checked_door_options(OPTIMIZE, budget, options), service=service))
     if example_inputs is None and example_kwargs is None:
         return RematModule(model, planner)
     args, kwargs = normalise_inputs(
@@ -148,7 +148,7 @@ def solve_step(
         remedy = "pass remat.measure(remat.trace(model, inputs)); remat.solve takes a Graph"
         raise wrong_type("solve_step", "a Trace", trace, remedy)
     trace.graph()  # raises for a trace without costs
-    checked = checked_options(SOLVE_STEP, budget, {"strategy": strategy, **options})
+    checked = checked_door_options(SOLVE_STEP, budget, {"strategy": strategy, **options})
     assert checked.budget is not None
     is_changed = checked.offload is not None or bool(pieces_to_try(checked.split))
     options_here = replace(checked, costs=roofline_of(trace) if is_changed else None)
@@ -157,11 +157,13 @@ def solve_step(
     return TracePlan(result.trace, result.plan)
 
 
-def checked_options(door: Door, budget: int | str, options: Mapping[str, Any]) -> CheckedOptions:
+def checked_door_options(
+    door: Door, budget: int | str, options: Mapping[str, Any]
+) -> CheckedOptions:
     """Return the options of a door as data.
 
-    Raises the errors of `read_options` at once, and those for a wrong device in `costs` and for an
-    optimizer in `reserve` whose state cannot be predicted.
+    Raises the errors of `read_options` at once, and the errors for a wrong device in `costs`, for
+    an optimizer in `reserve` whose state cannot be predicted, and for a reserve above the budget.
     """
     checked = read_options(door, budget, options)
     if checked.costs != MEASURED_BY_SERVICE:
@@ -224,11 +226,11 @@ class ModelWithLoss(nn.Module):
                 "then the target"
             )
         *model_inputs, target = inputs
-        with errors_of(type(self.model).__name__):
+        with errors_name_part(type(self.model).__name__):
             output = self.model(*model_inputs, **kwargs)
-        with errors_of(self.criterion_name):
+        with errors_name_part(self.criterion_name):
             loss = self.loss(output, target)
-        self._check(loss, output)
+        self._check_loss(loss, output)
         return loss
 
     @property
@@ -236,29 +238,31 @@ class ModelWithLoss(nn.Module):
         """The criterion, as errors name it."""
         return f"the criterion {getattr(self.loss, '__name__', type(self.loss).__name__)}"
 
-    def _check(self, loss: Any, output: Any) -> None:
+    def _check_loss(self, loss: Any, output: Any) -> None:
         """Raise `TraceError` for a result of the criterion that cannot be trained with."""
         if isinstance(loss, torch.Tensor) and loss.numel() != 1:
             raise TraceError(
                 f"the loss has the shape {tuple(loss.shape)}: reduce it to one number, such as its "
                 "mean"
             )
-        if not _tensors(loss):
+        if not _tensor_leaves(loss):
             raise TraceError(
                 f"{self.criterion_name} returns no tensor, but an object of the type "
                 f"{type(loss).__name__}; it must return the loss"
             )
-        is_trained = self.training and torch.is_grad_enabled() and _requires_grad(output)
-        if is_trained and not _requires_grad(loss):
+        is_trained = self.training and torch.is_grad_enabled() and _any_requires_grad(output)
+        if is_trained and not _any_requires_grad(loss):
             raise TraceError(
                 f"no gradient comes from the result of {self.criterion_name}: it is detached, "
                 "computed without gradients, or does not use the model's output"
             )
 
 
-def _requires_grad(tree: Any) -> bool:
-    return any(tensor.requires_grad for tensor in _tensors(tree))
+def _any_requires_grad(tree: Any) -> bool:
+    """True if any tensor of a pytree requires a gradient."""
+    return any(tensor.requires_grad for tensor in _tensor_leaves(tree))
 
 
-def _tensors(tree: Any) -> list[torch.Tensor]:
+def _tensor_leaves(tree: Any) -> list[torch.Tensor]:
+    """Return the tensors of a pytree."""
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]

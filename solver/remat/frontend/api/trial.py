@@ -22,7 +22,7 @@ from remat.frontend.api.comparison import (
     StepRunner,
     check_rounds,
     compare_steps,
-    deep_copy,
+    deep_copy_step,
 )
 from remat.frontend.runtime.module import RematModule
 from remat.limits.options import OUTPUTS_DROPPED, OUTPUTS_HELD
@@ -169,20 +169,20 @@ def run_eager_trial(
     seed: int = 1,
     predicted_eager_bytes: int | None = None,
 ) -> Trial:
-    """Run steps of `model` in eager mode and of `module`, its plan, on one batch.
+    """Run steps of `model` in eager mode and of `module`, the planned model, on one batch.
 
-    Eager mode runs on a copy, and every step starts from `seed`. Outputs are held or dropped
-    before the backward, as the plan assumes. Call it under `torch.autocast` if the plan was made
-    under it; backward passes run outside of autocast, as torch recommends. Gradients are cleared
-    at the end; buffers such as those of batch norm are as after `rounds + 2` steps.
-    `predicted_eager_bytes` is the predicted peak of eager mode, for the table: that of
-    `remat.report.eager_step.eager_peak_bytes`; by default the plan's baseline.
+    Eager mode runs on a copy, and every step starts from `seed`. Outputs are held or dropped before
+    the backward, as the plan assumes. Call it under `torch.autocast` if the plan was made under it;
+    backward passes run outside of autocast, as torch recommends. Gradients are cleared at the end;
+    buffers such as those of batch norm are as after `rounds + 2` steps. `predicted_eager_bytes` is
+    the predicted peak of eager mode, for the table, as from
+    `remat.report.eager_step.eager_peak_bytes`; by default it is the plan's baseline.
 
-    Raises `TraceError` where the output has no loss, the model cannot be copied, or a step does not
-    fit the device.
+    Raises `TraceError` where the output has no loss, the model cannot be copied, the module has no
+    plan, or a step does not fit the device.
     """
     check_rounds(rounds)
-    eager_model, (eager_args, eager_kwargs) = deep_copy(model, (args, dict(kwargs)))
+    eager_model, (eager_args, eager_kwargs) = deep_copy_step(model, (args, dict(kwargs)))
     plan = module.plan
     if plan is None:
         raise TraceError("the module has no plan to compare with; make it with remat.optimize")
@@ -229,7 +229,7 @@ def run_compiled_trial(
     from remat.frontend.compile.registry import compiled_plans
 
     check_rounds(rounds)
-    plain_model, (plain_args, plain_kwargs) = deep_copy(model, (args, dict(kwargs)))
+    plain_model, (plain_args, plain_kwargs) = deep_copy_step(model, (args, dict(kwargs)))
     number_of_plans = len(compiled_plans())
     plain_module: Any = torch.compile(plain_model)
     remat_module = compile_with_remat(model, budget, outputs=outputs, **options)

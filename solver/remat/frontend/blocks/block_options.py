@@ -24,7 +24,7 @@ from remat.frontend.capture.trace import CapturedStep, capture
 from remat.frontend.common.operators import check_namespaces_allowed
 from remat.frontend.common.pytree import unflatten
 from remat.frontend.common.torch_modes import autocast_set_to
-from remat.frontend.costs.measure import block_limit_bytes, measure
+from remat.frontend.costs.measure import block_measurement_limit_bytes, measure
 from remat.frontend.planning.schedule_reuse import BlockScheduleCache
 from remat.frontend.runtime.guards import CallSignature
 from remat.frontend.runtime.lower import LoweredProgram, lower_program
@@ -201,7 +201,7 @@ class BlockSolver:
         if cached is None:
             self.is_all_reused = False
             costs = settings.costs or trace.device.split(":")[0]
-            limit_bytes = max(self.measuring_limit_bytes, block_limit_bytes(trace))
+            limit_bytes = max(self.measuring_limit_bytes, block_measurement_limit_bytes(trace))
             measured = measure(trace, device=costs, cache=settings.cache, limit_bytes=limit_bytes)
             options = pareto_options(
                 measured.graph(), time_limit_s, settings.strategy, settings.progress_callback

@@ -34,7 +34,7 @@ from remat.frontend.blocks.profile import (
 )
 from remat.frontend.blocks.step_recorder import DryRunCall, MeasureOptions, StepRecorder
 from remat.frontend.memory.device_memory import allocated_workspace_bytes
-from remat.frontend.memory.meter import gauge, unique_bytes
+from remat.frontend.memory.meter import memory_gauge, unique_bytes
 from remat.frontend.runtime.guards import ModelCall
 
 
@@ -104,7 +104,7 @@ def run_dry(
         stack.enter_context(state_restored(model, (call.args, call.kwargs)))
         stack.enter_context(torch.enable_grad())
         recorder = StepRecorder(
-            stack.enter_context(gauge(device)),
+            stack.enter_context(memory_gauge(device)),
             library_bytes + _constant_bytes(model, call),
             {id(s.module) for s in measured_submodules},
             measure_options,

@@ -23,8 +23,8 @@ from remat.frontend.blocks.fsdp2 import gathered_storages
 from remat.frontend.blocks.module_state import BufferSnapshot, WriteJournal, run_checkpointed
 from remat.frontend.capture.model.preserved_state import rng_state_preserved
 from remat.frontend.common.pytree import flatten_objects, tensors_in, unflatten_objects
-from remat.frontend.costs.timers import Clock, clock
-from remat.frontend.memory.meter import Gauge, storage_bytes, wait_for_autograd
+from remat.frontend.costs.timers import Stopwatch, stopwatch
+from remat.frontend.memory.meter import MemoryGauge, storage_bytes, wait_for_autograd
 
 logger = logging.getLogger("remat")
 
@@ -69,7 +69,7 @@ class ModuleInvocation:
 
 
 def measure_eager_options(
-    gauge: Gauge, call: ModuleInvocation, roofline: Roofline | None = None
+    gauge: MemoryGauge, call: ModuleInvocation, roofline: Roofline | None = None
 ) -> tuple[BlockOption, ...]:
     """Measure a block call as it is and, if the block can be recomputed, checkpointed. With a
     `roofline`, times are estimated by it.
@@ -141,7 +141,7 @@ def gradients_by_autograd(
 
 
 def measure_invocation(
-    gauge: Gauge,
+    gauge: MemoryGauge,
     call: ModuleInvocation,
     compute_gradients: BackwardFunction = gradients_by_autograd,
     roofline: Roofline | None = None,
@@ -158,7 +158,7 @@ def measure_invocation(
         with (
             rng_state_preserved(),
             _gradients_preserved(parameters),
-            clock(roofline, {t.device for t in differentiable}) as time,
+            stopwatch(roofline, {t.device for t in differentiable}) as time,
         ):
             measured = _measure(
                 gauge,
@@ -190,8 +190,8 @@ def _gradients_preserved(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
 
 
 def _measure(
-    gauge: Gauge,
-    clock: Clock,
+    gauge: MemoryGauge,
+    clock: Stopwatch,
     run: Callable[[], Any],
     inputs: Sequence[torch.Tensor],
     differentiable: Sequence[torch.Tensor],

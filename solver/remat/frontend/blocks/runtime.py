@@ -27,7 +27,7 @@ from remat.frontend.blocks.module_state import (
 from remat.frontend.capture.model.attribute_guards import AttributeGuards, BoundGuards
 from remat.frontend.capture.model.wrapped_code import checkpointing_disabled
 from remat.frontend.common.pytree import tensors_in
-from remat.frontend.common.step_outputs import without_other_outputs
+from remat.frontend.common.step_outputs import drop_model_outputs
 from remat.frontend.runtime.dispatch import is_in_function_transform
 from remat.frontend.runtime.guards import CallSignature, ModelCall, ModelTracker, call_signature
 from remat.frontend.runtime.lower import LoweredProgram
@@ -241,7 +241,7 @@ class BoundBlocks:
             copies.end_forward()
         finally:
             copies.abandon()
-        return output if self._returned is None else without_other_outputs(output, self._returned)
+        return output if self._returned is None else drop_model_outputs(output, self._returned)
 
 
 class StepWithoutBlocks:

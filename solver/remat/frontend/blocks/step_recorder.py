@@ -33,7 +33,7 @@ from remat.frontend.common.pytree import (
 )
 from remat.frontend.common.step_outputs import differentiated_tensors
 from remat.frontend.common.torch_modes import autocast_cache_disabled
-from remat.frontend.memory.meter import Gauge, allocated_size_bytes, storage_bytes
+from remat.frontend.memory.meter import MemoryGauge, allocated_size_bytes, storage_bytes
 from remat.frontend.runtime.dispatch import is_in_function_transform
 from remat.frontend.runtime.guards import CallSignature, ModelCall, ModelTracker, call_signature
 
@@ -143,7 +143,7 @@ def _differentiable_copy(tensor: torch.Tensor) -> torch.Tensor:
     return non_leaf_alias(tensor.detach().requires_grad_())
 
 
-MeasureOptions = Callable[[Gauge, ModuleInvocation], tuple[BlockOption, ...]]
+MeasureOptions = Callable[[MemoryGauge, ModuleInvocation], tuple[BlockOption, ...]]
 """Measures the options of a call of a module's original forward."""
 
 _MUTATES_ARGUMENT = "it modifies a list or a dict among its arguments"
@@ -179,7 +179,7 @@ class DryRunCall:
 class StepRecorder:
     """Records the calls and events of a dry run while it runs. `run_dry` has the context."""
 
-    gauge: Gauge
+    gauge: MemoryGauge
     constant_bytes: int
     measured_modules: set[int]
     measure_options: MeasureOptions

@@ -25,7 +25,8 @@ def is_getitem(node: fx.Node) -> bool:
 
 
 def is_view(node: fx.Node) -> bool:
-    """True if the node's output shares the storage of its first argument."""
+    """True if the node's output shares the storage of its first argument, by its operator's schema;
+    for an item of a tuple, if the tuple's node is a view."""
     target = node.target
     if is_getitem(node):
         parent = node.args[0]
@@ -46,7 +47,8 @@ def storage_base(node: fx.Node) -> fx.Node:
 
 
 def producer(node: fx.Node) -> fx.Node:
-    """Return the operation that allocates and writes the storage of this node's output."""
+    """Return the node that allocates and writes the storage of this node's output: an operation or
+    a graph input."""
     node = storage_base(node)
     operation = node.args[0] if is_getitem(node) else node
     assert isinstance(operation, fx.Node)
@@ -54,6 +56,6 @@ def producer(node: fx.Node) -> fx.Node:
 
 
 def mutated_args(node: fx.Node) -> list[fx.Node]:
-    """Return the arguments that a node writes to, according to its schema."""
+    """Return the arguments that a node writes to, according to its operator's schema."""
     written = written_arguments(node.target, node.args, node.kwargs)
     return [item for item in written if isinstance(item, fx.Node)]

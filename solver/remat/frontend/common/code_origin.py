@@ -18,7 +18,7 @@ _PACKAGE_FOLDERS = frozenset({"site-packages", "dist-packages"})
 
 
 def is_framework_code(path: Path) -> bool:
-    """True if a file is of Python's standard library, torch or remat: not part of a model."""
+    """True if a file belongs to Python's standard library, torch or remat, not to a model."""
     in_standard_library = path.is_relative_to(_STANDARD_LIBRARY) and not is_installed_package(path)
     return in_standard_library or any(path.is_relative_to(folder) for folder in _FRAMEWORKS)
 
@@ -34,7 +34,7 @@ def is_user_code(path: Path) -> bool:
     return path.is_absolute() and not is_framework_code(path) and not is_installed_package(path)
 
 
-def line_of(frame: FrameType) -> str:
+def frame_line(frame: FrameType) -> str:
     """Return the line that a frame runs, as text for messages."""
     return f"{frame.f_code.co_filename}:{frame.f_lineno} (in {frame.f_code.co_name})"
 
@@ -43,8 +43,9 @@ _ATTRIBUTE = "__remat_part__"
 
 
 @contextlib.contextmanager
-def errors_of(part: str) -> Iterator[None]:
-    """Within the context, errors name this part of a step."""
+def errors_name_part(part: str) -> Iterator[None]:
+    """Within the context, an error that is raised records this part of the step, unless an inner
+    context recorded another one; see `failing_part`."""
     try:
         yield
     except Exception as error:
@@ -55,5 +56,6 @@ def errors_of(part: str) -> Iterator[None]:
 
 
 def failing_part(error: BaseException) -> str | None:
-    """Return the part of a step that raised an error, None if it was not recorded."""
+    """Return the part of a step that `errors_name_part` recorded for an error; None if it recorded
+    none."""
     return getattr(error, _ATTRIBUTE, None)

@@ -40,21 +40,24 @@ class ProcessChange:
                     self._undo()
 
 
-def _disable() -> Callable[[], object] | None:
+def _disable_collector() -> Callable[[], object] | None:
+    """Turn the cyclic garbage collector off; return how to undo it, None if it was off already."""
     was_enabled = gc.isenabled()
     gc.disable()
     return gc.enable if was_enabled else None
 
 
-def _freeze() -> Callable[[], object] | None:
+def _freeze_older_objects() -> Callable[[], object] | None:
+    """Exclude all existing objects from collection; return how to undo it. Do nothing and return
+    None if some are excluded already."""
     if gc.get_freeze_count():  # they would be unfrozen with the others
         return None
     gc.freeze()
     return gc.unfreeze
 
 
-_DISABLED = ProcessChange(_disable)
-_FROZEN = ProcessChange(_freeze)
+_DISABLED = ProcessChange(_disable_collector)
+_FROZEN = ProcessChange(_freeze_older_objects)
 
 
 @contextlib.contextmanager

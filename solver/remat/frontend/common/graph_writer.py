@@ -21,8 +21,8 @@ class GraphWriter:
         self.nodes: dict[str, Any] = {}
 
     def arguments(self, record: Node | Statement) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments of a call, with the nodes that it reads. Raises `DocumentError` for
-        an unknown name."""
+        """Return positional and keyword arguments of a call, in which names are replaced by the
+        nodes of these tensors. Raises `DocumentError` for an unknown name."""
         args = tuple(argument_to_torch(item, self.nodes) for item in record.args)
         kwargs = {key: argument_to_torch(v, self.nodes) for key, v in record.kwargs.items()}
         return args, kwargs
@@ -33,7 +33,7 @@ class GraphWriter:
         args: Sequence[Any],
         kwargs: Mapping[str, Any] | None = None,
     ) -> fx.Node:
-        """Append a call to the graph."""
+        """Append a call to the graph, and return its node."""
         return self.graph.call_function(function, tuple(args), dict(kwargs or {}))
 
     def bind(self, call: fx.Node, results: Iterable[Result | Binding]) -> None:

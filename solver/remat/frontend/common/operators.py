@@ -26,7 +26,8 @@ from remat.errors import DocumentError, TraceError
 Operator: TypeAlias = Callable[..., object]
 
 REMAT_OPERATIONS: dict[str, Operator] = {}
-"""The operations that remat defines, by target ("remat.accumulate.default"); see `register`."""
+"""The operations that remat defines, by target ("remat.accumulate.default"); see
+`register_operator`."""
 
 _ACCESSES_FILES = frozenset({"aten.from_file.default", "aten.from_file.out"})
 _LITERAL_TYPES: dict[str, type] = {
@@ -36,8 +37,9 @@ _LITERAL_TYPES: dict[str, type] = {
 }
 
 
-def register(name: str, function: Operator) -> Operator:
-    """Let documents call `function` as the target `name`, which must be in namespace `remat`."""
+def register_operator(name: str, function: Operator) -> Operator:
+    """Let documents call `function` as the target `name`, and return it. Raises ValueError unless
+    the name is in the namespace `remat` and new."""
     if not check_target(name).startswith("remat."):
         raise ValueError(f"{name}: remat's operations are in the namespace remat")
     if REMAT_OPERATIONS.get(name, function) is not function:
@@ -46,18 +48,18 @@ def register(name: str, function: Operator) -> Operator:
     return function
 
 
-def resolve(target: str, namespaces: Collection[str] = NAMESPACES) -> Operator:
+def resolve_operator(target: str, namespaces: Collection[str] = NAMESPACES) -> Operator:
     """Return the function that a target names: an `OpOverload`, or one of remat's operations.
 
-    Raises `DocumentError` where the name is malformed or unknown, or where the operation is not
-    functional (`aten.copy_.default` is the one exception).
+    Raises `DocumentError` if the name is malformed, unknown or outside of the allowed `namespaces`,
+    or if the operation is not functional (`aten.copy_.default` is the one exception).
     """
     if target.startswith("remat."):
         if target not in REMAT_OPERATIONS:
             raise DocumentError(f"{target} is none of remat's operations: a newer remat wrote it?")
         return REMAT_OPERATIONS[target]
     operator = find_operator(target, namespaces)
-    _check_functional(target, operator)
+    _check_operator_functional(target, operator)
     return operator
 
 
@@ -73,7 +75,7 @@ def find_operator(target: str, namespaces: Collection[str]) -> OpOverload:
             f"{target}: operations of namespace {namespace} are not allowed, only those of "
             f"{', '.join(sorted(namespaces))}"
         )
-    operator = _lookup(namespace, name, overload)
+    operator = _lookup_operator(namespace, name, overload)
     if operator is None:
         raise DocumentError(f"torch {torch.__version__} has no operation {target}")
     return operator
@@ -85,19 +87,20 @@ def resolve_out_variant(target: str) -> Operator:
     Raises `DocumentError` where this version of torch has none.
     """
     namespace, name, overload = OUT_VARIANTS[target].target.split(".")
-    operator = _lookup(namespace, name, overload)
+    operator = _lookup_operator(namespace, name, overload)
     if operator is None:
         raise DocumentError(f"torch {torch.__version__} has no operation {name}.{overload}")
     return operator
 
 
 def check_namespaces_allowed(targets: Iterable[str], namespaces: Collection[str]) -> None:
-    """Raise `DocumentError` for the first operation that `resolve` refuses."""
+    """Raise the `DocumentError` of the first operation that `resolve_operator` refuses."""
     for target in dict.fromkeys(targets):
-        resolve(target, namespaces)
+        resolve_operator(target, namespaces)
 
 
-def _lookup(namespace: str, name: str, overload: str) -> OpOverload | None:
+def _lookup_operator(namespace: str, name: str, overload: str) -> OpOverload | None:
+    """Return torch's operator of this name; None if this version of torch has none."""
     packet = getattr(getattr(torch.ops, namespace), name, None)
     if not isinstance(packet, OpOverloadPacket):
         return None
@@ -105,7 +108,9 @@ def _lookup(namespace: str, name: str, overload: str) -> OpOverload | None:
     return operator if isinstance(operator, OpOverload) else None
 
 
-def _check_functional(target: str, operator: OpOverload) -> None:
+def _check_operator_functional(target: str, operator: OpOverload) -> None:
+    """Raise `DocumentError` for an operator that mutates arguments (except `COPY_TARGET`), returns
+    no tensor, or accesses files."""
     schema = operator._schema
     if target == COPY_TARGET:
         return
@@ -136,7 +141,8 @@ def argument_to_torch(argument: Argument, tensors: Mapping[str, torch.Tensor]) -
 
 
 def literal_to_torch(kind: str, text: str) -> object:
-    """Return a torch constant by kind and name: ("dtype", "float32") gives `torch.float32`."""
+    """Return a torch constant by kind and name: ("dtype", "float32") gives `torch.float32`. Raises
+    `DocumentError` if there is none."""
     if kind == "device":
         try:
             return torch.device(text)
@@ -188,8 +194,8 @@ def tensor_meta(tensor: torch.Tensor) -> TensorMeta:
 
 @cache
 def written_parameters(operator: object) -> tuple[tuple[int, str], ...]:
-    """Return the positions and names of the arguments that an operator writes into, by its schema;
-    none for another function."""
+    """Return the positions and names of the parameters that an operator writes into, by its schema;
+    none for a function without a schema."""
     schema = operator._schema.arguments if isinstance(operator, OpOverload) else ()
     return tuple(
         (position, argument.name)

@@ -30,13 +30,13 @@ _MAX_COLUMNS = 79
 @contextmanager
 def planning_line(progress: ProgressCallback | bool | None) -> Iterator[ProgressCallback | None]:
     """Yield the progress callback for solves inside of this context: the user's, or one that shows
-    the line; None if neither is wanted."""
+    the line. Yield None if the line is off or stderr is no terminal."""
     if callable(progress):
         yield progress
     elif progress is False or os.environ.get(ENVIRONMENT_VARIABLE) == "0" or not _is_terminal():
         yield None
     else:
-        line = _Line(0.0 if progress else _DELAY_S)
+        line = _ProgressLine(0.0 if progress else _DELAY_S)
         try:
             yield line.report
         finally:
@@ -48,7 +48,7 @@ def _is_terminal() -> bool:
     return sys.stderr is not None and sys.stderr.isatty()
 
 
-class _Line:
+class _ProgressLine:
     """The line, written by a separate thread, because captures and measurements do not report."""
 
     def __init__(self, delay_s: float) -> None:
@@ -56,7 +56,9 @@ class _Line:
         self._start_s = time.monotonic()
         self._text = ""
         self._is_closed = threading.Event()
-        self._thread = threading.Thread(target=self._show, name="remat-progress", daemon=True)
+        self._thread = threading.Thread(
+            target=self._show_until_closed, name="remat-progress", daemon=True
+        )
         self._thread.start()
 
     def report(self, progress: Progress) -> None:
@@ -68,18 +70,19 @@ class _Line:
         self._is_closed.set()
         self._thread.join()
 
-    def _show(self) -> None:
+    def _show_until_closed(self) -> None:
+        """Write the line after the delay, then twice a second until it is closed."""
         if self._is_closed.wait(self._delay_s):
             return
         while True:
             text = f"remat: planning the step, {time.monotonic() - self._start_s:.0f} s{self._text}"
-            _write(f"{_ERASE_LINE}{text[:_MAX_COLUMNS]}")
+            _write_to_stderr(f"{_ERASE_LINE}{text[:_MAX_COLUMNS]}")
             if self._is_closed.wait(_INTERVAL_S):
                 break
-        _write(_ERASE_LINE)
+        _write_to_stderr(_ERASE_LINE)
 
 
-def _write(text: str) -> None:
+def _write_to_stderr(text: str) -> None:
     """Write to stderr. Ignore the error of a closed terminal, so that planning continues."""
     try:
         sys.stderr.write(text)

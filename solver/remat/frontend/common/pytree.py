@@ -58,13 +58,15 @@ class _Flattener:
             return Structure(kind="value", value=_builtin_scalar(node))
         if isinstance(node, tuple) and hasattr(node, "_fields"):
             return Structure(
-                kind="namedtuple", type=_type_name(node), children=self._children(node, path)
+                kind="namedtuple",
+                type=_type_name(node),
+                children=self._child_structures(node, path),
             )
         if dataclasses.is_dataclass(node) and not isinstance(node, type):
-            return self._dataclass(node, path)
+            return self._dataclass_structure(node, path)
         if isinstance(node, (list, tuple)) and type(node) in (list, tuple, torch.Size):
             kind = "list" if isinstance(node, list) else "tuple"
-            return Structure(kind=kind, children=self._children(node, path))
+            return Structure(kind=kind, children=self._child_structures(node, path))
         if isinstance(node, (dict, UserDict)):
             if not all(isinstance(key, (str, int)) for key in node):
                 raise TraceError(
@@ -82,10 +84,13 @@ class _Flattener:
             f"{self._label}{path} is a {type(node).__name__}, which cannot be traced; {remedy}"
         )
 
-    def _children(self, node: Sequence[object], path: str) -> tuple[Structure, ...]:
+    def _child_structures(self, node: Sequence[object], path: str) -> tuple[Structure, ...]:
+        """Return the structures of a sequence's items."""
         return tuple(self.flatten(item, f"{path}[{i}]") for i, item in enumerate(node))
 
-    def _dataclass(self, node: Any, path: str) -> Structure:
+    def _dataclass_structure(self, node: Any, path: str) -> Structure:
+        """Return the structure of a dataclass with its set fields and added attributes. A field
+        that is None by default and None here is left out."""
         # Hugging Face's ModelOutput sets absent fields to None: omit them, as it does itself.
         fields = [f for f in dataclasses.fields(node) if f.init]
         names = [
@@ -128,12 +133,14 @@ def flatten_objects(tree: object) -> tuple[list[Any], ObjectTreeSpec]:
 
     Unlike for `flatten`, leaves may be any objects, and one that occurs twice is listed twice.
     """
-    return _flatten_objects(tree, ())
+    return _flatten_objects_below(tree, ())
 
 
-def _flatten_objects(
+def _flatten_objects_below(
     tree: object, ancestors: tuple[object, ...]
 ) -> tuple[list[Any], ObjectTreeSpec]:
+    """Return the result of `flatten_objects` for a part of a tree; an object among its `ancestors`
+    is a leaf."""
     torch_leaves, spec = tree_flatten(tree)
     leaves: list[Any] = []
     entries: list[tuple[type, tuple[str, ...], ObjectTreeSpec] | None] = []
@@ -141,7 +148,7 @@ def _flatten_objects(
         is_cycle = any(leaf is ancestor for ancestor in ancestors)
         names = () if is_cycle else _attribute_names(leaf)
         values = [getattr(leaf, name) for name in names]
-        inner_leaves, inner_spec = _flatten_objects(values, (*ancestors, leaf))
+        inner_leaves, inner_spec = _flatten_objects_below(values, (*ancestors, leaf))
         if names and any(isinstance(item, torch.Tensor) for item in inner_leaves):
             leaves += inner_leaves
             entries.append((type(leaf), names, inner_spec))
@@ -207,13 +214,13 @@ def unflattener(structure: Structure) -> Callable[[Sequence[object]], Any]:
         case "tuple":
             return lambda leaves: tuple(part(leaves) for part in parts)
         case "namedtuple":
-            cls = _resolve_type(structure.type)
+            cls = _resolve_container_type(structure.type)
             return lambda leaves: cls(*(part(leaves) for part in parts))
         case "object":
-            cls = _resolve_type(structure.type)
+            cls = _resolve_container_type(structure.type)
             return partial(_build_dataclass, cls, dict(zip(map(str, keys), parts, strict=True)))
         case _:
-            cls = _resolve_type(structure.type) if structure.type else dict
+            cls = _resolve_container_type(structure.type) if structure.type else dict
             return lambda leaves: cls(
                 {k: part(leaves) for k, part in zip(keys, parts, strict=True)}
             )
@@ -222,7 +229,9 @@ def unflattener(structure: Structure) -> Callable[[Sequence[object]], Any]:
 def _build_dataclass(
     cls: Any, parts: Mapping[str, Callable[[Sequence[object]], Any]], leaves: Sequence[object]
 ) -> Any:
-    """Build a dataclass with these attributes, of which some may not be fields of it."""
+    """Build a dataclass. `parts` rebuilds the value of each attribute from the leaves; attributes
+    that are no fields are set afterwards. Raises `DocumentError` for an attribute that the class
+    defines."""
     values = {name: part(leaves) for name, part in parts.items()}
     declared = {f.name for f in dataclasses.fields(cls)}
     instance = cls(**{name: value for name, value in values.items() if name in declared})
@@ -242,11 +251,13 @@ def _builtin_scalar(value: Any) -> Any:
 
 
 def _type_name(node: object) -> str:
+    """Return the module and the qualified name of an object's class, as one text."""
     return f"{type(node).__module__}:{type(node).__qualname__}"
 
 
-def _resolve_type(name: str) -> Callable[..., Any]:
-    """Return the class that `_type_name` named. Raises `DocumentError` for another object."""
+def _resolve_container_type(name: str) -> Callable[..., Any]:
+    """Return the class that `_type_name` named. Raises `DocumentError` unless it is a dataclass,
+    named tuple or dict of an imported module."""
     module_name, _, qualname = name.partition(":")
     cls: Any = sys.modules.get(module_name)
     for part in qualname.split("."):
@@ -281,7 +292,7 @@ class DroppedOutput:
         return DroppedOutput, (self._path,)
 
     def __getattr__(self, name: str) -> NoReturn:
-        raise self._error()
+        raise self._not_computed_error()
 
     @classmethod
     def __torch_function__(
@@ -289,9 +300,10 @@ class DroppedOutput:
     ) -> NoReturn:
         """Raise the error in place of any function of torch."""
         leaves = tree_leaves((args, kwargs))
-        raise next(leaf for leaf in leaves if isinstance(leaf, cls))._error()
+        raise next(leaf for leaf in leaves if isinstance(leaf, cls))._not_computed_error()
 
-    def _error(self) -> OutputNotComputed:
+    def _not_computed_error(self) -> OutputNotComputed:
+        """Return the error for any use of the missing tensor."""
         return OutputNotComputed(
             f"the output {self._path!r} was not returned: the training step is planned with "
             'outputs="loss", which needs no memory for the other outputs. Read it in evaluation, '
@@ -300,8 +312,9 @@ class DroppedOutput:
         )
 
 
-def _raise_error(self: DroppedOutput, *args: object, **kwargs: object) -> NoReturn:
-    raise self._error()
+def _raise_not_computed(self: DroppedOutput, *args: object, **kwargs: object) -> NoReturn:
+    """Raise the error of a dropped output: the body of its operators."""
+    raise self._not_computed_error()
 
 
 _USES = (
@@ -310,5 +323,5 @@ _USES = (
     "rmatmul rmod rmul ror round rpow rrshift rshift rsub rtruediv rxor setitem sub truediv xor"
 )
 for _name in _USES.split():
-    setattr(DroppedOutput, f"__{_name}__", _raise_error)
+    setattr(DroppedOutput, f"__{_name}__", _raise_not_computed)
 DroppedOutput.__hash__ = object.__hash__  # type: ignore[method-assign]

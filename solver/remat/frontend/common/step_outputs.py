@@ -22,7 +22,8 @@ def outputs_to_differentiate(
 
     "all" is every output that requires a gradient, "scalars" those of one element; names select
     some. "auto" is the output named `loss`, or the first of a tuple, if that is the only scalar
-    one; else the same as "all".
+    one; else the same as "all". Raises `TraceError` if no output requires a gradient, or a name is
+    unknown.
     """
     requires_grad = [t.requires_grad for t in tensors]
     if not any(requires_grad):
@@ -52,8 +53,9 @@ def outputs_to_differentiate(
 def differentiated_tensors(outputs: Any, differentiate: str | Sequence[str]) -> list[torch.Tensor]:
     """Return the model's outputs from which the backward starts.
 
-    For outputs that cannot be described (such as those with a KV cache) it is the loss, or all
-    tensors that require a gradient.
+    If the output contains an object that `flatten` does not accept, such as a KV cache,
+    `differentiate` is ignored: return its `loss`, or without one all tensors that require a
+    gradient.
     """
     try:
         tensors, structure = flatten(outputs, "the model's output")
@@ -65,13 +67,13 @@ def differentiated_tensors(outputs: Any, differentiate: str | Sequence[str]) -> 
     return [t for t, is_selected in zip(tensors, selected, strict=True) if is_selected]
 
 
-def without_other_outputs(output: Any, differentiate: str | Sequence[str]) -> Any:
+def drop_model_outputs(output: Any, differentiate: str | Sequence[str]) -> Any:
     """Return a model's output with a `DroppedOutput` in place of each tensor that no gradient comes
     from, unless it has one element. Raises `TraceError` if there is no loss."""
     try:
         tensors, structure = flatten(output, "the model's output")
     except TraceError:  # it contains an object such as a cache, which stays as it is
-        return _with_scalars(output, differentiate)
+        return _without_large_outputs(output, differentiate)
     selected = outputs_to_differentiate(structure, tensors, differentiate)
     if all(t.numel() != 1 for t, is_selected in zip(tensors, selected, strict=True) if is_selected):
         raise no_loss_returned("the model")
@@ -81,9 +83,10 @@ def without_other_outputs(output: Any, differentiate: str | Sequence[str]) -> An
     return unflatten(structure.without_leaves(dropped), remaining)
 
 
-def _with_scalars(output: Any, differentiate: str | Sequence[str]) -> Any:
-    """Return an output of mappings, tuples and other objects, in which the tensors of more than one
-    element are dropped, unless `differentiate` names them."""
+def _without_large_outputs(output: Any, differentiate: str | Sequence[str]) -> Any:
+    """Return an output of mappings, tuples and other objects, in which a `DroppedOutput` replaces
+    each tensor of more than one element, unless `differentiate` names it. Mappings are changed in
+    place. Raises `TraceError` if `differentiate` is "scalars" and there is no loss."""
     names = [differentiate] if isinstance(differentiate, str) else list(differentiate)
     losses: list[str] = []
 
@@ -109,9 +112,10 @@ def _with_scalars(output: Any, differentiate: str | Sequence[str]) -> Any:
 # -- graphs of Dynamo -----------------------------------------------------------------------------
 
 
-def other_outputs(gm: fx.GraphModule) -> dict[int, fx.Node] | None:
-    """Return the outputs of Dynamo's graph next to the loss, by position: they require a gradient
-    and have more than one element. None without a loss: the graph is not the end of a step.
+def droppable_graph_outputs(gm: fx.GraphModule) -> dict[int, fx.Node] | None:
+    """Return the outputs of Dynamo's graph that `outputs="loss"` drops, by position: they require a
+    gradient and have more than one element. None without a loss: the graph is not the end of a
+    step.
 
     Outputs without a gradient are left out: later code may need them.
     """
@@ -128,10 +132,10 @@ def other_outputs(gm: fx.GraphModule) -> dict[int, fx.Node] | None:
     return others if has_loss else None
 
 
-def drop_other_outputs(gm: fx.GraphModule) -> dict[int, DroppedOutput] | None:
-    """Remove the `other_outputs` of Dynamo's graph, and return what takes their places; None
-    without a loss."""
-    others = other_outputs(gm)
+def drop_graph_outputs(gm: fx.GraphModule) -> dict[int, DroppedOutput] | None:
+    """Remove the `droppable_graph_outputs` from Dynamo's graph, and return a placeholder for each,
+    by position. Change nothing and return None without a loss."""
+    others = droppable_graph_outputs(gm)
     if others is None:
         return None
     (output,) = gm.graph.find_nodes(op="output")
@@ -143,8 +147,8 @@ def drop_other_outputs(gm: fx.GraphModule) -> dict[int, DroppedOutput] | None:
 def with_dropped_outputs(
     code: Callable[..., Sequence[Any]], dropped: Mapping[int, DroppedOutput] | None
 ) -> Callable[..., Sequence[Any]]:
-    """Return a function that calls compiled code, and inserts the dropped outputs in what it
-    returns."""
+    """Return a function that calls compiled code and inserts the dropped outputs, by position, into
+    its result; the code itself if none are dropped."""
     if not dropped:
         return code
 

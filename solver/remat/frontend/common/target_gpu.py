@@ -32,8 +32,8 @@ class TargetGpu:
 
 
 def find_target_gpu(device: str | torch.device | None) -> TargetGpu | None:
-    """Return the GPU that `device` names ("h100"), `DEFAULT_GPU` for "cuda" where torch sees none,
-    or None for a device of this machine.
+    """Return the absent GPU that `device` names ("h100"); `DEFAULT_GPU` for "cuda" where torch sees
+    none. None without a name, for "cpu", and for "cuda" where torch sees a GPU.
 
     Raises `TraceError` for a name that is no torch device and has no data sheet, or whose data
     sheet is not of a CUDA device.
@@ -41,17 +41,17 @@ def find_target_gpu(device: str | torch.device | None) -> TargetGpu | None:
     if device is None:
         return None
     name = str(device).strip().lower()
-    if name == "cpu" or (_is_cuda(name) and torch.cuda.is_available()):
+    if name == "cpu" or (_is_cuda_name(name) and torch.cuda.is_available()):
         return None
-    if _is_cuda(name):
-        return _target_gpu(DEFAULT_GPU)
-    return _target_gpu(name)
+    if _is_cuda_name(name):
+        return _target_gpu_by_name(DEFAULT_GPU)
+    return _target_gpu_by_name(name)
 
 
 def is_default_gpu(device: str | torch.device | None) -> bool:
     """True if `device` is "cuda" on a machine without a GPU, so that it stands for
     `DEFAULT_GPU`."""
-    is_cuda = device is not None and _is_cuda(str(device).strip().lower())
+    is_cuda = device is not None and _is_cuda_name(str(device).strip().lower())
     return is_cuda and find_target_gpu(device) is not None
 
 
@@ -76,18 +76,21 @@ def local_device(name: str | torch.device) -> torch.device:
 def local_gpu_name(device: str) -> str:
     """Return the data sheet name ("h100") of this machine's GPU at `device` ("cuda:0"), or "" if
     there is no GPU or no data sheet for it."""
-    if not _is_cuda(device) or not torch.cuda.is_available():
+    if not _is_cuda_name(device) or not torch.cuda.is_available():
         return ""
     spec = match_device(torch.cuda.get_device_name(device))
     return "" if spec is None else spec.name
 
 
-def _is_cuda(name: str) -> bool:
+def _is_cuda_name(name: str) -> bool:
+    """True for "cuda", with or without an index."""
     type_, _, index = name.partition(":")
     return type_ == "cuda" and (not index or index.isdigit())
 
 
-def _target_gpu(name: str) -> TargetGpu:
+def _target_gpu_by_name(name: str) -> TargetGpu:
+    """Return the GPU with this data sheet. Raises `TraceError` if there is none, or if it is no
+    CUDA device."""
     supported = ", ".join(key for key, spec in DEVICES.items() if spec.capability)
     try:
         spec = find_device(name)

@@ -30,7 +30,8 @@ NEEDS_GRAD_MODE = frozenset({"aten.mkldnn_rnn_layer.default"})
 
 @contextmanager
 def attributes_set(*settings: tuple[Any, str, Any]) -> Iterator[None]:
-    """Within the context, attributes have other values: triples of an owner, a name and a value."""
+    """Within the context, attributes have other values. `settings` are triples of an owner, a name
+    and a value."""
     before = [(owner, name, getattr(owner, name)) for owner, name, _ in settings]
     for owner, name, value in settings:
         setattr(owner, name, value)
@@ -42,8 +43,8 @@ def attributes_set(*settings: tuple[Any, str, Any]) -> Iterator[None]:
 
 
 def autocast_to(device: str, dtype: str | None) -> AbstractContextManager[object]:
-    """Return `torch.autocast` for a device such as "cuda:0" and the name of a dtype, without
-    autocast for None.
+    """Return `torch.autocast` for a device such as "cuda:0" and the name of a dtype; for None a
+    context that leaves autocast as it is.
 
     Raises `KeyError` for a name that is not in `DTYPES`.
     """
@@ -55,8 +56,8 @@ def autocast_to(device: str, dtype: str | None) -> AbstractContextManager[object
 def run_with_grad_mode(
     operation: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
 ) -> Any:
-    """Run `operation` with gradients enabled, on detached tensors, so that autograd records
-    nothing."""
+    """Run `operation` with gradients enabled, on detached positional tensors, so that autograd
+    records nothing."""
     detached = [a.detach() if isinstance(a, torch.Tensor) else a for a in args]
     with torch.enable_grad():
         return operation(*detached, **kwargs)

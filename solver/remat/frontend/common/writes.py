@@ -13,7 +13,7 @@ from torch._ops import OpOverload
 from remat.documents.base import NAMESPACES
 from remat.documents.targets import WRITE_TARGET
 from remat.errors import DocumentError
-from remat.frontend.common.operators import find_operator, register, written_parameters
+from remat.frontend.common.operators import find_operator, register_operator, written_parameters
 
 
 class Writer(NamedTuple):
@@ -24,8 +24,9 @@ class Writer(NamedTuple):
 
 
 def writer_of(operator: OpOverload) -> Writer | None:
-    """Return the `Writer` of an operator that writes into one tensor. None if it writes into none
-    or several or a list, changes shapes or strides, or samples random numbers."""
+    """Return the `Writer` of an operator that writes into one tensor: its first argument, or one
+    that is passed by keyword. None if it writes into none or several or a list, changes shapes or
+    strides, or samples random numbers."""
     arguments = operator._schema.arguments
     written = [arguments[position] for position, _ in written_parameters(operator)]
     other_tags = {torch.Tag.inplace_view, torch.Tag.nondeterministic_seeded}
@@ -80,4 +81,4 @@ def write_into_copy(buffer: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Te
     return write(buffer.clone(), *args, **kwargs)
 
 
-register(WRITE_TARGET, write_into_copy)
+register_operator(WRITE_TARGET, write_into_copy)

@@ -18,8 +18,8 @@ from remat.errors import InfeasibleBudget
 from remat.frontend.common.planning_line import planning_line
 from remat.frontend.common.pytree import DroppedOutput
 from remat.frontend.common.step_outputs import (
-    drop_other_outputs,
-    other_outputs,
+    drop_graph_outputs,
+    droppable_graph_outputs,
     with_dropped_outputs,
 )
 from remat.frontend.compile import disk_cache
@@ -171,7 +171,7 @@ def _compile_graph(
     dynamo_graph = gm
     if compile_options.outputs == OUTPUTS_LOSS and torch.is_grad_enabled():
         gm = _copy_graph(gm)
-        dropped = drop_other_outputs(gm)
+        dropped = drop_graph_outputs(gm)
         if dropped is None:
             logger.warning(
                 '%s: outputs="loss" has no effect on this graph, none of whose outputs is a loss: '
@@ -215,7 +215,7 @@ def _compile_graph(
 def _loss_only_hint(gm: fx.GraphModule, outputs: str) -> str:
     """Return a sentence without its full stop that recommends `outputs="loss"`; "" where Dynamo's
     graph has no loss, or no other outputs with a gradient that can be left out."""
-    others = other_outputs(gm)
+    others = droppable_graph_outputs(gm)
     if outputs == OUTPUTS_LOSS or not others:
         return ""
     others_bytes = sum(storage_bytes(node.meta["example_value"]) for node in others.values())

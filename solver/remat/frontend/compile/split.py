@@ -22,7 +22,7 @@ from remat.errors import RematError
 from remat.frontend.capture.reading.trace_builder import TraceBuilder, identifier
 from remat.frontend.common.aliases import is_getitem, mutated_args
 from remat.frontend.common.graph_writer import GraphWriter
-from remat.frontend.common.operators import resolve
+from remat.frontend.common.operators import resolve_operator
 from remat.frontend.compile.compat import is_tangent
 from remat.frontend.compile.fx_utils import PIECE_KEY, module_path
 from remat.graph import Split
@@ -160,7 +160,7 @@ class _GraphOfPieces(GraphWriter):
         if record.target == WRITE_ROWS_TARGET:
             self._write_rows(record)
         else:
-            function = resolve(_FUNCTIONAL_TARGETS.get(record.target, record.target))
+            function = resolve_operator(_FUNCTIONAL_TARGETS.get(record.target, record.target))
             self.bind(self.call(function, *self.arguments(record)), record.results)
 
     def _write_rows(self, record: Node) -> None:

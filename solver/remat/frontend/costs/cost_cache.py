@@ -85,8 +85,8 @@ class CostCache:
         self._disabled = False
 
     def get(self, key: object) -> MeasuredCost | None:
-        """Return the cost under this key, or None."""
-        hash_, _ = _hash_and_text(key)
+        """Return the cost under this key; None if there is none or the file cannot be read."""
+        hash_, _ = _key_hash_and_text(key)
         if hash_ in self._memory:
             return self._memory[hash_]
         row = self._with_file(
@@ -103,7 +103,7 @@ class CostCache:
 
     def put(self, key: object, cost: MeasuredCost) -> None:
         """Store a cost; if two processes measure the same operation, the later result stays."""
-        hash_, text = _hash_and_text(key)
+        hash_, text = _key_hash_and_text(key)
         self._memory[hash_] = cost
         sizes = " ".join(map(str, cost.output_bytes))
         row = (hash_, text, cost.cost_s, cost.workspace_bytes, sizes, cost.launch_s)
@@ -128,12 +128,14 @@ class CostCache:
             self._close()
 
     def _close(self) -> None:
+        """Close the file; the caller holds the lock."""
         if self._connection is not None:
             self._connection.close()
             self._connection = None
 
     def _with_file(self, query: Callable[[sqlite3.Connection], _T]) -> _T | None:
-        """Return the result of a query, or None if the file cannot be used."""
+        """Return the result of a query; None if the file cannot be used. A corrupt file is replaced
+        by a new one."""
         with self._lock:
             if self._disabled:
                 return None
@@ -141,7 +143,7 @@ class CostCache:
                 try:
                     return query(self._open())
                 except sqlite3.DatabaseError as error:
-                    if not _is_corrupt(error):
+                    if not _is_corrupt_file_error(error):
                         raise
                     self._move_corrupt_file(error)
                     return query(self._open())
@@ -150,6 +152,7 @@ class CostCache:
                 return None
 
     def _open(self) -> sqlite3.Connection:
+        """Return the connection to the file, which is created if it does not exist."""
         if self._connection is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             connection = sqlite3.connect(
@@ -179,6 +182,7 @@ class CostCache:
         )
 
     def _disable(self, error: Exception) -> None:
+        """Stop using the file in this object, and warn of it."""
         self._disabled = True
         try:
             self._close()
@@ -192,12 +196,13 @@ class CostCache:
         )
 
 
-def _is_corrupt(error: sqlite3.DatabaseError) -> bool:
+def _is_corrupt_file_error(error: sqlite3.DatabaseError) -> bool:
+    """True if an error says that the file is damaged or no database."""
     # The low byte is the primary error code; extended codes have it in common.
     return (getattr(error, "sqlite_errorcode", 0) & 0xFF) in _CORRUPT
 
 
-def _hash_and_text(key: object) -> tuple[str, str]:
+def _key_hash_and_text(key: object) -> tuple[str, str]:
     """Return the SHA-256 hash of a key, and its canonical JSON text."""
     text = json.dumps(key, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     return hashlib.sha256(text.encode()).hexdigest(), text

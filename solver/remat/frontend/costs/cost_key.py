@@ -62,14 +62,16 @@ def cost_key(
 
 
 def tensor_key(meta: TensorMeta, trace_device_type: str) -> list[object]:
-    """Return the dtype, shape, stride, alignment and device of a tensor, as part of a key."""
+    """Return the dtype, shape, stride, alignment and device of a tensor, as part of a key.
+    `trace_device_type` is the type that a key calls "home"."""
     offset = meta.offset % _OFFSET_MODULUS
     device = _device_label(meta.device, trace_device_type)
     return [meta.dtype, list(meta.shape), list(meta.stride), offset, device]
 
 
 def environment_key(device: torch.device) -> dict[str, object]:
-    """Return the part of a key that all operations share: hardware, torch version and settings."""
+    """Return the part of a key that all operations on a device share: hardware, torch version and
+    settings."""
     key: dict[str, object] = {
         "measurement": MEASUREMENT_VERSION,
         "torch": torch.__version__,

@@ -2,8 +2,8 @@
 
 Operations run on tensors created for them (see `operands`), never on the model's, so a measurement
 changes nothing but the cost cache. It needs no more memory than the planned step
-(`step_limit_bytes`). Operations that cannot be measured are estimated from those that could, and
-their `cost_source` says so.
+(`step_measurement_limit_bytes`). Operations that cannot be measured are estimated from the measured
+ones, and their `cost_source` says so.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from remat.frontend.costs.operation_costs import (
     measure_operations,
     progress_reporter,
 )
-from remat.frontend.memory.device_memory import keeps_workspaces
+from remat.frontend.memory.device_memory import keeps_cublas_workspaces
 from remat.heuristics.peak_bounds import peak_lower_bound_bytes
 from remat.simulate import baseline_of, peak_and_time
 from remat.strategies.baselines.module_blocks import find_blocks
 from remat.strategies.baselines.schedule_builder import checkpoint_segments
 
 
-def step_limit_bytes(trace: Trace, budget_bytes: int | None) -> int:
+def step_measurement_limit_bytes(trace: Trace, budget_bytes: int | None) -> int:
     """Return the bytes that measuring a step may take in addition to its constant memory.
 
     The total is at most the budget, or the peak with each repeated block checkpointed, whichever is
@@ -52,7 +52,7 @@ def step_limit_bytes(trace: Trace, budget_bytes: int | None) -> int:
     return max(0, max(peaks_bytes) - graph.constant_bytes)
 
 
-def block_limit_bytes(trace: Trace) -> int:
+def block_measurement_limit_bytes(trace: Trace) -> int:
     """Return the bytes that measuring a block may take in addition to its parameters: its peak
     without recomputation, which is also its peak when it is checkpointed as a whole."""
     graph = trace.graph_of_sizes
@@ -86,7 +86,7 @@ def measure(
     """
     if not isinstance(trace, Trace):
         raise wrong_type("measure", "a Trace", trace, "pass remat.trace(model, inputs)")
-    return _measure(trace, trace.nodes, device, cache, progress, limit_bytes)
+    return _measure_nodes(trace, trace.nodes, device, cache, progress, limit_bytes)
 
 
 def measure_pieces(
@@ -96,15 +96,16 @@ def measure_pieces(
     cache: CostCache | str | os.PathLike[str] | bool | None = None,
     limit_bytes: int | None = None,
 ) -> Trace:
-    """Return the trace with costs of the operations that have none: of the pieces of others.
+    """Return the trace with measured costs of the operations that have none: of the pieces of
+    others. A `Roofline` estimates all operations, also those that have costs.
 
     Arguments and errors are those of `measure`.
     """
     missing = [node for node in trace.nodes if node.cost_s is None]
-    return _measure(trace, missing, device, cache, None, limit_bytes)
+    return _measure_nodes(trace, missing, device, cache, None, limit_bytes)
 
 
-def _measure(
+def _measure_nodes(
     trace: Trace,
     nodes: Sequence[Node],
     device: str | torch.device | Roofline | None,
@@ -112,10 +113,14 @@ def _measure(
     progress: MeasureProgress | bool | None,
     limit_bytes: int | None,
 ) -> Trace:
+    """Return the trace with costs of these nodes, or of all nodes by a `Roofline`; the other
+    arguments are those of `measure`."""
     if isinstance(device, Roofline):
         return with_roofline_costs(trace, device)
-    target_device = _checked_device(_parse_device(device or trace.device), trace)
-    cost_cache = _open_cache(cache)
+    target_device = _checked_measuring_device(
+        _parse_measuring_device(device or trace.device), trace
+    )
+    cost_cache = _open_cost_cache(cache)
     try:
         with progress_reporter(progress) as report:
             costs = measure_operations(
@@ -128,7 +133,7 @@ def _measure(
                 limit_bytes=limit_bytes,
             )
             trace_with_costs = with_costs(trace, costs)
-            if target_device.type == "cuda" and not keeps_workspaces():
+            if target_device.type == "cuda" and not keeps_cublas_workspaces():
                 # The workspace of cuBLAS is measured as part of each matrix product.
                 return trace_with_costs.replace(library_bytes=0)
             return trace_with_costs
@@ -146,10 +151,12 @@ def check_cost_source(costs: object) -> None:
     if not isinstance(costs, str | torch.device):
         remedy = 'pass costs="cpu", "cuda" or remat.Roofline("h100")'
         raise wrong_type("costs", "a device or a remat.Roofline", costs, remedy)
-    _check_can_measure(_parse_device(costs))
+    _check_can_measure(_parse_measuring_device(costs))
 
 
-def _parse_device(device: str | torch.device) -> torch.device:
+def _parse_measuring_device(device: str | torch.device) -> torch.device:
+    """Return torch's device of this name. Raises `RematError` for another name, such as a GPU's,
+    with the roofline to pass."""
     try:
         return torch.device(device)
     except RuntimeError:
@@ -164,7 +171,7 @@ def _parse_device(device: str | torch.device) -> torch.device:
         ) from None
 
 
-def _checked_device(device: torch.device, trace: Trace) -> torch.device:
+def _checked_measuring_device(device: torch.device, trace: Trace) -> torch.device:
     """Return the device with its index. Raises `RematError` if nothing can be measured on it, and
     warns if the trace is for another type of device."""
     _check_can_measure(device)
@@ -192,7 +199,9 @@ def _check_can_measure(device: torch.device) -> None:
         raise RematError(f"cannot measure on {device.type}; pass 'cpu', 'cuda' or a remat.Roofline")
 
 
-def _open_cache(cache: CostCache | str | os.PathLike[str] | bool | None) -> CostCache | None:
+def _open_cost_cache(cache: CostCache | str | os.PathLike[str] | bool | None) -> CostCache | None:
+    """Return the cache that the option names: a `CostCache` itself, the user's for None or True,
+    None for False."""
     if isinstance(cache, CostCache):
         return cache
     if isinstance(cache, bool):

@@ -19,7 +19,7 @@ from remat.costs.layouts import span_bytes, span_elements
 from remat.documents.arguments import Argument, Literal, Ref, referenced_names
 from remat.documents.records import Node, Result, TensorMeta
 from remat.errors import RematError
-from remat.frontend.common.operators import literal_to_torch, resolve
+from remat.frontend.common.operators import literal_to_torch, resolve_operator
 from remat.frontend.common.torch_modes import NEEDS_GRAD_MODE, run_with_grad_mode
 
 _MAX_RANDOM_ELEMENTS = 1 << 16
@@ -74,12 +74,12 @@ class OperandFactory:
         if _needs_forward(node) and not any(_is_forward_of(node, f) for f in forwards):
             raise RematError("only its forward can create its inputs")
         for forward in forwards:
-            tensors.update(self._run(forward, tensors))
-        return self._arguments(node, operator, tensors)
+            tensors.update(self._run_operation(forward, tensors))
+        return self._operation_arguments(node, operator, tensors)
 
     def required_forwards(self, node: Node) -> list[Node]:
         """Return the forward operations of which `node` reads another result than the first, in the
-        order in which they run."""
+        order in which they run. Operations of remat itself are left out."""
         forwards: dict[int, Node] = {}
         for name in node.operand_names:
             index, producer, result = self._allocating_operation(name)
@@ -106,11 +106,11 @@ class OperandFactory:
                 return
             name = next(referenced_names(producer.args), None)
 
-    def _run(self, node: Node, tensors: dict[str, object]) -> dict[str, object]:
-        """Run an operation and return its results by name. Its operands are added to `tensors`,
-        since a reader of its results usually reads them as well."""
-        operator = resolve(node.target)
-        args, kwargs = self._arguments(node, operator, tensors)
+    def _run_operation(self, node: Node, tensors: dict[str, object]) -> dict[str, object]:
+        """Run an operation and return its results by name. Its operands are taken from `tensors`,
+        or created and added there, since a reader of its results usually reads them as well."""
+        operator = resolve_operator(node.target)
+        args, kwargs = self._operation_arguments(node, operator, tensors)
         if node.target in NEEDS_GRAD_MODE:
             returned = run_with_grad_mode(operator, args, kwargs)
         else:
@@ -121,25 +121,27 @@ class OperandFactory:
             for result in node.results
         }
 
-    def _arguments(
+    def _operation_arguments(
         self, node: Node, operator: object, tensors: dict[str, object]
     ) -> tuple[list[object], dict[str, object]]:
-        """Return the arguments of an operation; tensors that are created are added to `tensors`."""
-        names = _argument_names(operator)
+        """Return the arguments of an operation. Tensors are taken from `tensors`, or created and
+        added there."""
+        names = _operator_argument_names(operator)
         args = [
-            self._argument(argument, node, names[i] if i < len(names) else "", 0, tensors)
+            self._operation_argument(argument, node, names[i] if i < len(names) else "", 0, tensors)
             for i, argument in enumerate(node.args)
         ]
         kwargs = {
-            key: self._argument(value, node, key, 0, tensors) for key, value in node.kwargs.items()
+            key: self._operation_argument(value, node, key, 0, tensors)
+            for key, value in node.kwargs.items()
         }
         return args, kwargs
 
-    def _argument(
+    def _operation_argument(
         self, argument: Argument, node: Node, name: str, position: int, tensors: dict[str, object]
     ) -> object:
-        """Return the argument `name` of an operation as its kernel takes it; a tensor that is
-        created is added to `tensors`.
+        """Return the argument `name` of an operation as its kernel takes it. A tensor is taken from
+        `tensors`, or created and added there; `position` counts within a list of tensors.
 
         A method, because a nested function that calls itself is a reference cycle, and would keep
         all operands allocated until the garbage collector runs.
@@ -147,7 +149,7 @@ class OperandFactory:
         match argument:
             case Ref(key):
                 if key not in tensors and self._is_view_of_any(key, tensors):
-                    tensors.update(self._run(self._producers[key][1], tensors))
+                    tensors.update(self._run_operation(self._producers[key][1], tensors))
                 elif key not in tensors:
                     tensors[key] = self._create_tensor(key, node, name, position)
                 return tensors[key]
@@ -157,7 +159,8 @@ class OperandFactory:
                 return literal_to_torch(kind, text)
             case tuple():
                 return [
-                    self._argument(item, node, name, i, tensors) for i, item in enumerate(argument)
+                    self._operation_argument(item, node, name, i, tensors)
+                    for i, item in enumerate(argument)
                 ]
             case _:
                 return argument
@@ -193,7 +196,7 @@ class OperandFactory:
         else:
             index_count = index_upper_bound(node, name, position, self._metas)
             if index_count is not None:
-                _fill(flat, _random_integers(flat, generator, index_count))
+                _fill_with_repetitions(flat, _random_integers(flat, generator, index_count))
             else:
                 flat.fill_(1 if operation.startswith(_DIVISIONS) else 0)
         return flat.as_strided(meta.shape, meta.stride, offset)
@@ -248,9 +251,9 @@ def index_upper_bound(
 
 
 def _indexed_size(node: Node, position: int, metas: Mapping[str, TensorMeta]) -> int | None:
-    """Return the size of the dimension that an index tensor of `aten.index` and similar operations
-    indexes. The i-th one indexes dimension i, where a boolean mask before it counts for as many
-    dimensions as it has."""
+    """Return the size of the dimension that the index tensor at `position` of `aten.index` and
+    similar operations indexes. The i-th one indexes dimension i, where a boolean mask before it
+    counts for as many dimensions as it has. None if there is no such dimension."""
     indexed, indices = node.args[0], node.args[1]
     if not isinstance(indexed, Ref) or not isinstance(indices, tuple):
         return None
@@ -262,25 +265,25 @@ def _indexed_size(node: Node, position: int, metas: Mapping[str, TensorMeta]) ->
     return sizes[dimension] if dimension < len(sizes) else None
 
 
-def _argument_names(operator: object) -> list[str]:
+def _operator_argument_names(operator: object) -> list[str]:
     """Return the names of an operator's arguments; none for one of remat's operations."""
     if not isinstance(operator, OpOverload):
         return []
     return [argument.name for argument in operator._schema.arguments]
 
 
-def _random_count(flat: torch.Tensor) -> int:
+def _random_element_count(flat: torch.Tensor) -> int:
     """Return the number of random elements to generate for a tensor."""
     return max(1, min(_MAX_RANDOM_ELEMENTS, flat.numel()))
 
 
 def _random_integers(flat: torch.Tensor, generator: torch.Generator, limit: int) -> torch.Tensor:
-    """Return random integers below `limit`, for `_fill`."""
-    count = _random_count(flat)
+    """Return random integers from 0 to below `limit` for a tensor, for `_fill_with_repetitions`."""
+    count = _random_element_count(flat)
     return torch.randint(max(limit, 1), (count,), device=flat.device, generator=generator)
 
 
-def _fill(flat: torch.Tensor, block: torch.Tensor) -> None:
+def _fill_with_repetitions(flat: torch.Tensor, block: torch.Tensor) -> None:
     """Fill a tensor with repetitions of a block: generating gigabytes of random elements would take
     longer than the measurement."""
     filled = min(block.numel(), flat.numel())
@@ -292,17 +295,23 @@ def _fill(flat: torch.Tensor, block: torch.Tensor) -> None:
 
 
 def _fill_booleans(flat: torch.Tensor, generator: torch.Generator, operation: str) -> None:
+    """Fill a mask: with True for an index, otherwise randomly."""
     if "index" in operation:  # the number of true elements decides the result's shape
         flat.fill_(True)
     else:
-        _fill(flat, torch.rand(_random_count(flat), device=flat.device, generator=generator) < 0.5)
+        _fill_with_repetitions(
+            flat,
+            torch.rand(_random_element_count(flat), device=flat.device, generator=generator) < 0.5,
+        )
 
 
 def _fill_floats(flat: torch.Tensor, generator: torch.Generator, operation: str, name: str) -> None:
+    """Fill a tensor with random numbers: uniform for probabilities, else normal, and positive if
+    the argument `name` is a variance or deviation."""
     if operation.startswith(_PROBABILITIES):
-        block = torch.rand(_random_count(flat), device=flat.device, generator=generator)
+        block = torch.rand(_random_element_count(flat), device=flat.device, generator=generator)
     else:
-        block = torch.randn(_random_count(flat), device=flat.device, generator=generator)
+        block = torch.randn(_random_element_count(flat), device=flat.device, generator=generator)
         if any(word in name for word in _POSITIVE):
             block = block.abs_().add_(0.1)
-    _fill(flat, block)
+    _fill_with_repetitions(flat, block)

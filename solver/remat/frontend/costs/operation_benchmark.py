@@ -12,7 +12,7 @@ from remat.documents.records import Node, TensorMeta
 from remat.documents.targets import ADD_PRODUCT_TARGET
 from remat.documents.writes import call_of_write, is_write
 from remat.errors import RematError, one_line
-from remat.frontend.common.operators import Operator, resolve
+from remat.frontend.common.operators import Operator, resolve_operator
 from remat.frontend.common.torch_modes import NEEDS_GRAD_MODE, run_with_grad_mode
 from remat.frontend.common.writes import resolve_writer
 from remat.frontend.costs.cost_cache import MeasuredCost
@@ -77,7 +77,7 @@ def only_moves_bytes(node: Node) -> bool:
     return node.target.startswith("remat.") and not computes
 
 
-def _part(node: Node, metas: Mapping[str, TensorMeta]) -> Iterable[tuple[str, TensorMeta]]:
+def _written_views(node: Node, metas: Mapping[str, TensorMeta]) -> Iterable[tuple[str, TensorMeta]]:
     """Return the name and metadata of the view that a `remat.write` writes into."""
     call, _ = call_of_write(node, metas)
     return [(result.name, result.tensor) for result in call.results]
@@ -99,15 +99,21 @@ class OperationBenchmark:
         limit_bytes: int | None = None,
     ) -> None:
         nodes = list(nodes)
-        parts = {name: m for node in nodes if is_write(node) for name, m in _part(node, metas)}
+        parts = {
+            name: m for node in nodes if is_write(node) for name, m in _written_views(node, metas)
+        }
         self._metas = {**metas, **parts}
         self._limit_bytes = limit_bytes
         self._operands = OperandFactory(self._metas, trace_device_type, device, nodes)
         self._device = device
 
     def measure(self, node: Node) -> MeasuredCost:
-        """Return the measured cost of an operation. Raises `MemoryError` if its operands do not
-        fit, `AboveMemoryLimit` if they exceed the limit, and any error of the operation."""
+        """Return the measured cost of an operation. An operation of remat that only moves bytes
+        does not run: its cost is the time of a copy of as many bytes.
+
+        Raises `MemoryError` if the operands do not fit, `AboveMemoryLimit` if they exceed the
+        limit, and any error of the operation.
+        """
         if only_moves_bytes(node):
             # These may change the model's state (save, restore), so they never run here.
             return MeasuredCost(traffic_bytes(node, self._metas) * self.copy_s_per_byte(), 0)
@@ -131,11 +137,12 @@ class OperationBenchmark:
         return measure_on_cuda(self.prepare(node), self._device, other_calls)
 
     def prepare(self, node: Node) -> Callable[[], object]:
-        """Return a function that runs an operation on newly created operands."""
+        """Return a function that runs an operation on newly created operands; for a `remat.write`,
+        the operator that it calls."""
         if is_write(node):
             operator, node = self._write_call(node)
         else:
-            operator = resolve(node.target)
+            operator = resolve_operator(node.target)
         args, kwargs = self._operands.create_arguments(node, operator)
         if node.target in NEEDS_GRAD_MODE:
             return lambda: run_with_grad_mode(operator, args, kwargs)
@@ -159,8 +166,9 @@ class OperationBenchmark:
         run_in_backward(call, self._device)
 
     def copy_s_per_byte(self) -> float:
-        """Return the seconds of a `copy_` per byte read or written, measured with a tensor of
-        `_COPY_BYTES`, or of half of the memory limit if that is smaller."""
+        """Return the seconds of a `copy_` per byte read or written. It is measured once in this
+        process with a tensor of `_COPY_BYTES`, or of half of the memory limit if that is
+        smaller."""
         size_bytes = _COPY_BYTES
         if self._limit_bytes is not None:
             size_bytes = min(size_bytes, max(_MIN_COPY_BYTES, self._limit_bytes // 2))
@@ -175,9 +183,11 @@ class OperationBenchmark:
         return _copy_seconds[conditions]
 
     def recover(self, node: Node, error: Exception) -> None:
-        """Free the allocator's cached memory after `error`, the failure of an operation.
+        """Free the allocator's cached memory of a GPU after `error`, the failure of an operation;
+        nothing on a CPU.
 
-        Raises `RematError` if the failure broke the CUDA context."""
+        Raises `RematError` if the failure broke the CUDA context.
+        """
         if self._device.type != "cuda":
             return
         try:

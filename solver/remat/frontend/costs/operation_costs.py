@@ -48,7 +48,7 @@ def progress_reporter(progress: MeasureProgress | bool | None) -> Iterator[Measu
     if callable(progress):
         yield progress
     elif progress is True and sys.stderr.isatty():
-        with _bar() as report:
+        with _measuring_bar() as report:
             yield report
     else:
         yield _ignore_progress
@@ -59,7 +59,9 @@ def _ignore_progress(completed: int, total: int, name: str) -> None:
 
 
 @contextmanager
-def _bar() -> Iterator[MeasureProgress]:
+def _measuring_bar() -> Iterator[MeasureProgress]:
+    """Yield a function that updates a bar on stderr; one that does nothing if `rich` is not
+    installed."""
     try:
         from rich.console import Console
         from rich.progress import Progress as Bar
@@ -93,11 +95,13 @@ def measure_operations(
     limit_s: float = math.inf,
     limit_bytes: int | None = None,
 ) -> dict[str, OperationCost]:
-    """Return the cost of each operation by its name, without views.
+    """Return the cost of each operation by its name, without views. An operation that fails, or
+    exceeds a limit, has an estimated cost.
 
     `metas` has the shapes and layouts of all tensors, which the trace has on devices of the type
     `trace_device_type`. After `limit_s` seconds no more operations are measured. An operation whose
-    tensors need more than `limit_bytes` is not measured.
+    tensors need more than `limit_bytes` is not measured. `report` is called before each
+    measurement.
     """
     deadline = time.monotonic() + limit_s
     shared_key = environment_key(device)
@@ -131,7 +135,7 @@ def measure_operations(
                 if cache is not None:
                     cache.put(keys[key_text], cost)
             if uses_cudnn_autotuning(nodes[0], device) and key_text not in _autotuned_keys:
-                _autotune(benchmark, nodes[0], key_text)
+                _autotune_operation(benchmark, nodes[0], key_text)
             measured[key_text] = cost
         report(len(groups), len(groups), "")
         del benchmark
@@ -171,7 +175,8 @@ def assumed_workspace_bytes(
     """Return the workspace to plan for an operation that could not be measured.
 
     On CUDA it is as large as its operands and results (attention and convolutions take hundreds of
-    megabytes). On the CPU it is 0, since no measured peak there contains workspaces.
+    megabytes). It is 0 on the CPU, since no measured peak there contains workspaces, and for
+    operations that only move bytes.
     """
     if device.type != "cuda" or only_moves_bytes(node):
         return 0
@@ -179,14 +184,16 @@ def assumed_workspace_bytes(
 
 
 def uses_cudnn_autotuning(node: Node, device: torch.device) -> bool:
-    """True if cuDNN tries several algorithms the first time that a process runs an operation. That
-    must not happen inside a step, since the memory that it takes is not part of the plan."""
+    """True for a convolution on CUDA if `torch.backends.cudnn.benchmark` is set: cuDNN tries
+    several algorithms the first time that a process runs it. That must not happen inside a step,
+    since the memory that it takes is not part of the plan."""
     is_convolution = "convolution" in node.target
     return device.type == "cuda" and is_convolution and torch.backends.cudnn.benchmark
 
 
-def _autotune(benchmark: OperationBenchmark, node: Node, key_text: str) -> None:
-    """Let cuDNN select an algorithm for an operation, on both threads of a step."""
+def _autotune_operation(benchmark: OperationBenchmark, node: Node, key_text: str) -> None:
+    """Let cuDNN select an algorithm for an operation, on both threads of a step, and record its
+    key; warn if that fails."""
     try:
         benchmark.autotune(node)
     except Exception as error:  # the cost is known, so planning continues
@@ -212,7 +219,8 @@ def _failure_reason(error: Exception) -> str:
 def _warn_of_failures(
     failures: Mapping[str, str], groups: Mapping[str, list[Node]], estimate_description: str
 ) -> None:
-    """Log one warning for each reason why operations could not be measured."""
+    """Log one warning for each reason why operations could not be measured, except limits of time
+    and memory. `groups` has the operations of each key."""
     targets_by_reason: dict[str, list[str]] = {}
     for key_text, reason in failures.items():
         if reason in (_OUT_OF_TIME, _ABOVE_LIMIT):
@@ -282,7 +290,8 @@ class CalibratedRoofline:
         metas: Mapping[str, TensorMeta],
         measured: Iterable[tuple[Node, MeasuredCost]],
     ) -> CalibratedRoofline:
-        """Fit the factor to measured operations; it is 1 without any."""
+        """Fit the factor to measured operations; it is 1 if there are none. A device without a data
+        sheet has the roofline of a similar one."""
         spec = match_device(device_name(device)) if device.type == "cuda" else None
         roofline = Roofline(spec.name if spec else _FALLBACK_DEVICES.get(device.type, "cpu"))
         ratios = [cost.cost_s / operation_seconds(node, metas, roofline) for node, cost in measured]
@@ -295,7 +304,7 @@ class CalibratedRoofline:
 
     @property
     def description(self) -> str:
-        """The way of estimation, as text for messages."""
+        """The method of estimation, as text for messages."""
         return (
             f"by the roofline of {self.roofline.name}, times {self.factor:.2g} as fitted to "
             f"{self.sample_count} measured operations"

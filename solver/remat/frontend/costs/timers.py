@@ -1,13 +1,13 @@
 """Times of operations: of one call, and of code that runs.
 
-One call is timed in blocks, after a warm-up: for about 20 ms in total, or three calls, on the CPU
-with the warm-up, if one takes more than 50 ms. On the CPU the fastest block counts, since
+One call is timed in blocks of calls, after a warm-up: for about 20 ms in total, or three calls, on
+the CPU with the warm-up, if one takes more than 50 ms. On the CPU the fastest block counts, since
 concurrent processes only add time, and there are no more blocks once several agree with it; on
 CUDA, which runs nothing else, the median.
 
-A block that cannot be captured is run under a `Clock`. If the costs of the planned blocks come from
-the roofline of another device, its time must come from there, too: times of two devices must not be
-added.
+A block of the model that cannot be captured is run under a `Stopwatch`. If the costs of the planned
+blocks come from the roofline of another device, its time must come from there, too: times of two
+devices must not be added.
 """
 
 from __future__ import annotations
@@ -72,12 +72,13 @@ def measure_on_cpu(call: KernelCall) -> MeasuredCost:
             call()
         return time.perf_counter() - start
 
-    cost_s = _seconds_per_call(block, min, warm_up_s=warm_up_s, is_enough=_agree)
+    cost_s = _seconds_per_call(block, min, warm_up_s=warm_up_s, is_enough=_block_times_agree)
     return MeasuredCost(cost_s, 0, sizes)
 
 
-def _agree(block_times_s: Sequence[float]) -> bool:
-    """True if several of these blocks of equally many calls take as long as the fastest one."""
+def _block_times_agree(block_times_s: Sequence[float]) -> bool:
+    """True if several of these blocks of equally many calls take about as long as the fastest one,
+    and together long enough."""
     limit_s = AGREEMENT * min(block_times_s)
     agreeing = [block_s for block_s in block_times_s if block_s <= limit_s]
     return len(agreeing) > 1 and sum(agreeing) >= AGREED_S
@@ -131,7 +132,7 @@ def measure_memory_on_cuda(call: KernelCall, device: torch.device) -> tuple[int,
 def _time_busy_block(
     call_cycle: Iterator[KernelCall], calls: int, device: torch.device
 ) -> tuple[float, float]:
-    """Return the seconds of the device and of the CPU for a number of calls.
+    """Return the seconds of the device and of the CPU for the next `calls` calls of a cycle.
 
     A delay kernel keeps the device busy until all calls are launched, so that it never waits for a
     launch between the two events.
@@ -166,9 +167,9 @@ def _seconds_per_call(
 ) -> float:
     """Return the `average` of the seconds per call over several blocks of calls.
 
-    `time_block` runs a block with a number of calls and returns its seconds. No more blocks are run
-    once `is_enough` is True for the seconds of those so far. The warm-up counts as one of them for
-    calls of more than 50 ms.
+    `time_block` runs a block with a number of calls, at most `max_calls`, and returns its seconds.
+    No more blocks are run once `is_enough` is True for the seconds of the blocks so far.
+    `warm_up_s`, the seconds of a call before, counts as a block if calls take more than 50 ms.
     """
     first_call_s = time_block(1)
     if first_call_s > SLOW_CALL_S:
@@ -188,7 +189,7 @@ def _seconds_per_call(
     return max(MIN_COST_S, average(block_s / calls for block_s in block_times_s))
 
 
-class Clock(Protocol):
+class Stopwatch(Protocol):
     """Gives the seconds of all operations since a fixed time."""
 
     def seconds(self) -> float:
@@ -196,7 +197,7 @@ class Clock(Protocol):
         ...
 
 
-class _MeasuringClock:
+class _WallStopwatch:
     """The machine's clock, read after the GPUs are synchronized."""
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
@@ -208,8 +209,8 @@ class _MeasuringClock:
         return time.perf_counter()
 
 
-class _RooflineClock(TorchDispatchMode):
-    """A mode that adds up the seconds of each operator, estimated by a roofline."""
+class _RooflineStopwatch(TorchDispatchMode):
+    """A dispatch mode that adds up the seconds of each operator, estimated by a roofline."""
 
     def __init__(self, roofline: Roofline) -> None:
         super().__init__()
@@ -233,13 +234,14 @@ class _RooflineClock(TorchDispatchMode):
 
 
 @contextmanager
-def clock(roofline: Roofline | None, devices: Iterable[torch.device]) -> Iterator[Clock]:
-    """Yield a clock for the operations inside of this context: estimated if `roofline` is given."""
+def stopwatch(roofline: Roofline | None, devices: Iterable[torch.device]) -> Iterator[Stopwatch]:
+    """Yield a stopwatch for the operations inside of this context: of estimated seconds with a
+    `roofline`, else of real seconds on these `devices`."""
     if roofline is None:
-        yield _MeasuringClock(devices)
+        yield _WallStopwatch(devices)
         return
-    with _RooflineClock(roofline) as roofline_clock:
-        yield roofline_clock
+    with _RooflineStopwatch(roofline) as roofline_stopwatch:
+        yield roofline_stopwatch
 
 
 def _operator_seconds(
@@ -266,9 +268,9 @@ def _operator_seconds(
 
     operands = tensors_in((args, kwargs))
     results = tensors_in(result)
-    storages = {t.untyped_storage()._cdata for t in operands if _has_storage(t)}
+    storages = {t.untyped_storage()._cdata for t in operands if _is_strided(t)}
     is_view = bool(results) and all(
-        _has_storage(t) and t.untyped_storage()._cdata in storages for t in results
+        _is_strided(t) and t.untyped_storage()._cdata in storages for t in results
     )
     try:
         node = Node(
@@ -284,9 +286,10 @@ def _operator_seconds(
         )
         return operation_seconds(node, metas, roofline)
     except (DocumentError, TraceError, ValueError, RuntimeError):
-        size_bytes = sum(t.nbytes for t in (*operands, *results) if _has_storage(t))
+        size_bytes = sum(t.nbytes for t in (*operands, *results) if _is_strided(t))
         return roofline.seconds(0, size_bytes, "float32")
 
 
-def _has_storage(tensor: torch.Tensor) -> bool:
+def _is_strided(tensor: torch.Tensor) -> bool:
+    """True for a dense tensor, whose storage can be read."""
     return tensor.layout is torch.strided

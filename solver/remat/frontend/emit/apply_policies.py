@@ -34,7 +34,7 @@ class AppliedPolicies:
         self._flags = CheckpointingFlags(model)
 
     def remove(self) -> None:
-        """Restore the original forwards of the blocks."""
+        """Restore the original forwards of the blocks, and the model's checkpointing flags."""
         for forward in self._forwards:
             forward.remove()
         self._forwards.clear()

@@ -22,7 +22,7 @@ from remat.blockwise.policies import OPERATORS, RULES, BlockPolicy, Policies
 from remat.costs.roofline import Roofline
 from remat.errors import InfeasibleBudget, RematError, TraceError, similar_names_hint
 from remat.frontend.api.enable import check_not_planned
-from remat.frontend.api.optimize import checked_options
+from remat.frontend.api.optimize import checked_door_options
 from remat.frontend.blocks.block_planning import plan_blocks
 from remat.frontend.blocks.candidates import CallCandidates, step_limits, with_saved_inputs
 from remat.frontend.blocks.discovery import Submodule, repeated_blocks
@@ -92,7 +92,7 @@ def emit(
         )
     if (check_model := EXECUTORS[rules].check_model) is not None:
         check_model(model)
-    options = checked_options(
+    options = checked_door_options(
         OPTIMIZE,
         budget,
         {
@@ -129,8 +129,8 @@ def _select_policies(
     options: CheckedOptions,
     rules: str,
 ) -> Policies:
-    """Try the policies of each block, and select those with which the step is the fastest within
-    the budget."""
+    """Try the candidate policies of each block under the executor of `rules`, and select those with
+    which the step is the fastest within the budget."""
     executor = EXECUTORS[rules]
     trials = PolicyTrials(executor)
     with temporary_checkpointing_flags(model):
@@ -166,7 +166,7 @@ def _select_policies(
         settings = executor.settings_for_all_blocks(paths, policies_per_call)
         return cheapest_setting(step, list(settings), budget.size_bytes)
 
-    with _infeasible_with_reasons(trials.uncheckpointable):
+    with _infeasible_names_blocks(trials.uncheckpointable):
         selected = plan_or_smallest(
             select_within,
             Budget.parse("min" if budget_bytes is None else budget_bytes),
@@ -194,8 +194,9 @@ def _select_policies(
 
 
 @contextmanager
-def _infeasible_with_reasons(reasons: Mapping[str, str]) -> Iterator[None]:
-    """Add to an `InfeasibleBudget` of this context which blocks cannot be checkpointed, and why."""
+def _infeasible_names_blocks(reasons: Mapping[str, str]) -> Iterator[None]:
+    """Within the context, an `InfeasibleBudget` gets the `reasons` why some blocks, by module path,
+    cannot be checkpointed."""
     try:
         yield
     except InfeasibleBudget as error:

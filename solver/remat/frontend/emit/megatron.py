@@ -45,10 +45,10 @@ _NORM_OF_SWITCH = {
 and its recomputation saves nothing."""
 
 
-def check_model(model: nn.Module) -> None:
+def check_megatron_model(model: nn.Module) -> None:
     """Raise `RematError` if Megatron-core is not installed, and `TraceError` if the model has none
     of its layers or recomputes already."""
-    layer_class = _layer_class()
+    layer_class = _megatron_layer_class()
     layers = [module for module in model.modules() if isinstance(module, layer_class)]
     if not layers:
         raise TraceError(
@@ -63,16 +63,16 @@ def check_model(model: nn.Module) -> None:
         )
 
 
-def run_block(
+def run_block_under_policy(
     policy: BlockPolicy,
     module: nn.Module,
     original_forward: Callable[..., Any],
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Run a layer under its policy with Megatron's switches or its checkpoint."""
+    """Run a layer of Megatron-core under its policy, with Megatron's switches or its checkpoint."""
     if policy.how != CHECKPOINTED:
-        with _switches_set(module, policy.modules):
+        with _recompute_switches_set(module, policy.modules):
             return original_forward(*args, **kwargs)
     from megatron.core.tensor_parallel import checkpoint
 
@@ -93,10 +93,11 @@ def candidate_policies(
     block: str, module: nn.Module, forward: Callable[[], Any]
 ) -> list[tuple[BlockPolicy, float | None]]:
     """Return the policies of a layer that are worth a trial, each with the fraction of the
-    forward's time that the recomputation takes; None if only a trial shows it."""
-    if not isinstance(module, _layer_class()):
+    forward's time that the recomputation takes; None if only a trial shows it. Return none for a
+    module that is no layer of Megatron-core."""
+    if not isinstance(module, _megatron_layer_class()):
         return []
-    names = [name for name in _SWITCHES if any(True for _ in _switches_of(module, name))]
+    names = [name for name in _SWITCHES if any(True for _ in _recompute_switches(module, name))]
     subsets = chain.from_iterable(combinations(names, n + 1) for n in range(len(names)))
     return [
         (BlockPolicy(block=block, how=CHECKPOINTED), 1.0),
@@ -104,7 +105,7 @@ def candidate_policies(
     ]
 
 
-def compute_gradients(
+def gradients_by_backward(
     outputs: Sequence[torch.Tensor],
     inputs: Sequence[torch.Tensor],
     tangents: Sequence[torch.Tensor],
@@ -125,8 +126,8 @@ def compute_gradients(
 def settings_for_all_blocks(
     paths: Sequence[str], policies: Sequence[tuple[BlockPolicy, ...]]
 ) -> Iterator[ExecutorSetting]:
-    """Yield the policy indices of all calls for each possible `TransformerConfig`, from the module
-    path and the tried policies of each call."""
+    """Yield the policy indices of all calls for each possible `TransformerConfig`. `paths` and
+    `policies` have the module path and the tried policies of each call."""
     indices_per_call = [
         {(policy.how, policy.modules): index for index, policy in enumerate(tried)}
         for tried in policies
@@ -151,8 +152,9 @@ def settings_for_all_blocks(
 def _policy_index(
     modules: Sequence[str], indices: Mapping[tuple[str, tuple[str, ...]], int]
 ) -> int | None:
-    """Return the index of the policy with which a layer recomputes those of the modules that it
-    has; None if this policy was not tried or failed."""
+    """Return the index of the policy with which a layer recomputes those of the `modules` that it
+    has; None if this policy was not tried or failed. `indices` has the index of each tried
+    policy."""
     layer_modules = {name for _, names in indices for name in names}
     recomputed = tuple(name for name in modules if name in layer_modules)
     return indices.get((SELECTIVE if recomputed else AS_IT_IS, recomputed))
@@ -168,9 +170,10 @@ def _positions_in_stacks(paths: Sequence[str]) -> list[int]:
     return [stacks[path.rpartition(".")[0]].index(path) for path in paths]
 
 
-def _switches_of(layer: nn.Module, name: str) -> Iterator[tuple[nn.Module, str]]:
+def _recompute_switches(layer: nn.Module, name: str) -> Iterator[tuple[nn.Module, str]]:
     """Yield the switches by which a layer recomputes the module `name`: the submodule and the name
-    of its boolean attribute."""
+    of its boolean attribute. Yield none if the layer lacks the module, or if its recomputation does
+    not work or saves nothing."""
     config: Any = getattr(layer, "config", None)
     is_moe = bool(getattr(layer, "is_moe_layer", False))
     is_absent = {
@@ -194,18 +197,19 @@ def _switches_of(layer: nn.Module, name: str) -> Iterator[tuple[nn.Module, str]]
 
 
 @contextmanager
-def _switches_set(layer: nn.Module, modules: Sequence[str]) -> Iterator[None]:
-    """Inside this context, the layer recomputes exactly these modules."""
+def _recompute_switches_set(layer: nn.Module, modules: Sequence[str]) -> Iterator[None]:
+    """Inside this context, the layer recomputes exactly these modules, by their names in
+    `recompute_modules`."""
     settings = (
         (module, attribute, name in modules)
         for name in _SWITCHES
-        for module, attribute in _switches_of(layer, name)
+        for module, attribute in _recompute_switches(layer, name)
     )
     with attributes_set(*settings):
         yield
 
 
-def _layer_class() -> type[nn.Module]:
+def _megatron_layer_class() -> type[nn.Module]:
     """Return Megatron-core's `TransformerLayer`. Raises `RematError` if it is not installed."""
     try:
         from megatron.core.transformer.transformer_layer import TransformerLayer

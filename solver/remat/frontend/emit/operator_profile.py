@@ -45,15 +45,15 @@ class OperatorCall:
 
 def profile_operators(run: Callable[[], Any]) -> tuple[tuple[OperatorCall, ...], float]:
     """Run a block several times. Return its operator calls up to the last one that the backward
-    needs, because the recomputation of a block stops there, and the seconds of all of them.
+    needs, because the recomputation of a block stops there, and the seconds of the whole forward.
 
     Times are the minimum of the runs. If the runs differ in their operators, which then depend on
     the data, there are no calls to count, and the result is `((), 1.0)`.
     """
-    profiles = [_profile_once(run) for _ in range(_ROUNDS)]
+    profiles = [_profile_operators_once(run) for _ in range(_ROUNDS)]
     first, num_needed = profiles[0]
-    kinds = [_call_kind(call) for call in first]
-    if any([_call_kind(call) for call in calls] != kinds for calls, _ in profiles):
+    kinds = [_operator_call_key(call) for call in first]
+    if any([_operator_call_key(call) for call in calls] != kinds for calls, _ in profiles):
         return (), 1.0
     fastest = tuple(
         replace(call, time_s=min(calls[index].time_s for calls, _ in profiles))
@@ -68,8 +68,8 @@ def block_fingerprint(call: ModuleInvocation) -> tuple[object, str]:
     module = call.submodule.module
     buffers = BufferSnapshot(module)
     with rng_state_preserved():
-        calls, _ = _profile_once(call.with_leaf_inputs().with_non_leaf_inputs().run)
-    kinds = tuple(map(_call_kind, calls))
+        calls, _ = _profile_operators_once(call.with_leaf_inputs().with_non_leaf_inputs().run)
+    kinds = tuple(map(_operator_call_key, calls))
     has_changed = buffers.has_changed()
     buffers.restore()
     reason = "its forward changes its buffers" if has_changed else recompute_obstacle(call)[0]
@@ -103,7 +103,8 @@ def saving_candidates(
 def saved_calls_by_operator(
     operators: Sequence[OperatorCall], indices: Sequence[int]
 ) -> dict[str, tuple[int, ...]]:
-    """Return the call indices of the selected operator calls, by operator name."""
+    """Return the call indices of some operator calls, by operator name. `indices` selects the
+    calls."""
     calls: dict[str, tuple[int, ...]] = {}
     for index in sorted(indices):
         call = operators[index]
@@ -111,15 +112,16 @@ def saved_calls_by_operator(
     return calls
 
 
-def _call_kind(call: OperatorCall) -> tuple[object, ...]:
-    """Return what must be equal for two operator calls to count as the same."""
+def _operator_call_key(call: OperatorCall) -> tuple[object, ...]:
+    """Return the name, output bytes and savability, which are equal for calls that count as the
+    same."""
     return call.name, call.output_bytes, call.is_unsavable
 
 
-def _profile_once(run: Callable[[], Any]) -> tuple[list[OperatorCall], int]:
+def _profile_operators_once(run: Callable[[], Any]) -> tuple[list[OperatorCall], int]:
     """Run a block once, and return its operator calls with the number of them up to the last one
     that the backward needs."""
-    mode = _ProfilingMode()
+    mode = _OperatorProfilingMode()
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         mode.num_needed = len(mode.calls)
@@ -134,7 +136,7 @@ def _profile_once(run: Callable[[], Any]) -> tuple[list[OperatorCall], int]:
     return calls, mode.num_needed
 
 
-class _ProfilingMode(TorchDispatchMode):
+class _OperatorProfilingMode(TorchDispatchMode):
     """Dispatch mode that times operator calls, below autograd like selective checkpointing's."""
 
     def __init__(self) -> None:

@@ -34,21 +34,22 @@ ContextFn = Callable[[], tuple[Any, Any]]
 
 
 def context_fn(policy: BlockPolicy) -> ContextFn:
-    """Return the `context_fn` with which `torch.utils.checkpoint` follows a block's policy."""
+    """Return the `context_fn` with which `torch.utils.checkpoint` follows a block's policy: torch's
+    default unless the policy is selective."""
     if policy.how != SELECTIVE:
         return noop_context_fn
     saved_calls = {name: frozenset(indices) for name, indices in policy.operators.items()}
     return partial(_selective_contexts, saved_calls)
 
 
-def run_block(
+def run_block_under_policy(
     policy: BlockPolicy,
     module: nn.Module,
     original_forward: Callable[..., Any],
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Run a block under its policy with `torch.utils.checkpoint`."""
+    """Run a block under its policy with `torch.utils.checkpoint`, or as it is."""
     if policy.how == AS_IT_IS:
         return original_forward(*args, **kwargs)
     contexts = context_fn(policy)
@@ -73,7 +74,8 @@ def candidate_policies(
 
 
 def _selective_contexts(saved_calls: Mapping[str, frozenset[int]]) -> tuple[Any, Any]:
-    """Return the forward and recomputation contexts of one call of a block."""
+    """Return the forward and recomputation contexts of one call of a block, which save these calls
+    of each operator."""
     return create_selective_checkpoint_contexts(_CallCountingPolicy(saved_calls))  # type: ignore[return-value]
 
 

@@ -23,14 +23,14 @@ from remat.frontend.common.pytree import tensors_in
 _ROUNDS = 3
 
 
-def run_block(
+def run_block_under_policy(
     policy: BlockPolicy,
     module: nn.Module,
     original_forward: Callable[..., Any],
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Run a block under its policy with torch_remat."""
+    """Run a block under its policy with torch_remat, or as it is."""
     if policy.how == AS_IT_IS:
         return original_forward(*args, **kwargs)
     package = import_torch_remat()
@@ -50,9 +50,10 @@ def candidate_policies(
     block: str, module: nn.Module, forward: Callable[[], Any]
 ) -> list[tuple[BlockPolicy, float]]:
     """Return the policies of a block that are worth a trial, each with the fraction of the
-    forward's time that the recomputation takes."""
+    forward's time that the recomputation takes. Raises `RematError` if torch_remat is not
+    installed."""
     import_torch_remat()
-    profiles = [_profile(module, forward) for _ in range(_ROUNDS)]
+    profiles = [_profile_regions(module, forward) for _ in range(_ROUNDS)]
     block_s = min(block_profile.time_s for block_profile, _ in profiles)
     first = profiles[0][1]
     names = [name for name, p in first.items() if p.can_be_saved and p.calls == 1]
@@ -74,7 +75,7 @@ def candidate_policies(
 
 
 def _saving_forward(package: Any, name: str, module: nn.Module) -> Callable[..., Any]:
-    """Return a submodule's forward as a region that is saved, outputs included."""
+    """Return the forward of the submodule `name` as a region that is saved, outputs included."""
     region = package.region(module.forward, name, recompute=False)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -104,7 +105,7 @@ class _RngStateHook:
 
 
 @dataclass
-class _ModuleProfile:
+class _RegionProfile:
     """Time of a block or submodule in one forward, and the bytes that saving it would retain."""
 
     time_s: float = 0.0
@@ -121,13 +122,13 @@ class _ModuleProfile:
         return sum(self.saved.values())
 
 
-def _profile(
+def _profile_regions(
     module: nn.Module, forward: Callable[[], Any]
-) -> tuple[_ModuleProfile, dict[str, _ModuleProfile]]:
+) -> tuple[_RegionProfile, dict[str, _RegionProfile]]:
     """Run a block's forward once, and return the profiles of the block and, by name, of its
     submodules."""
-    profiles: dict[str, _ModuleProfile] = {}
-    active: list[_ModuleProfile] = []
+    profiles: dict[str, _RegionProfile] = {}
+    active: list[_RegionProfile] = []
     state = [*module.parameters(), *module.buffers()]
     state_storages = {StorageWeakRef(tensor.untyped_storage()) for tensor in state}
 
@@ -142,10 +143,10 @@ def _profile(
         original_forward = submodule.forward
 
         def run_profiled(*args: Any, **kwargs: Any) -> Any:
-            profile = profiles.setdefault(name, _ModuleProfile())
+            profile = profiles.setdefault(name, _RegionProfile())
             profile.calls += 1
             active.append(profile)
-            with _timed(profile, (args, kwargs)):
+            with _time_added_to_profile(profile, (args, kwargs)):
                 outputs = original_forward(*args, **kwargs)
             active.pop()
             profile.can_be_saved &= _is_region_output(outputs)
@@ -160,12 +161,12 @@ def _profile(
 
         return run_profiled
 
-    block_profile = _ModuleProfile()
+    block_profile = _RegionProfile()
     forwards = {m: profiled_forward(name, m) for name, m in module.named_modules() if name}
     with (
         torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
         patched_forwards(forwards),
-        _timed(block_profile, ()),
+        _time_added_to_profile(block_profile, ()),
     ):
         forward()
     for profile in profiles.values():
@@ -175,8 +176,9 @@ def _profile(
 
 
 @contextmanager
-def _timed(profile: _ModuleProfile, arguments: Any) -> Iterator[None]:
-    """Add the time of this context to a profile, with the arguments' devices synchronized."""
+def _time_added_to_profile(profile: _RegionProfile, arguments: Any) -> Iterator[None]:
+    """Add the time of this context to a profile. The devices of the `arguments` are synchronized
+    before and after."""
     start_s = synchronized_time_s(arguments)
     yield
     profile.time_s += synchronized_time_s(arguments) - start_s

@@ -78,8 +78,8 @@ class MemoryPolicy:
 
         Raises `TraceError` if no node is marked as backward, `InfeasibleBudget` if no tags fit.
         """
-        trace, first_backward = _read_step(gm)
-        graph = _without_boundary(_with_costs(trace, self.costs).graph())
+        trace, first_backward = _read_marked_step(gm)
+        graph = _without_boundary(_with_operation_costs(trace, self.costs).graph())
         strategy = self.strategy or Selective()
         self.plan = solve(graph, self.budget, strategy, infeasible=self.infeasible)
         recomputed = {graph.operations[op].name for op in self.plan.schedule.recomputed(graph)}
@@ -95,9 +95,10 @@ class MemoryPolicy:
         return gm
 
 
-def _read_step(gm: fx.GraphModule) -> tuple[Trace, fx.Node]:
-    """Return a training step as a trace, and the first operation of its backward. An operation is
-    recomputable if no operation writes to its inputs or results in place."""
+def _read_marked_step(gm: fx.GraphModule) -> tuple[Trace, fx.Node]:
+    """Return a training step, whose backward nodes are marked, as a trace, and the first operation
+    of its backward. An operation is recomputable if no operation writes to its inputs or results in
+    place. Raises `TraceError` if no operation is before or in the backward."""
     nodes = list(gm.graph.nodes)
     has_phases = any(_is_backward_phase(node) for node in nodes)
     is_backward = [
@@ -150,9 +151,10 @@ def _is_backward_phase(node: fx.Node) -> bool:
     return node.meta.get("custom", {}).get(_PHASE) == "backward"
 
 
-def _with_costs(trace: Trace, costs: Roofline | None) -> Trace:
-    """Return the trace with the seconds of each operation, measured or estimated by a roofline. An
-    operation that cannot be written as data costs nothing."""
+def _with_operation_costs(trace: Trace, costs: Roofline | None) -> Trace:
+    """Return the trace with the seconds of each operation, measured if `costs` is None, else
+    estimated by that roofline. An operation that cannot be written as data costs next to
+    nothing."""
     operations = [node for node in trace.operations if node is not None]
     described = [node for node in operations if node.target != OPAQUE_TARGET]
     if costs is not None:

@@ -40,7 +40,7 @@ class CheckpointingFlags:
             if hasattr(module, _FLAG_NAME)
         ]
         for module, _ in self._original:
-            module.__dict__ |= {_FLAG_NAME: True, _FUNCTION_NAME: _call_layer}
+            module.__dict__ |= {_FLAG_NAME: True, _FUNCTION_NAME: _call_without_checkpoint}
 
     def restore(self) -> None:
         """Restore the attributes of the model's modules."""
@@ -62,15 +62,15 @@ def temporary_checkpointing_flags(model: nn.Module) -> Iterator[None]:
 
 
 def checkpointed_layer(function: Callable[..., Any]) -> nn.Module | None:
-    """Return the layer that passes `function` to its `gradient_checkpointing_func`; None if it is
-    no module. Transformers 4 binds the layer's forward, Transformers 5 also its arguments."""
+    """Return the layer that passes `function` to its `gradient_checkpointing_func`; None if no
+    module does. Transformers 4 binds the layer's forward, Transformers 5 also its arguments."""
     arguments: tuple[Any, ...] = getattr(function, "args", ())
     inner = getattr(function, "func", function)
     layer = getattr(inner, "__self__", arguments[0] if arguments else None)
     return layer if isinstance(layer, nn.Module) else None
 
 
-def _call_layer(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a layer's function without a checkpoint."""
+def _call_without_checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a layer's function without a checkpoint, in place of `gradient_checkpointing_func`."""
     kwargs.pop("use_reentrant", None)
     return function(*args, **kwargs)

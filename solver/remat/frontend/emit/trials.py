@@ -25,7 +25,7 @@ from remat.frontend.blocks.profile import (
 from remat.frontend.capture.model.preserved_state import rng_state_preserved
 from remat.frontend.emit import megatron, operators, regions
 from remat.frontend.emit.operator_profile import block_fingerprint
-from remat.frontend.memory.meter import Gauge
+from remat.frontend.memory.meter import MemoryGauge
 from remat.report.report import fold_layer_numbers
 
 logger = logging.getLogger("remat")
@@ -64,13 +64,13 @@ class Executor:
 
 
 EXECUTORS = {
-    OPERATORS: Executor(operators.run_block, operators.candidate_policies),
-    REGIONS: Executor(regions.run_block, regions.candidate_policies),
+    OPERATORS: Executor(operators.run_block_under_policy, operators.candidate_policies),
+    REGIONS: Executor(regions.run_block_under_policy, regions.candidate_policies),
     MEGATRON: Executor(
-        megatron.run_block,
+        megatron.run_block_under_policy,
         megatron.candidate_policies,
-        megatron.check_model,
-        megatron.compute_gradients,
+        megatron.check_megatron_model,
+        megatron.gradients_by_backward,
         megatron.settings_for_all_blocks,
     ),
 }
@@ -94,8 +94,9 @@ class PolicyTrials:
     uncheckpointable: dict[str, str] = field(default_factory=dict)
     _results: dict[object, _TrialResult] = field(default_factory=dict)
 
-    def __call__(self, gauge: Gauge, call: ModuleInvocation) -> tuple[BlockOption, ...]:
-        """Return the options of a block call: as it is, and under each policy that ran."""
+    def __call__(self, gauge: MemoryGauge, call: ModuleInvocation) -> tuple[BlockOption, ...]:
+        """Return the options of a block call: as it is, and under each policy that ran. Record
+        their policies."""
         fingerprint, obstacle = block_fingerprint(call)
         key = (fingerprint, tuple(map(requires_gradient, tree_leaves((call.args, call.kwargs)))))
         if key not in self._results:
@@ -107,9 +108,12 @@ class PolicyTrials:
         self.policies.append(policies)
         return options
 
-    def _try_policies(self, gauge: Gauge, call: ModuleInvocation, obstacle: str) -> _TrialResult:
-        """Measure a block call as it is and, unless there is an `obstacle` to recomputation, under
-        each candidate policy of the executor."""
+    def _try_policies(
+        self, gauge: MemoryGauge, call: ModuleInvocation, obstacle: str
+    ) -> _TrialResult:
+        """Measure a block call as it is and, unless `obstacle` is a reason against recomputation,
+        under each candidate policy of the executor. Raises `TraceError` if it cannot run
+        standalone."""
         path, module = call.submodule.path, call.submodule.module
         candidates: Sequence[Candidate] = ()
         if not obstacle:
@@ -147,10 +151,10 @@ class PolicyTrials:
         return tuple(options), policies, "" if measured else reason
 
     def _measure(
-        self, gauge: Gauge, call: ModuleInvocation, policy: BlockPolicy, rounds: int
+        self, gauge: MemoryGauge, call: ModuleInvocation, policy: BlockPolicy, rounds: int
     ) -> tuple[BlockOption, float]:
-        """Run a block call under a policy, with its backward, in several rounds. Return the fastest
-        round, and the seconds of the fastest forward."""
+        """Run a block call under a policy, with its backward, `rounds` times. Return the option of
+        the fastest round, and the seconds of the fastest forward."""
         run_block = partial(self.executor.run_block, policy, call.submodule.module, call.forward)
         invocation = call.with_forward(run_block)
         measured = [

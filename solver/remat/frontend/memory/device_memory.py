@@ -46,7 +46,7 @@ def free_bytes(device: torch.device | str) -> int | None:
 def _system_free_bytes() -> int | None:
     """Return the available memory of the machine; None if /proc/meminfo does not report it."""
     try:
-        return _field(Path("/proc/meminfo"), "MemAvailable:") * 1024
+        return _number_in_file(Path("/proc/meminfo"), "MemAvailable:") * 1024
     except (OSError, ValueError):
         return None
 
@@ -58,15 +58,16 @@ def _container_free_bytes() -> int | None:
         limit = (_CGROUP / "memory.max").read_text().strip()
         if limit == "max":
             return None
-        cache = _field(_CGROUP / "memory.stat", "inactive_file")
+        cache = _number_in_file(_CGROUP / "memory.stat", "inactive_file")
         used = int((_CGROUP / "memory.current").read_text()) - cache
         return max(0, int(limit) - used)
     except (OSError, ValueError):
         return None
 
 
-def _field(path: Path, name: str) -> int:
-    """Return the number that follows a name in a file. Raises ValueError if it is not there."""
+def _number_in_file(path: Path, name: str) -> int:
+    """Return the number that follows a name in a file of the system. Raises ValueError if it is not
+    there."""
     for line in path.read_text().splitlines():
         if line.startswith(name):
             return int(line.split()[1])
@@ -79,26 +80,26 @@ def library_bytes(
     capability: tuple[int, int] | None = None,
 ) -> int:
     """Return the bytes of the workspaces that cuBLAS and cuBLASLt have in torch's allocator during
-    a step with the operations `targets`: 0 on the CPU, and without matrix products. `capability` is
-    the compute capability of a CUDA device that this machine does not have.
+    a step with the operations `targets`; 0 on the CPU, and without matrix products. `capability` is
+    the compute capability of a CUDA device that this machine does not have, None for `device`.
 
     Up to torch 2.14 the threads of the forward and the backward each have a workspace, which stays
-    allocated. From 2.15 on a workspace is allocated for each product and freed after it, so
-    that one counts, unless TORCH_CUBLAS_WORKSPACE_CACHE=1. (Measured with the allocators of both
+    allocated. From 2.15 on a workspace is allocated for each product and freed after it, so that
+    one counts, unless TORCH_CUBLAS_WORKSPACE_CACHE=1. (Measured with the allocators of both
     versions; see `scripts/allocator`.) A product with a bias runs in cuBLASLt, whose workspace may
     be another one.
     """
     device, targets = torch.device(device), set(targets)
     if (device.type != "cuda" and capability is None) or not any(map(uses_cublas, targets)):
         return 0
-    threads = 2 if keeps_workspaces() else 1
-    return threads * _workspace_bytes(device, capability, any(map(uses_cublaslt, targets)))
+    threads = 2 if keeps_cublas_workspaces() else 1
+    return threads * _cublas_workspace_bytes(device, capability, any(map(uses_cublaslt, targets)))
 
 
 def allocated_workspace_bytes(device: torch.device) -> int:
-    """Let cuBLAS allocate the workspaces that torch keeps, and return their bytes, which later
-    measurements of the device's memory do not count; 0 where nothing is kept."""
-    if device.type != "cuda" or not keeps_workspaces():
+    """Let cuBLAS allocate the workspaces that torch keeps, and return their bytes, so that later
+    measurements of the device's memory can leave them out; 0 if torch keeps none."""
+    if device.type != "cuda" or not keeps_cublas_workspaces():
         return 0
     matrix, bias = torch.ones(16, 16, device=device), torch.ones(16, device=device)
 
@@ -127,7 +128,7 @@ def run_in_backward(call: Callable[[], object], device: torch.device) -> None:
 
 
 class _CallInBackward(torch.autograd.Function):
-    """The identity, whose backward makes a call."""
+    """The identity, whose backward calls a function."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, call: Callable[[], object]) -> torch.Tensor:
@@ -140,36 +141,40 @@ class _CallInBackward(torch.autograd.Function):
         return gradients[0], None
 
 
-def keeps_workspaces() -> bool:
+def keeps_cublas_workspaces() -> bool:
     """True if torch keeps cuBLAS's workspaces after a matrix product. If False, each product
     allocates and frees one, and a measurement counts it as the product's own workspace."""
     cache_setting = os.environ.get("TORCH_CUBLAS_WORKSPACE_CACHE")
     return _torch_version() < (2, 15) or cache_setting == "1"
 
 
-def _workspace_bytes(device: torch.device, capability: tuple[int, int] | None, has_lt: bool) -> int:
-    """Return the bytes of one thread's workspaces of cuBLAS and, with `has_lt`, of cuBLASLt."""
+def _cublas_workspace_bytes(
+    device: torch.device, capability: tuple[int, int] | None, has_lt: bool
+) -> int:
+    """Return the bytes of one thread's workspaces of cuBLAS and, with `has_lt`, of cuBLASLt.
+    `capability` is as for `library_bytes`."""
     blas_size = getattr(torch.backends.cuda, "cublas_workspace_size", None)
     lt_size = getattr(torch.backends.cuda, "cublaslt_workspace_size", None)
     is_local = capability is None and torch.cuda.is_available()
     if is_local and blas_size is not None and lt_size is not None:  # torch 2.13
         with torch.cuda.device(device):
-            return _combined_bytes(blas_size(), lt_size() if has_lt else 0)
+            return _combined_workspace_bytes(blas_size(), lt_size() if has_lt else 0)
     lt_kib = os.environ.get("CUBLASLT_WORKSPACE_SIZE", "")
     lt_bytes = int(lt_kib) << 10 if lt_kib.isdigit() else _DEFAULT_LT_BYTES
-    configured = configured_workspace_bytes(os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""))
+    configured = configured_cublas_workspace_bytes(os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""))
     if configured is None:
         major, _ = capability or torch.cuda.get_device_capability(device)
-        configured = default_workspace_bytes(major)
-    return _combined_bytes(configured, lt_bytes if has_lt else 0)
+        configured = default_cublas_workspace_bytes(major)
+    return _combined_workspace_bytes(configured, lt_bytes if has_lt else 0)
 
 
-def _combined_bytes(blas_bytes: int, lt_bytes: int) -> int:
-    """Return the bytes of both workspaces.
+def _combined_workspace_bytes(blas_bytes: int, lt_bytes: int) -> int:
+    """Return the bytes of the workspaces of cuBLAS and cuBLASLt together.
 
-    From torch 2.13 on cuBLASLt shares cuBLAS's, unless the environment says that it must not.
-    Before, it shares it only if the environment says so. With torch 2.11, plans without it were
-    exceeded by one or two megabytes (H200, 2026-11-27); that 2.12 is like 2.11 is an assumption.
+    From torch 2.13 on cuBLASLt shares the workspace of cuBLAS, unless the environment says that it
+    must not. Before, it shares it only if the environment says so. With torch 2.11, plans without
+    it were exceeded by one or two megabytes (H200, 2026-11-27); that 2.12 is like 2.11 is an
+    assumption.
     """
     setting = os.environ.get("TORCH_CUBLASLT_UNIFIED_WORKSPACE", "")
     is_shared = setting == "1" if _torch_version() < (2, 13) else setting != "0"
@@ -185,17 +190,18 @@ _DEFAULT_LT_BYTES = 1 << 20
 """torch's default workspace of cuBLASLt, on every architecture."""
 
 
-def default_workspace_bytes(major: int) -> int:
-    """Return the bytes of torch's default workspace of a cuBLAS handle.
+def default_cublas_workspace_bytes(major: int) -> int:
+    """Return the bytes of torch's default workspace of a cuBLAS handle, by the major compute
+    capability.
 
-    By the major compute capability, 32 MiB from Hopper (9.0) on, before it 8 MiB and 128 KiB
-    (":4096:2:16:8"). Source: `torch.backends.cuda.cublas_workspace_size()` of torch 2.15 for 7, 8,
-    9, 10 and 12; `aten/src/ATen/cuda/CublasHandlePool.cpp`.
+    It is 32 MiB from Hopper (9.0) on, before it 8 MiB and 128 KiB (":4096:2:16:8"). Source:
+    `torch.backends.cuda.cublas_workspace_size()` of torch 2.15 for 7, 8, 9, 10 and 12;
+    `aten/src/ATen/cuda/CublasHandlePool.cpp`.
     """
     return 32 << 20 if major >= 9 else (8 << 20) + (128 << 10)
 
 
-def configured_workspace_bytes(configuration: str) -> int | None:
+def configured_cublas_workspace_bytes(configuration: str) -> int | None:
     """Return the total bytes of a CUBLAS_WORKSPACE_CONFIG, which is `:KiB:count` once or more, as
     torch reads it; None if it is empty or torch cannot read it."""
     pairs = re.findall(r":([0-9]+):([0-9]+)", configuration)
@@ -232,9 +238,9 @@ def reserve_size(reserve: Reserve | None) -> ReserveSize:
             stateless = [p for p in group["params"] if p.requires_grad and not reserve.state.get(p)]
             for parameter in group["params"]:
                 state = reserve.state.get(parameter, {})
-                allocated_bytes += _state_bytes(state, parameter.device)
+                allocated_bytes += _optimizer_state_bytes(state, parameter.device)
             if stateless:
-                unallocated_bytes += _predicted_state_bytes(reserve, group, stateless)
+                unallocated_bytes += _predicted_optimizer_bytes(reserve, group, stateless)
         return ReserveSize(allocated_bytes + unallocated_bytes, unallocated_bytes)
     if isinstance(reserve, bool) or not isinstance(reserve, (int, str)):
         raise BudgetError(
@@ -245,9 +251,9 @@ def reserve_size(reserve: Reserve | None) -> ReserveSize:
     return ReserveSize(size_bytes, size_bytes)
 
 
-def _state_bytes(state: dict[str, Any], device: torch.device) -> int:
-    """Return the bytes of a parameter's state on the parameter's device; a step count may be on the
-    CPU."""
+def _optimizer_state_bytes(state: dict[str, Any], device: torch.device) -> int:
+    """Return the bytes of one parameter's optimizer state on `device`, as torch's CUDA allocator
+    rounds them; a step count may be on the CPU."""
     sizes = {
         t.untyped_storage()._cdata: t.untyped_storage().nbytes()
         for t in state.values()
@@ -256,11 +262,12 @@ def _state_bytes(state: dict[str, Any], device: torch.device) -> int:
     return sum(map(round_size, sizes.values()))
 
 
-def _predicted_state_bytes(
+def _predicted_optimizer_bytes(
     optimizer: Optimizer, group: dict[str, Any], parameters: list[Tensor]
 ) -> int:
     """Return the bytes of the state that the first step of an optimizer creates for parameters of
-    one group: run it on a copy of the optimizer with meta tensors."""
+    one group: run it on a copy of the optimizer with meta tensors. Raises `BudgetError` if that
+    step fails."""
     # Scalars, such as the step count, are on the CPU unless a kernel has to read them.
     scalars_count = parameters[0].device.type == "cpu" or any(
         group.get(option) for option in ("fused", "capturable")
@@ -288,8 +295,8 @@ def _predicted_state_bytes(
             'reserve="2GiB", or the optimizer after its first step'
         ) from None
     states = list(meta_optimizer.state.values())
-    scalar_bytes = sum(_state_bytes(state, torch.device("cpu")) for state in states)
-    tensor_bytes = sum(_state_bytes(state, torch.device("meta")) for state in states)
+    scalar_bytes = sum(_optimizer_state_bytes(state, torch.device("cpu")) for state in states)
+    tensor_bytes = sum(_optimizer_state_bytes(state, torch.device("meta")) for state in states)
     return tensor_bytes + scalar_bytes * scalars_count
 
 

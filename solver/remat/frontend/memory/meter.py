@@ -80,14 +80,14 @@ class LiveStorageMeter(TorchDispatchMode):
         # An unknown storage of an argument is older than the meter, and does not count. `set_` has
         # a storage itself as argument.
         leaves = tree_leaves((args, kwargs))
-        argument_storages = {_storage(t)._cdata for t in leaves if _has_storage(t)}
+        argument_storages = {_tensor_storage(t)._cdata for t in leaves if _has_own_memory(t)}
         argument_storages |= {s._cdata for s in leaves if isinstance(s, torch.UntypedStorage)}
         del leaves
         out = func(*args, **kwargs)
         for tensor in tree_leaves(out):
-            if not _has_storage(tensor):
+            if not _has_own_memory(tensor):
                 continue
-            storage = _storage(tensor)
+            storage = _tensor_storage(tensor)
             if storage._cdata in self._sizes_bytes:
                 self._update_size(storage)
             elif storage._cdata not in argument_storages:
@@ -110,7 +110,8 @@ class LiveStorageMeter(TorchDispatchMode):
         self._weak_references[address] = weakref.ref(storage, on_free)
 
     def add_resize(self, change_bytes: int, storage: torch.UntypedStorage) -> None:
-        """Count the change of a storage that was resized outside of any operation."""
+        """Count the change of a storage that was resized outside of any operation, also if it is
+        older than the meter."""
         if storage._cdata in self._sizes_bytes:
             self._sizes_bytes[storage._cdata] += change_bytes
         self.live_bytes += change_bytes
@@ -138,9 +139,10 @@ def _resize_tracked(meter: LiveStorageMeter) -> AbstractContextManager[None]:
 
 
 def unique_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Return the bytes of the tensors' distinct storages: tied weights and views count once."""
-    parts = [part for tensor in tensors for part in _dense_parts(tensor)]
-    storages = {_storage(t)._cdata: storage_bytes(_storage(t)) for t in parts}
+    """Return the bytes of the tensors' distinct storages, as the allocators of their devices round
+    them: tied weights and views count once."""
+    parts = [part for tensor in tensors for part in _dense_tensors_of(tensor)]
+    storages = {_tensor_storage(t)._cdata: storage_bytes(_tensor_storage(t)) for t in parts}
     return sum(storages.values())
 
 
@@ -160,9 +162,8 @@ def measure_step(
     step: Callable[[], object], constants: Iterable[torch.Tensor] = (), *, flops: bool = False
 ) -> StepMemory:
     """Run a step on the CPU under a `LiveStorageMeter` and return its memory. `constants` are
-    parameters, buffers and batch. The step's return value is freed before `remaining_bytes` is
-    read.
-    """
+    parameters, buffers and batch; with `flops`, FLOPs are counted, too. The step's return value is
+    freed before `remaining_bytes` is read."""
     meter = LiveStorageMeter(unique_bytes(constants), count_flops=flops)
     with meter:
         step()
@@ -173,14 +174,14 @@ _CAPTURE_TENSORS = FakeTensor, FunctionalTensor
 """Tensors without memory, with which a capture computes."""
 
 
-def _has_storage(item: object) -> bool:
+def _has_own_memory(item: object) -> bool:
     """True for a tensor with memory: neither sparse, nor on "meta", nor fake as in a capture."""
     if not isinstance(item, torch.Tensor) or item.layout != torch.strided:
         return False
     return not (item.is_meta or isinstance(item, _CAPTURE_TENSORS))
 
 
-def _dense_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def _dense_tensors_of(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Return the indices and values of a sparse tensor; any other tensor itself."""
     match tensor.layout:
         case torch.sparse_coo:
@@ -193,11 +194,12 @@ def _dense_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
             return (tensor,)
 
 
-def _storage(tensor: torch.Tensor) -> torch.UntypedStorage:
+def _tensor_storage(tensor: torch.Tensor) -> torch.UntypedStorage:
+    """Return the storage of a tensor."""
     return tensor.untyped_storage()
 
 
-class Gauge(Protocol):
+class MemoryGauge(Protocol):
     """Reads the bytes that were allocated since the gauge was created."""
 
     def live(self) -> int:
@@ -242,7 +244,7 @@ class _CudaGauge:
 
 
 @contextmanager
-def gauge(device: torch.device) -> Iterator[Gauge]:
+def memory_gauge(device: torch.device) -> Iterator[MemoryGauge]:
     """Yield a memory gauge for the operations inside of this context. On CUDA, it resets the
     device's peak statistics."""
     if device.type == "cuda":
@@ -254,7 +256,8 @@ def gauge(device: torch.device) -> Iterator[Gauge]:
 
 
 def wait_for_autograd(device: torch.device) -> None:
-    """Wait until autograd's thread of a GPU has released the results of the last backward.
+    """Wait until autograd's thread of a GPU has released the results of the last backward; nothing
+    on a CPU.
 
     The thread may do so some milliseconds after the call that computed them has returned, while
     something else is measured. It always does so before it starts the next backward: this runs one

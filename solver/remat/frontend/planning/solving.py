@@ -13,7 +13,7 @@ from remat.costs.roofline import Roofline
 from remat.costs.trace_costs import OperationCost, with_costs
 from remat.documents.program import Program
 from remat.documents.trace import Trace
-from remat.frontend.costs.measure import measure, measure_pieces, step_limit_bytes
+from remat.frontend.costs.measure import measure, measure_pieces, step_measurement_limit_bytes
 from remat.frontend.planning.host_limits import host_limits
 from remat.limits.budget import Budget
 from remat.limits.infeasible import plan_or_smallest
@@ -38,7 +38,7 @@ class PlanningResult(NamedTuple):
 
 def with_measured_costs(options: CheckedOptions, trace: Trace, budget: Budget) -> Trace:
     """Return the trace with costs from the source in the options. Measuring is limited to the
-    memory of the step (`step_limit_bytes`)."""
+    memory of the step (`step_measurement_limit_bytes`)."""
     return measure(
         trace,
         device=_cost_source(options, trace),
@@ -50,7 +50,7 @@ def with_measured_costs(options: CheckedOptions, trace: Trace, budget: Budget) -
 def _measuring_limit_bytes(trace: Trace, budget: Budget) -> int:
     """Return the bytes that measuring a step may take."""
     baseline_bytes = baseline_of(trace.graph_of_sizes).peak_bytes
-    return step_limit_bytes(trace, budget.in_bytes(baseline_bytes, trace.library_bytes))
+    return step_measurement_limit_bytes(trace, budget.in_bytes(baseline_bytes, trace.library_bytes))
 
 
 def plan_trace(options: CheckedOptions, trace: Trace, limits: Limits) -> PlanningResult:

@@ -1,7 +1,8 @@
 """`lower_program`: turns a Program into a forward and a backward graph that run.
 
-Nothing in a document is trusted. Operations resolve through `operators.resolve`, names were checked
-when the Program was read, and no text of the document is executed except as those names.
+Nothing in a document is trusted. Operations are looked up by `operators.resolve_operator`, names
+were checked when the Program was read, and no text of the document is executed except as those
+names.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from remat.frontend.common.graph_writer import GraphWriter
 from remat.frontend.common.operators import (
     NAMESPACES,
     literal_to_torch,
-    resolve,
+    resolve_operator,
     resolve_out_variant,
 )
 from remat.frontend.common.pytree import unflattener
@@ -245,7 +246,7 @@ class _ProgramGraph(GraphWriter):
             addends = (self.nodes[f"into_{parameter}"], self.nodes[gradient])
             call = self.call(accumulate_grad, addends)
         else:
-            operation: Any = resolve(statement.target, self.namespaces)
+            operation: Any = resolve_operator(statement.target, self.namespaces)
             args, kwargs = self.arguments(statement)
             if statement.target == WRITE_TARGET:
                 _check_write(statement, self.namespaces)

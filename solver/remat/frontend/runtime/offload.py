@@ -21,7 +21,7 @@ from remat.documents.targets import (
     RELOAD_TARGET,
 )
 from remat.errors import RematError
-from remat.frontend.common.operators import register
+from remat.frontend.common.operators import register_operator
 from remat.frontend.runtime.host_file import host_file
 from remat.frontend.runtime.pinned_memory import pinned_memory, pinned_memory_of
 
@@ -101,7 +101,7 @@ def _handle(host: _Host, number: int) -> torch.Tensor:
     return handle
 
 
-register(OFFLOAD_TARGET, offload)
-register(RELEASE_TARGET, release)
-register(RELOAD_TARGET, reload)
-register(ARRIVE_TARGET, arrive)
+register_operator(OFFLOAD_TARGET, offload)
+register_operator(RELEASE_TARGET, release)
+register_operator(RELOAD_TARGET, reload)
+register_operator(ARRIVE_TARGET, arrive)

@@ -25,7 +25,7 @@ from remat.documents.targets import (
     WRITE_ROWS_TARGET,
 )
 from remat.errors import GuardError
-from remat.frontend.common.operators import register
+from remat.frontend.common.operators import register_operator
 
 
 def add_in_place(total: torch.Tensor, gradient: torch.Tensor) -> None:
@@ -161,7 +161,7 @@ def run_with_generator_state(
         set_generator_state(device, present_state)
 
 
-register(ADD_INTO_TARGET, add_in_place)
-register(ADD_TARGET, add)
-register(ADD_PRODUCT_TARGET, add_product)
-register(WRITE_ROWS_TARGET, write_rows)
+register_operator(ADD_INTO_TARGET, add_in_place)
+register_operator(ADD_TARGET, add)
+register_operator(ADD_PRODUCT_TARGET, add_product)
+register_operator(WRITE_ROWS_TARGET, write_rows)

@@ -28,7 +28,7 @@ from torch.overrides import TorchFunctionMode
 
 from remat.errors import TraceError
 from remat.frontend.capture.model.reached_code import is_user_module
-from remat.frontend.common.code_origin import is_framework_code, line_of
+from remat.frontend.common.code_origin import frame_line, is_framework_code
 from remat.frontend.common.torch_modes import attributes_set
 
 log = logging.getLogger("remat")
@@ -82,7 +82,7 @@ def _model_line(frame: FrameType | None) -> str:
     """Return the innermost line, from `frame` outwards, that is the model's code."""
     frames = (f for f, _ in traceback.walk_stack(frame))
     of_model = (f for f in frames if not is_framework_code(Path(f.f_code.co_filename)))
-    return next(map(line_of, of_model), "an unknown line")
+    return next(map(frame_line, of_model), "an unknown line")
 
 
 _RNG_FUNCTIONS: list[tuple[Any, str]] = [
@@ -204,7 +204,7 @@ def _user_line(frame: FrameType | None) -> str:
         frame = frame.f_back
     if frame is None or not is_user_module(frame.f_globals):
         return ""
-    return line_of(frame)
+    return frame_line(frame)
 
 
 def _package(frame: FrameType) -> str:
