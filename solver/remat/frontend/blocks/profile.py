@@ -71,8 +71,8 @@ class ModuleInvocation:
 def measure_eager_options(
     gauge: Gauge, call: ModuleInvocation, roofline: Roofline | None = None
 ) -> tuple[BlockOption, ...]:
-    """Measure a block call as it is and, if the block can be recomputed, checkpointed. With a
-    `roofline`, times are estimated by it.
+    """Return the measured options of a block call: as it is and, if the block can be recomputed,
+    checkpointed. With a `roofline`, times are estimated by it.
 
     A checkpointed block need not free everything: what an autograd function stores on its context
     without `save_for_backward` stays. RNG states and buffers are restored afterwards.
@@ -85,7 +85,7 @@ def measure_eager_options(
     checkpointed: BlockOption | None = None
     if not obstacle:
         try:
-            checkpointed_call = call.with_forward(partial(_run_checkpointed, call))
+            checkpointed_call = call.with_forward(partial(_run_invocation_checkpointed, call))
             checkpointed, _ = measure_invocation(gauge, checkpointed_call, roofline=roofline)
         except torch.OutOfMemoryError:
             raise
@@ -122,12 +122,12 @@ def recompute_obstacle(call: ModuleInvocation) -> tuple[str, frozenset[int]]:
     second = _outputs_without_grad(standalone)  # sees the state that the first run has changed
     journal.restore()
     buffers.restore()
-    if len(first) != len(second) or not all(map(_are_equal, first, second)):
+    if len(first) != len(second) or not all(map(_are_results_equal, first, second)):
         return "a second run returns other results", journal.written_storages
     return "", journal.written_storages
 
 
-def _run_checkpointed(call: ModuleInvocation, *args: Any, **kwargs: Any) -> Any:
+def _run_invocation_checkpointed(call: ModuleInvocation, *args: Any, **kwargs: Any) -> Any:
     return run_checkpointed(call.submodule.module, call.forward, args, kwargs)
 
 
@@ -146,8 +146,9 @@ def measure_invocation(
     compute_gradients: BackwardFunction = gradients_by_autograd,
     roofline: Roofline | None = None,
 ) -> tuple[BlockOption, float]:
-    """Run a block call and its backward; return its time and memory, and the seconds of its
-    forward. RNG states are restored afterwards."""
+    """Run a block call and its backward, by `compute_gradients`. Return its time and memory as an
+    option, and the seconds of its forward; with a `roofline`, times are estimated by it. RNG states
+    and gradients are restored afterwards."""
     # Casts of weights count as this block's memory, and not as that of the code around it.
     torch.clear_autocast_cache()
     standalone = call.with_leaf_inputs()
@@ -160,7 +161,7 @@ def measure_invocation(
             _gradients_preserved(parameters),
             clock(roofline, {t.device for t in differentiable}) as time,
         ):
-            measured = _measure(
+            measured = _measure_block_run(
                 gauge,
                 time,
                 lambda: standalone.with_non_leaf_inputs().run(),
@@ -189,7 +190,7 @@ def _gradients_preserved(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
             parameter.grad = gradient
 
 
-def _measure(
+def _measure_block_run(
     gauge: Gauge,
     clock: Clock,
     run: Callable[[], Any],
@@ -227,7 +228,7 @@ def _outputs_without_grad(call: ModuleInvocation) -> list[torch.Tensor]:
         return tensors_in(call.run())
 
 
-def _are_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+def _are_results_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
     """True if two results are equal; on a GPU within the rounding of sums in another order."""
     if a.shape != b.shape or not a.is_cuda:
         return torch.equal(a, b)

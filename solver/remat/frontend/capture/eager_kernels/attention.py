@@ -108,7 +108,7 @@ def attention_kernel(capability: tuple[int, int]) -> Callable[..., Tensor]:
         bias = _attention_bias(attn_mask, query.dtype, float("-inf"))
         if kernel == "efficient":
             if bias is not None:
-                bias = _aligned_bias(bias).expand(*query.shape[:3], key.shape[2])
+                bias = _aligned_attention_bias(bias).expand(*query.shape[:3], key.shape[2])
             return _aten._scaled_dot_product_efficient_attention.default(
                 *qkv, bias, call.requires_backward, dropout_p, is_causal, scale=scale
             )[0]
@@ -121,7 +121,7 @@ def attention_kernel(capability: tuple[int, int]) -> Callable[..., Tensor]:
 
 def select_attention_kernel(call: AttentionCall) -> str:
     """Return "flash", "efficient", "cudnn" or "math": the first kernel in torch's order of priority
-    that is enabled and supports the call."""
+    that is enabled and supports the call, "math" if none does."""
     cuda = torch.backends.cuda
     is_usable = {
         "flash": lambda: cuda.flash_sdp_enabled() and _is_flash_supported(call),
@@ -134,8 +134,8 @@ def select_attention_kernel(call: AttentionCall) -> str:
 
 
 def _kernel_priority(capability: tuple[int, int]) -> tuple[str, ...]:
-    """Return the kernels in torch's order. cuDNN comes first on Hopper and on Blackwell data centre
-    GPUs, unless the user has set an order."""
+    """Return the names of the kernels in torch's order of priority. cuDNN comes first on Hopper and
+    on Blackwell data centre GPUs, unless the user has set an order."""
     numbers = torch._C._get_sdp_priority_order()
     priority = tuple(_KERNEL_NAMES[number] for number in numbers if number in _KERNEL_NAMES)
     if priority == _DEFAULT_PRIORITY and capability[0] in (9, 10):
@@ -242,8 +242,8 @@ def _is_determinism_required() -> bool:
 
 
 def _attention_bias(mask: Tensor | None, dtype: torch.dtype, masked_bias: float) -> Tensor | None:
-    """Return a boolean mask as a bias to add: `masked_bias` where it is False, else 0. Any other
-    mask is a bias already."""
+    """Return a boolean mask as a bias to add: `masked_bias` where it is False, else 0. Return any
+    other mask, which is a bias already, and None unchanged."""
     if mask is None or mask.dtype != torch.bool:
         return mask
     if inverts_boolean_masks():
@@ -277,7 +277,7 @@ def inverts_boolean_masks() -> bool:
     return _aten.logical_not.default in called.operators
 
 
-def _aligned_bias(bias: Tensor) -> Tensor:
+def _aligned_attention_bias(bias: Tensor) -> Tensor:
     """Return the bias with rows that start at multiples of 8 elements, as the memory-efficient
     kernel requires; padded if necessary."""
     strides = bias.stride()[:-1]
