@@ -146,6 +146,7 @@ class BlockSolver:
         return self._captured[key]
 
     def _capture(self, call: DryRunCall, signature: CallSignature) -> CapturedStep | str:
+        """Capture the block of a call on empty inputs; return the reason if that fails."""
         self.log_progress(f"capturing {call.submodule.path}")
         # The inputs of a block are results of operations: autocast casts them at each use.
         leaves = [

@@ -312,6 +312,7 @@ def _planned_blocks(
     solver: BlockSolver,
     not_whole_reason: str,
 ) -> PlannedBlocks:
+    """Return the plan and the calls to run for the options chosen in an alternative."""
     copies = _copies_by_call(alternative.step, choice.variants)
     sizes_bytes: list[int] = []
     block_calls: list[BlockCall] = []

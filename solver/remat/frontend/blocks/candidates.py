@@ -175,7 +175,8 @@ def _may_be_offloaded(
 
 
 def _offload_selections(tensors: Sequence[SavedTensor]) -> Iterator[tuple[SavedTensor, ...]]:
-    """Yield selections of tensors of about each share of their bytes, the largest tensors first."""
+    """Yield a selection of the tensors for each of `_SHARES`, with about that share of their bytes:
+    the largest tensors that fit. Empty and equal ones are left out."""
     total_bytes = sum(t.size_bytes for t in tensors)
     seen: set[frozenset[int]] = {frozenset()}
     for share in _SHARES:

@@ -71,6 +71,7 @@ def _unique_submodules(submodules: Iterable[Submodule]) -> Iterator[Submodule]:
 
 
 def _may_be_block(module: nn.Module) -> bool:
+    """True for a module with parameters that is no single layer of torch.nn."""
     is_layer = type(module).__module__.startswith("torch.") and not [*module.children()]
     return _has_parameters(module) and not is_layer
 

@@ -142,7 +142,7 @@ def run_dry(
 
 
 def _leaf_modules(model: nn.Module) -> list[nn.Module]:
-    """Return the modules without submodules, and without those of TorchScript."""
+    """Return the modules that have no submodules, except for modules of TorchScript."""
     modules = (m for m in model.modules() if not isinstance(m, torch.jit.ScriptModule))
     return [module for module in modules if next(module.children(), None) is None]
 

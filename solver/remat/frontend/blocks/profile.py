@@ -55,7 +55,7 @@ class ModuleInvocation:
 
     def with_leaf_inputs(self) -> ModuleInvocation:
         """Return the call with copies of its tensors that are leaves: a backward ends there."""
-        return self._with_leaves(_leaf_copy)
+        return self._with_leaves(_leaf_copy_of_input)
 
     def with_non_leaf_inputs(self) -> ModuleInvocation:
         """Return the call with its tensors as results of an operation: unlike leaves that require a
@@ -108,7 +108,7 @@ def recompute_obstacle(call: ModuleInvocation) -> tuple[str, frozenset[int]]:
     versions = [tensor._version for tensor in inputs]
     journal = WriteJournal(gathered_storages(module))
     with journal:
-        first = _outputs_without_grad(standalone)
+        first = _block_outputs_without_grad(standalone)
     # Checkpointing such a block would also make a reference cycle that torch never frees.
     if versions != [tensor._version for tensor in inputs]:
         journal.restore()
@@ -119,7 +119,9 @@ def recompute_obstacle(call: ModuleInvocation) -> tuple[str, frozenset[int]]:
         journal.restore()
         buffers.restore()
         return "it writes into a tensor that is not a buffer", journal.written_storages
-    second = _outputs_without_grad(standalone)  # sees the state that the first run has changed
+    second = _block_outputs_without_grad(
+        standalone
+    )  # sees the state that the first run has changed
     journal.restore()
     buffers.restore()
     if len(first) != len(second) or not all(map(_are_results_equal, first, second)):
@@ -198,6 +200,8 @@ def _measure_block_run(
     differentiable: Sequence[torch.Tensor],
     compute_gradients: BackwardFunction,
 ) -> tuple[BlockOption, float]:
+    """Return time and memory of `run` and of its backward, and the seconds of `run`. `inputs` are
+    its input tensors, `differentiable` the tensors that get gradients."""
     input_storages = {t.untyped_storage()._cdata for t in inputs}
     gauge.peak()
     bytes_before = gauge.live()
@@ -223,7 +227,7 @@ def _measure_block_run(
     return option, forward_s
 
 
-def _outputs_without_grad(call: ModuleInvocation) -> list[torch.Tensor]:
+def _block_outputs_without_grad(call: ModuleInvocation) -> list[torch.Tensor]:
     with rng_state_preserved(), torch.no_grad():
         return tensors_in(call.run())
 
@@ -242,7 +246,8 @@ def synchronized_time_s(tensors: object) -> float:
     return time.perf_counter()
 
 
-def _leaf_copy(item: Any) -> Any:
+def _leaf_copy_of_input(item: Any) -> Any:
+    """Return a copy of a tensor that is a leaf of autograd; anything else unchanged."""
     if not isinstance(item, torch.Tensor):
         return item
     return item.detach().clone().requires_grad_(item.requires_grad)

@@ -310,6 +310,7 @@ class StepRecorder:
         self.calls[index] = replace(self.calls[index], signature=None, uncapturable_reason=reason)
 
     def _recorded_call(self, invocation: ModuleInvocation) -> DryRunCall:
+        """Return the record of a block call, with its options if they are to be measured."""
         block = invocation.submodule
         options = self._measured_options(invocation)
         try:
@@ -451,4 +452,5 @@ def _storages_and_sizes(
 
 
 def _first_tensor_device(items: Iterable[Any]) -> torch.device:
+    """Return the device of the first tensor among the items, else the CPU."""
     return next((x.device for x in items if isinstance(x, torch.Tensor)), torch.device("cpu"))

@@ -287,7 +287,9 @@ def _autocast_kernel(name: str, operator: OpOverload, inner: PythonKernel) -> Py
                 cast_dtype = torch.get_autocast_dtype("cpu")
             elif name in _PROMOTED:
                 cast_dtype = _promoted_autocast_dtype((args, kwargs))
-            cast_args, cast_kwargs = _cast_arguments(operator, args, kwargs, cast_dtype)
+            cast_args, cast_kwargs = _cast_arguments_for_autocast(
+                operator, args, kwargs, cast_dtype
+            )
             return inner(*cast_args, **cast_kwargs)
 
     return kernel
@@ -300,23 +302,24 @@ def _is_eligible_for_autocast(item: object) -> bool:
     )
 
 
-def _cast_if_eligible(item: Any, dtype: torch.dtype) -> Any:
+def _cast_for_autocast(item: Any, dtype: torch.dtype) -> Any:
     return item.to(dtype) if _is_eligible_for_autocast(item) and item.dtype != dtype else item
 
 
-def _cast_arguments(
+def _cast_arguments_for_autocast(
     operator: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], dtype: torch.dtype
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments in `dtype`, cast from the last one to the first. Torch casts them in the
-    argument list of a C++ call, and GCC, which builds torch for Linux, evaluates that backwards; it
-    casts the tensors of a list in their order."""
+    """Return the arguments of an operator, with tensors that autocast casts in `dtype`. They are
+    cast from the last one to the first. Torch casts them in the argument list of a C++ call, and
+    GCC, which builds torch for Linux, evaluates that backwards; it casts the tensors of a list in
+    their order."""
     order = [a.name for a in operator._schema.arguments]
     keywords = sorted(kwargs, key=order.index, reverse=True)
     cast_kwargs = {
-        k: tree_map(lambda item: _cast_if_eligible(item, dtype), kwargs[k]) for k in keywords
+        k: tree_map(lambda item: _cast_for_autocast(item, dtype), kwargs[k]) for k in keywords
     }
     cast_args = [
-        tree_map(lambda item: _cast_if_eligible(item, dtype), arg) for arg in reversed(args)
+        tree_map(lambda item: _cast_for_autocast(item, dtype), arg) for arg in reversed(args)
     ]
     return tuple(reversed(cast_args)), {k: cast_kwargs[k] for k in kwargs}
 

@@ -174,16 +174,16 @@ def eager_kernel_overrides(
     if symbolic:
         anywhere[_aten.slice.Tensor] = symbolic_slice_kernel
     kernels: PythonKernels = {
-        **_kernels_with_key(anywhere, _CPU),
-        **_kernels_with_key({**anywhere, **CUDA_KERNELS, **_ON_GPU}, _CUDA),
+        **_kernels_for_dispatch_key(anywhere, _CPU),
+        **_kernels_for_dispatch_key({**anywhere, **CUDA_KERNELS, **_ON_GPU}, _CUDA),
     }
     with ExitStack() as stack:
         if target is None:
-            kernels = {**kernels, **_kernels_with_key(_ON_CPU, _CPU)}
+            kernels = {**kernels, **_kernels_for_dispatch_key(_ON_CPU, _CPU)}
         else:
             kernels = {
                 **kernels,
-                **_kernels_with_key({**absent_gpu_kernels(target), **_ON_GPU}, _CPU),
+                **_kernels_for_dispatch_key({**absent_gpu_kernels(target), **_ON_GPU}, _CPU),
             }
             stack.enter_context(_onednn_disabled())
             if target_autocast_dtype() is not None:
@@ -194,7 +194,7 @@ def eager_kernel_overrides(
         yield
 
 
-def _kernels_with_key(
+def _kernels_for_dispatch_key(
     kernels: Mapping[OpOverload, Callable[..., Any]], key: DispatchKey
 ) -> PythonKernels:
     return {(operator, key): kernel for operator, kernel in kernels.items()}

@@ -179,7 +179,7 @@ class BoundGuards:
                 compared,
             )
         if None in values:
-            read = _identity if _is_directly_comparable(owner) else comparable
+            read = _unconverted_value if _is_directly_comparable(owner) else comparable
             content = copy.copy(owner) if _is_directly_comparable(owner) else values[None]
             yield lambda: bool(read(owner) == content)
 
@@ -244,7 +244,7 @@ def _are_guarded_values_equal(
     return all(read(name) == value for name, value in values.items())
 
 
-def _identity(value: Any) -> Any:
+def _unconverted_value(value: Any) -> Any:
     return value
 
 

@@ -99,8 +99,8 @@ _RNG_FUNCTIONS: list[tuple[Any, str]] = [
 @contextmanager
 def rng_changes_forbidden(model: nn.Module) -> Iterator[None]:
     """Raise `TraceError` if the model's code uses random numbers of Python or NumPy within the
-    context, or seeds, reads or sets torch's generators: a plan would do it once instead of in each
-    step. The generators of Python and NumPy are restored."""
+    context, or calls `manual_seed`, `get_rng_state` or `set_rng_state` of torch: a plan would do it
+    once instead of in each step. The generators of Python and NumPy are restored."""
     python_state, numpy_state = random.getstate(), np.random.get_state()
     thread = threading.get_ident()
 

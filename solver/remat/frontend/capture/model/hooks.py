@@ -167,6 +167,7 @@ def is_planned_hook(hook: Hook) -> bool:
 
 
 def _submodule_hooks(model: nn.Module) -> Iterator[_RegisteredHook]:
+    """Yield the hooks of the submodules, not of the model itself, on which a plan depends."""
     for name, module in model.named_modules():
         for kind in HOOK_KINDS:
             for key, hook in getattr(module, kind).items() if name else ():
@@ -193,10 +194,12 @@ def _observed_hook(registered: _RegisteredHook, activity: HookActivity) -> Hook:
 def _is_hook_result_unchanged(kind: str, args: tuple[Any, ...], returned: Any) -> bool:
     """True if a hook returned None, or the same value that its result would replace."""
     replaceable = args[-1:] if kind == _FORWARD_HOOKS else (args[0], args)
-    return returned is None or any(_leaf_ids(returned) == _leaf_ids(x) for x in replaceable)
+    return returned is None or any(
+        _hook_leaf_ids(returned) == _hook_leaf_ids(x) for x in replaceable
+    )
 
 
-def _leaf_ids(tree: Any) -> list[int]:
+def _hook_leaf_ids(tree: Any) -> list[int]:
     return [id(leaf) for leaf in tree_leaves(tree)]
 
 

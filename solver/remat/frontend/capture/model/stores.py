@@ -146,7 +146,8 @@ def _place_of_change(model: nn.Module, change: Change) -> tuple[str | int, ...] 
 
 
 def _is_equivalent(a: Any, b: Any, depth: int = _OBJECT_DEPTH) -> bool:
-    """True if two values are the same, where all tensors of captures count as equal."""
+    """True if two values are the same, where all tensors of captures count as equal. Lists, tuples
+    and dicts are compared by their items, other objects by their attributes, down to `depth`."""
     if a is b or is_same_scalar(a, b):
         return True
     if is_capture_value(a) and is_capture_value(b):

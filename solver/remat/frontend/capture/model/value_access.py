@@ -221,7 +221,7 @@ def copy_of_iterator(iterator: Any) -> Any:
     """Return a copy of an iterator at its present position, without advancing it. The elements are
     not copied. None if Python cannot copy such iterators."""
     if isinstance(iterator, itertools.count):
-        return _copy_of_count(iterator)
+        return _copy_of_count_iterator(iterator)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)
@@ -234,7 +234,7 @@ def copy_of_iterator(iterator: Any) -> Any:
     return result
 
 
-def _copy_of_count(iterator: itertools.count[Any]) -> itertools.count[Any] | None:
+def _copy_of_count_iterator(iterator: itertools.count[Any]) -> itertools.count[Any] | None:
     text = repr(iterator).removeprefix("count(").removesuffix(")")
     try:
         return itertools.count(*ast.literal_eval(f"({text},)"))

@@ -26,11 +26,11 @@ if hasattr(torch.utils.checkpoint, f"{_GENERATOR}_impl"):  # since torch 2.14
 """The function of torch that runs a checkpoint without `use_reentrant`."""
 
 
-class _ThreadState(threading.local):
+class _CheckpointingThreadState(threading.local):
     is_disabled = False
 
 
-_thread_state = _ThreadState()
+_thread_state = _CheckpointingThreadState()
 
 
 @contextmanager

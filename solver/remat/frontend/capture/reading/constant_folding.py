@@ -268,9 +268,11 @@ def _torch_function_name(func: Callable[..., Any]) -> str:
 
 
 def _is_in_place_function(func: Callable[..., Any]) -> bool:
+    """True for a function that writes into its first argument, by its name."""
     name = _torch_function_name(func)
     return name in _IN_PLACE_METHODS or (name.endswith("_") and not name.endswith("__"))
 
 
 def _is_nondeterministic_function(func: Callable[..., Any]) -> bool:
+    """True for a function whose name has one of `_NONDETERMINISTIC_NAMES`."""
     return any(name in _torch_function_name(func) for name in _NONDETERMINISTIC_NAMES)

@@ -129,8 +129,9 @@ def _contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def _gradient_stride(owner: TensorMeta) -> tuple[int, ...]:
-    """Return the stride that autograd's gradient layout contract asks for: the stride of the
-    parameter `owner` if it is contiguous or channels-last, else the contiguous one."""
+    """Return the stride that the gradient of the parameter `owner` gets: channels-last if the
+    parameter has four dimensions and that layout, else contiguous. (Autograd copies the gradient of
+    a parameter that is dense in another order.)"""
     n = owner.shape
     if len(n) == 4:
         channels_last = (n[1] * n[2] * n[3], 1, n[1] * n[3], n[1])

@@ -112,8 +112,8 @@ def forbid_batch_norm_recomputation(builder: TraceBuilder) -> None:
 
 
 def is_training_batch_norm(node: Node) -> bool:
-    """True for batch norms in training mode, which update the running statistics without reading
-    them."""
+    """True for batch norms in training mode: they update the running statistics, and what they
+    normalize does not depend on them."""
     if node.target == BATCH_NORM:
         return node.args[BATCH_NORM_TRAINING_INDEX] is True
     return node.target == BATCH_NORM_CUDA

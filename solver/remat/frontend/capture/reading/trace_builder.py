@@ -47,7 +47,7 @@ def fake_storage(node: fx.Node, position: int, tensor: torch.Tensor) -> tuple[Ha
 
 
 def identifier(name: str) -> str:
-    """Return a node's name as a trace allows it, without two leading underscores."""
+    """Return a node's name as a trace allows it: after an "n" if it begins with two underscores."""
     return f"n{name}" if name.startswith("__") else name
 
 
