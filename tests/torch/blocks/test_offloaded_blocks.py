@@ -27,7 +27,7 @@ from torch import nn
 import remat
 from remat.blockwise.blocks_plan import BlocksPlan
 from remat.errors import InfeasibleBudget, RematError
-from remat.frontend.blocks.runtime import PlannedCopies, StepCopies
+from remat.frontend.blocks.runtime import PlannedHostCopies, StepHostCopies
 from remat.frontend.runtime.host_file import HostFile, host_file
 
 pytestmark = pytest.mark.usefixtures("offload_file_in_tmp_path")
@@ -309,14 +309,14 @@ def test_blocks_in_eager_mode_hide_the_copies_of_others() -> None:
 def _count_reloads_in_backward(model: nn.Module, ids: torch.Tensor) -> int:
     """Return the number of tensors that had started to come back when their backward began."""
     counts: list[int] = []
-    restore = StepCopies.restore
+    restore = StepHostCopies.restore
 
-    def counting(self: StepCopies, call: int, saved: list[torch.Tensor]) -> None:
+    def counting(self: StepHostCopies, call: int, saved: list[torch.Tensor]) -> None:
         counts.append(len(self._arriving.get(call, ())))
         restore(self, call, saved)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(StepCopies, "restore", counting)
+        patch.setattr(StepHostCopies, "restore", counting)
         step(model, ids, 1)
     return sum(counts)
 
@@ -347,7 +347,9 @@ class Linked:
     """Two calls of a step, with a tensor each: call 0 comes back when the backward of 1 starts."""
 
     def __init__(self) -> None:
-        self.copies = StepCopies({0: PlannedCopies((0,)), 1: PlannedCopies((0,), reloads=0)})
+        self.copies = StepHostCopies(
+            {0: PlannedHostCopies((0,)), 1: PlannedHostCopies((0,), reloads=0)}
+        )
         self.tensors = [torch.randn(1000, 3), torch.randn(500)]
         self.saved = [[tensor.clone()] for tensor in self.tensors]
         for call in (0, 1):
@@ -381,7 +383,7 @@ def test_views_and_missing_tensors_stay() -> None:
     whole = torch.randn(100)
     saved: list[Any] = [whole[:50], None, torch.randn(4, 5).t()]
     before = list(saved)
-    copies = StepCopies({0: PlannedCopies((0, 1, 2))})
+    copies = StepHostCopies({0: PlannedHostCopies((0, 1, 2))})
     copies.start_offload(0, saved)
     assert saved[:2] == before[:2]
     assert saved[2] is not before[2]
@@ -394,7 +396,7 @@ def test_views_and_missing_tensors_stay() -> None:
 def test_a_tensor_that_is_written_over_while_it_leaves_is_an_error() -> None:
     tensor = torch.zeros(1000)
     saved = [tensor]
-    copies = StepCopies({0: PlannedCopies((0,))})
+    copies = StepHostCopies({0: PlannedHostCopies((0,))})
     copies.start_offload(0, saved)
     tensor.add_(1)
     copies.end_forward()

@@ -63,7 +63,7 @@ class PlannedOption:
     @cached_property
     def saved_tensors(self) -> tuple[SavedTensor, ...]:
         """The saved tensors that may be offloaded, if the calls that get them allow it."""
-        return tuple(_saved_tensors(self.trace, self.program))
+        return tuple(_offloadable_saved_tensors(self.trace, self.program))
 
     @cached_property
     def lowered(self) -> LoweredProgram:
@@ -71,7 +71,9 @@ class PlannedOption:
         return lower_program(self.program, self.namespaces)
 
 
-def _saved_tensors(trace: Trace, program: Program) -> Iterator[SavedTensor]:
+def _offloadable_saved_tensors(trace: Trace, program: Program) -> Iterator[SavedTensor]:
+    """Yield the saved tensors that are no parameters, buffers, constants or outputs, and that fill
+    their storage alone."""
     placeholders = {p.name: p for p in trace.placeholders}
     metas = {r.name: r.tensor for node in trace.nodes for r in node.results}
     names = sorted(program.saved, key=lambda name: name not in placeholders)
@@ -144,6 +146,7 @@ class BlockSolver:
         return self._captured[key]
 
     def _capture(self, call: DryRunCall, signature: CallSignature) -> CapturedStep | str:
+        """Capture the block of a call on empty inputs; return the reason if that fails."""
         self.log_progress(f"capturing {call.submodule.path}")
         # The inputs of a block are results of operations: autocast casts them at each use.
         leaves = [
@@ -168,14 +171,14 @@ class BlockSolver:
                 (n.target for n in trace.nodes), self.optimize_options.namespaces
             )
         except (TraceError, DocumentError) as error:
-            return short_reason(error)
+            return short_failure_reason(error)
         if signature.accumulates_gradients:
             trace = with_gradient_accumulation(trace)
         return CapturedStep(trace, guards)
 
     def capture_failure(self, call: DryRunCall) -> str:
-        """Return why a block cannot be captured, or "". Blocks of the same class and input
-        properties are captured once for this."""
+        """Return why the block of a call cannot be captured, or "" if it can. Blocks of the same
+        class and input properties are captured once for this."""
         inputs = None if call.signature is None else call.signature.inputs
         key = type(call.submodule.module), inputs
         if key not in self._failures_by_class:
@@ -215,6 +218,6 @@ class BlockSolver:
         ]
 
 
-def short_reason(error: RematError) -> str:
+def short_failure_reason(error: RematError) -> str:
     """Return the error's text on one line, truncated, without the remedy."""
     return " ".join(str(error).split()).partition(" Remedy:")[0][:_MAX_REASON_LENGTH]

@@ -43,7 +43,7 @@ from remat.frontend.blocks.candidates import (
 )
 from remat.frontend.blocks.dry_run import head_growth_bytes
 from remat.frontend.blocks.fsdp2 import is_sharded
-from remat.frontend.blocks.runtime import PlannedCall, PlannedCopies
+from remat.frontend.blocks.runtime import PlannedCall, PlannedHostCopies
 from remat.frontend.blocks.selection import Selection, select_blocks
 from remat.frontend.blocks.step_recorder import DryRunCall, DryRunTooLarge
 from remat.frontend.capture.model.attribute_guards import AttributeGuards
@@ -90,9 +90,10 @@ def plan_blocks(
     """Plan a step block by block, within one budget for the step.
 
     Schedules are reused from `schedule_cache`, and new ones added to it. A budget below
-    `budget_floor_bytes` is raised to it. If blocks cannot be captured, there are two alternatives:
-    to plan their child modules, or to checkpoint them as a whole. The better one is returned.
-    `not_whole_reason` says why the model is not planned as a whole, for the plan's report.
+    `budget_floor_bytes` is raised to it; so is "min", if a plan fits. If blocks cannot be captured,
+    there are two alternatives: to plan their child modules, or to checkpoint them as a whole. The
+    better one is returned. `not_whole_reason` says why the model is not planned as a whole, for the
+    plan's report.
 
     Raises `TraceError` if the model has no blocks, and `InfeasibleBudget`.
     """
@@ -101,7 +102,7 @@ def plan_blocks(
         options, lambda text: logger.info("planning by blocks: %s", text), schedule_cache
     )
     with checkpointing_disabled():
-        whole = _alternative(model, call, options, solver, keep_uncapturable=True)
+        whole = _block_alternative(model, call, options, solver, keep_uncapturable=True)
         # The child modules of a block together save at least as much as the block.
         baseline_bytes = whole.step.peak_bytes([0] * len(whole.candidates))
         limits = step_limits(options, model)
@@ -113,7 +114,7 @@ def plan_blocks(
             limit_bytes = max(budget_bytes or 0, whole.checkpointed_bytes)
             # A block may call none of its child modules.
             with suppress(TraceError, DryRunTooLarge):
-                parts = _alternative(
+                parts = _block_alternative(
                     model,
                     call,
                     options,
@@ -130,7 +131,7 @@ def plan_blocks(
         budget_bytes = max(budget_bytes or 0, budget_floor_bytes)
 
     def plan_within(budget: Budget) -> PlannedBlocks:
-        return _fastest_plan(
+        return _fastest_blocks_plan(
             alternatives, budget.size_bytes, baseline_bytes, solver, not_whole_reason
         )
 
@@ -149,16 +150,17 @@ def plan_blocks(
     return planned
 
 
-def _fastest_plan(
-    alternatives: Sequence[_Alternative],
+def _fastest_blocks_plan(
+    alternatives: Sequence[_BlockAlternative],
     budget_bytes: int | None,
     baseline_bytes: int,
     solver: BlockSolver,
     not_whole_reason: str,
 ) -> PlannedBlocks:
-    """Return the fastest plan of the alternatives within the budget; if `budget_bytes` is None, the
-    fastest among those with nearly the smallest peak. Raises `InfeasibleBudget`."""
-    choices: list[tuple[_Alternative, OptionChoice]] = []
+    """Return the plan of the first alternative that fits the budget, or of the last one if its
+    extra time is clearly smaller. If `budget_bytes` is None, alternatives fit whose peaks are
+    nearly the smallest. `not_whole_reason` is for the plan's report. Raises `InfeasibleBudget`."""
+    choices: list[tuple[_BlockAlternative, OptionChoice]] = []
     errors: list[InfeasibleBudget] = []
     try:
         for alternative in alternatives:
@@ -168,7 +170,7 @@ def _fastest_plan(
                 errors.append(error)
         if not choices:
             failures = {} if not_whole_reason else alternatives[0].selection.failures
-            raise _infeasible_error(errors, list(failures.values()))
+            raise _smallest_infeasible_error(errors, list(failures.values()))
     finally:
         errors.clear()  # their tracebacks have this frame: a reference cycle
     if budget_bytes is None:
@@ -192,8 +194,9 @@ def _fastest_plan(
 
 
 @dataclass(frozen=True)
-class _Alternative:
-    """A selection of blocks for the step, with the candidates of each block call."""
+class _BlockAlternative:
+    """One of the alternatives of `plan_blocks`: a selection of blocks for the step, with the
+    candidates of each block call."""
 
     name: str
     selection: Selection
@@ -221,7 +224,7 @@ class _Alternative:
         )
 
 
-def _alternative(
+def _block_alternative(
     model: nn.Module,
     call: ModelCall,
     options: CheckedOptions,
@@ -230,7 +233,9 @@ def _alternative(
     keep_uncapturable: bool,
     limit_bytes: int | None = None,
     growth_bytes: int = 0,
-) -> _Alternative:
+) -> _BlockAlternative:
+    """Select the blocks of a step, capture and solve them, and return this as an alternative. The
+    keywords are for `select_blocks`."""
     selection = select_blocks(
         model,
         call,
@@ -249,7 +254,9 @@ def _alternative(
     candidates: list[CallCandidates] = []
     for block_call, planned_options in zip(dry_run.calls, planned, strict=True):
         forward_count = call_counts[id(block_call.submodule.module)] * options.in_flight
-        candidates.append(_candidates(block_call, planned_options, solver, failures, forward_count))
+        candidates.append(
+            _call_candidates(block_call, planned_options, solver, failures, forward_count)
+        )
     candidates = with_saved_inputs(candidates, dry_run)
     step = BlockStep(
         tuple(candidate.options for candidate in candidates),
@@ -257,7 +264,7 @@ def _alternative(
         options.in_flight,
         dry_run.non_block_bytes,
     )
-    limits = _host_limits(options, candidates)
+    limits = _block_host_limits(options, candidates)
     if limits is not None:
         variants = host_variants(candidates, dry_run, step)
         is_on_cpu = all(p.device.type == "cpu" for p in model.parameters())
@@ -266,13 +273,14 @@ def _alternative(
             host = HostCopies(variants, limits.link, limits.host_bytes, handle_bytes)
             step = replace(step, host=host)
     name = "blocks" if keep_uncapturable else "child modules of blocks that cannot be captured"
-    return _Alternative(name, selection, candidates, step)
+    return _BlockAlternative(name, selection, candidates, step)
 
 
-def _host_limits(
+def _block_host_limits(
     options: CheckedOptions, candidates: Sequence[CallCandidates]
 ) -> OffloadLimits | None:
-    """Return the limits of offloading; None if nothing can be offloaded."""
+    """Return the limits of offloading from blocks; None if no block is planned, or the options do
+    not allow it."""
     trace = next((c.planned[0].trace for c in candidates if c.planned), None)
     if trace is None:
         return None
@@ -281,10 +289,11 @@ def _host_limits(
     return limits if has_room else None
 
 
-def _infeasible_error(
+def _smallest_infeasible_error(
     errors: Sequence[InfeasibleBudget], capture_failures: Sequence[str]
 ) -> InfeasibleBudget:
-    """Return the error with the smallest feasible budget, and why it is not smaller."""
+    """Return the error with the smallest feasible budget, extended by the number of modules that
+    could not be captured and the first one's reason."""
     smallest = min(errors, key=lambda error: error.min_feasible_bytes or 0)
     if not capture_failures:
         return smallest
@@ -296,14 +305,15 @@ def _infeasible_error(
 
 
 def _planned_blocks(
-    alternative: _Alternative,
+    alternative: _BlockAlternative,
     choice: OptionChoice,
     budget_bytes: int | None,
     baseline_bytes: int,
     solver: BlockSolver,
     not_whole_reason: str,
 ) -> PlannedBlocks:
-    copies = _planned_copies(alternative.step, choice.variants)
+    """Return the plan and the calls to run for the options chosen in an alternative."""
+    copies = _copies_by_call(alternative.step, choice.variants)
     sizes_bytes: list[int] = []
     block_calls: list[BlockCall] = []
     planned_calls: list[PlannedCall] = []
@@ -370,7 +380,7 @@ def _planned_blocks(
         graph=graph,
         solve={"strategy": "one option for each block"},
         terms=PlanTerms(cost_source=solver.cost_source),
-        offload=_offload_figures(alternative.step, choice.outcome),
+        offload=_block_offload_figures(alternative.step, choice.outcome),
         calls=tuple(block_calls),
         not_whole_reason=not_whole_reason,
         replaced=selection.replaced,
@@ -383,7 +393,7 @@ def _planned_blocks(
     )
 
 
-def _offload_figures(step: BlockStep, outcome: StepOutcome) -> OffloadFigures | None:
+def _block_offload_figures(step: BlockStep, outcome: StepOutcome) -> OffloadFigures | None:
     if step.host is None or not outcome.host_bytes:
         return None
     link = step.host.link
@@ -396,28 +406,32 @@ def _offload_figures(step: BlockStep, outcome: StepOutcome) -> OffloadFigures | 
     )
 
 
-def _planned_copies(step: BlockStep, variants: Sequence[CallVariant]) -> dict[int, PlannedCopies]:
-    """Return the copies of the calls that offload, or whose backward starts a reload."""
+def _copies_by_call(
+    step: BlockStep, variants: Sequence[CallVariant]
+) -> dict[int, PlannedHostCopies]:
+    """Return the host copies of the calls that offload, or whose backward starts a reload, by the
+    number of the call."""
     stays = host_stays(step)
     offloading = [call for call, variant in enumerate(variants) if variant.tensors]
     reloads = {stays[call].reloaded_before: call for call in offloading}
     return {
-        call: PlannedCopies(variants[call].tensors, reloads.get(call))
+        call: PlannedHostCopies(variants[call].tensors, reloads.get(call))
         for call in {*offloading, *reloads}
     }
 
 
-def _candidates(
+def _call_candidates(
     call: DryRunCall,
     planned: tuple[PlannedOption, ...],
     solver: BlockSolver,
     failures: Mapping[int, str],
     forward_count: int,
 ) -> CallCandidates:
-    """Return the candidates of a call whose block runs `forward_count` times before its backward.
+    """Return the candidates of a call: its `planned` options, or else its measured ones.
 
-    A block with buffers that runs more than once is not checkpointed: the other runs change the
-    buffers before its recomputation.
+    `forward_count` is how often its block runs before its backward, and `failures` says why modules
+    cannot be captured, by the `id` of the module. A block with buffers that runs more than once is
+    not checkpointed: the other runs change the buffers before its recomputation.
     """
     if planned:
         options = tuple(planned_option.option for planned_option in planned)

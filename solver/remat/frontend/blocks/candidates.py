@@ -50,7 +50,8 @@ class CallCandidates:
 def with_saved_inputs(
     candidates: Sequence[CallCandidates], dry_run: DryRun
 ) -> list[CallCandidates]:
-    """Add the bytes of the inputs that each option saves to its saved and backward bytes.
+    """Return the candidates with the bytes of the inputs that each option saves added to its saved
+    and backward bytes, and with `held_inputs`.
 
     Not counted are inputs that code outside of blocks holds when the backward starts: the dry run
     counts them. An input of several calls, such as an attention mask, counts once if any option
@@ -58,7 +59,7 @@ def with_saved_inputs(
     backward runs last.
     """
     last_reads = [
-        [_last_reads(candidate, index) for index in range(len(candidate.options))]
+        [_last_input_reads(candidate, index) for index in range(len(candidate.options))]
         for candidate in candidates
     ]
     saved = {ref for reads_by_option in last_reads for reads in reads_by_option for ref in reads}
@@ -92,9 +93,9 @@ def with_saved_inputs(
     return results
 
 
-def _last_reads(candidate: CallCandidates, index: int) -> dict[StorageWeakRef, int]:
-    """Return the storages of the inputs that option `index` saves, and the last run of the backward
-    that reads each."""
+def _last_input_reads(candidate: CallCandidates, index: int) -> dict[StorageWeakRef, int]:
+    """Return the storages of the inputs that option `index` saves, with the last run of the
+    backward that reads each; `NEVER_FREED` for all inputs of a call in eager mode."""
     storages = candidate.call.input_storages
     if not candidate.planned:
         return dict.fromkeys(storages, NEVER_FREED)
@@ -105,7 +106,8 @@ def _last_reads(candidate: CallCandidates, index: int) -> dict[StorageWeakRef, i
 
 
 def step_limits(options: CheckedOptions, model: nn.Module) -> Limits:
-    """Return the limits that budget and reserve set for a step of the model."""
+    """Return the limits that budget and reserve set for a step of the model; without a budget, the
+    limits of its device's memory."""
     reserve = reserve_size(options.reserve)
     if options.budget is None:
         device = next(p.device for p in model.parameters())
@@ -123,8 +125,8 @@ _SHARES = (0.25, 0.5, 0.75, 1.0)
 def host_variants(
     candidates: Sequence[CallCandidates], dry_run: DryRun, step: BlockStep
 ) -> tuple[tuple[CallVariant, ...], ...]:
-    """Return the variants of each call that offload tensors; none for calls that cannot, such as
-    those of blocks in eager mode."""
+    """Return for each call its variants that offload tensors; none if it cannot, such as in eager
+    mode."""
     stays = host_stays(step)
     call_counts = Counter(ref for c in candidates for ref in set(c.call.input_storages))
     variants: list[tuple[CallVariant, ...]] = []
@@ -137,12 +139,12 @@ def host_variants(
                 index, tuple(t.position for t in tensors), sum(t.size_bytes for t in tensors)
             )
             for index, option in enumerate(candidate.planned)
-            for tensors in _selections(
+            for tensors in _offload_selections(
                 [
                     tensor
                     for tensor in option.saved_tensors
                     if tensor.size_bytes >= MIN_BYTES
-                    and _may_leave(tensor, candidate, call_counts, dry_run)
+                    and _may_be_offloaded(tensor, candidate, call_counts, dry_run)
                 ]
             )
         ]
@@ -152,13 +154,14 @@ def host_variants(
     return tuple(variants)
 
 
-def _may_leave(
+def _may_be_offloaded(
     tensor: SavedTensor,
     candidate: CallCandidates,
     call_counts: Counter[StorageWeakRef],
     dry_run: DryRun,
 ) -> bool:
-    """True unless the tensor is an input that others hold, or a part of a larger storage."""
+    """True unless the tensor is an input that other code or another call holds, or is a part of a
+    larger storage. `call_counts` has the number of calls that get each input."""
     if tensor.input_index < 0:
         return True
     call = candidate.call
@@ -171,8 +174,9 @@ def _may_leave(
     )
 
 
-def _selections(tensors: Sequence[SavedTensor]) -> Iterator[tuple[SavedTensor, ...]]:
-    """Yield selections of tensors of about each share of their bytes, the largest tensors first."""
+def _offload_selections(tensors: Sequence[SavedTensor]) -> Iterator[tuple[SavedTensor, ...]]:
+    """Yield a selection of the tensors for each of `_SHARES`, with about that share of their bytes:
+    the largest tensors that fit. Empty and equal ones are left out."""
     total_bytes = sum(t.size_bytes for t in tensors)
     seen: set[frozenset[int]] = {frozenset()}
     for share in _SHARES:

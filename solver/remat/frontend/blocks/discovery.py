@@ -28,40 +28,40 @@ def repeated_blocks(model: nn.Module) -> list[Submodule]:
     """Return the model's repeated blocks: the outermost submodules with parameters that share a
     container (such as `nn.ModuleList`) with others of the same class. A single layer of
     torch.nn is not a block: the container around it is planned as a whole."""
-    return list(_without_duplicates(_repeated_below("", model)))
+    return list(_unique_submodules(_repeated_blocks_below("", model)))
 
 
 def children_with_parameters(submodule: Submodule) -> list[Submodule]:
     """Return the child modules that have parameters. A container without a forward is replaced by
     its own children."""
     children: list[Submodule] = []
-    for child in _children(submodule):
+    for child in _child_submodules(submodule):
         if type(child.module).forward is nn.Module.forward:  # no forward of its own: a container
             children += children_with_parameters(child)
         elif _has_parameters(child.module):
             children.append(child)
-    return list(_without_duplicates(children))
+    return list(_unique_submodules(children))
 
 
-def _repeated_below(path: str, module: nn.Module) -> Iterator[Submodule]:
+def _repeated_blocks_below(path: str, module: nn.Module) -> Iterator[Submodule]:
     if isinstance(module, _CONTAINERS):
-        counts = Counter(type(child) for child in module.children() if _is_block(child))
+        counts = Counter(type(child) for child in module.children() if _may_be_block(child))
         repeated_classes = {cls for cls, count in counts.items() if count > 1}
     else:
         repeated_classes = set[type]()
-    for child in _children(Submodule(path, module)):
+    for child in _child_submodules(Submodule(path, module)):
         if type(child.module) in repeated_classes:
             yield child
         else:
-            yield from _repeated_below(child.path, child.module)
+            yield from _repeated_blocks_below(child.path, child.module)
 
 
-def _children(submodule: Submodule) -> Iterator[Submodule]:
+def _child_submodules(submodule: Submodule) -> Iterator[Submodule]:
     for name, child in submodule.module.named_children():
         yield Submodule(f"{submodule.path}.{name}" if submodule.path else name, child)
 
 
-def _without_duplicates(submodules: Iterable[Submodule]) -> Iterator[Submodule]:
+def _unique_submodules(submodules: Iterable[Submodule]) -> Iterator[Submodule]:
     """Yield each module once, under the first of its paths."""
     seen: set[int] = set()
     for submodule in submodules:
@@ -70,7 +70,8 @@ def _without_duplicates(submodules: Iterable[Submodule]) -> Iterator[Submodule]:
             yield submodule
 
 
-def _is_block(module: nn.Module) -> bool:
+def _may_be_block(module: nn.Module) -> bool:
+    """True for a module with parameters that is no single layer of torch.nn."""
     is_layer = type(module).__module__.startswith("torch.") and not [*module.children()]
     return _has_parameters(module) and not is_layer
 

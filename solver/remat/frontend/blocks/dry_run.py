@@ -24,7 +24,7 @@ from remat.frontend.blocks.fsdp2 import (
     inside_model_forward,
     is_sharded,
     local_tensor,
-    run_post_forward,
+    run_fsdp_post_forward,
     sharded_parameters,
     unreduced_gradients,
 )
@@ -67,7 +67,8 @@ class NoBackwardOfBlocks(TraceError):
 
 def head_growth_bytes(events: Sequence[StepEvent]) -> int:
     """Return the bytes that the code between the last block's forward and the first backward of a
-    block, such as a head and a loss, needs in addition to the bytes that are live before it."""
+    block, such as a head and a loss, needs in addition to the bytes that are live before it; 0 if
+    no block has run."""
     last = max((n for n, event in enumerate(events) if event.kind == "forward"), default=None)
     if last is None:
         return 0
@@ -91,11 +92,13 @@ def run_dry(
     """Run one step with stubs in place of the blocks, and return its record.
 
     Each call of the `measured_submodules` also runs standalone, with a graph, in
-    `measure_options`.
+    `measure_options`, which returns its options. With `outputs_dropped`, the outputs are freed
+    before the backward.
 
     `growth_bytes` is how much memory is expected to grow until the next event: by as much as the
-    head of the model took in an earlier dry run. Raises `TraceError` if the model's forward calls
-    no block, and `DryRunTooLarge` if the dry run may need more than `limit_bytes`.
+    head of the model took in an earlier dry run. Raises `NoBackwardOfBlocks` if the forward calls
+    no block that has a backward, and `DryRunTooLarge` if the dry run may need more than
+    `limit_bytes`.
     """
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     library_bytes = allocated_workspace_bytes(device)
@@ -105,7 +108,7 @@ def run_dry(
         stack.enter_context(torch.enable_grad())
         recorder = StepRecorder(
             stack.enter_context(memory_gauge(device)),
-            library_bytes + _constant_bytes(model, call),
+            library_bytes + _constant_memory_bytes(model, call),
             {id(s.module) for s in measured_submodules},
             measure_options,
             is_sharded(model),
@@ -120,7 +123,9 @@ def run_dry(
         forwards = {module: recorder.limited_forward(module) for module in limited}
         forwards |= {s.module: recorder.stub_forward(s) for s in blocks}
         with patched_forwards(forwards):
-            outputs = [run_post_forward(model, call.args, model.forward(*call.args, **call.kwargs))]
+            outputs = [
+                run_fsdp_post_forward(model, call.args, model.forward(*call.args, **call.kwargs))
+            ]
         if not recorder.calls:
             raise NoBackwardOfBlocks([block.module for block in blocks])
         non_block_leaves = _non_block_leaves(model, blocks, call)
@@ -137,6 +142,7 @@ def run_dry(
 
 
 def _leaf_modules(model: nn.Module) -> list[nn.Module]:
+    """Return the modules that have no submodules, except for modules of TorchScript."""
     modules = (m for m in model.modules() if not isinstance(m, torch.jit.ScriptModule))
     return [module for module in modules if next(module.children(), None) is None]
 
@@ -159,7 +165,8 @@ def _tensor_hooks_removed(leaves: Iterable[torch.Tensor]) -> Iterator[None]:
 def _non_block_leaves(
     model: nn.Module, blocks: Sequence[Submodule], call: ModelCall
 ) -> list[torch.Tensor]:
-    """Return the leaves that get a gradient outside of blocks: parameters and model inputs."""
+    """Return the leaves of autograd that get a gradient outside of blocks: parameters that no block
+    has, and model inputs."""
     block_parameters = {id(p) for p in trainable_parameters(blocks)}
     parameters = [
         p for p in model.parameters() if p.requires_grad and id(p) not in block_parameters
@@ -167,8 +174,9 @@ def _non_block_leaves(
     return [*parameters, *(t for t in call.leaves if t.requires_grad)]
 
 
-def _constant_bytes(model: nn.Module, call: ModelCall) -> int:
-    """Return the bytes of parameters, buffers, batch, and gradients that already exist."""
+def _constant_memory_bytes(model: nn.Module, call: ModelCall) -> int:
+    """Return the bytes of this process's shards of parameters and buffers, of the batch, and of
+    gradients that already exist."""
     tensors = [*model.parameters(), *model.buffers(), *call.leaves, *unreduced_gradients(model)]
     tensors += [p.grad for p in model.parameters() if p.grad is not None]
     return unique_bytes(map(local_tensor, (*tensors, *sharded_parameters(model))))

@@ -44,19 +44,19 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def sharded_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """Return the sharded parameters of FSDP2, also those of modules that are gathered now."""
-    return [p.sharded_param for group in _groups(model) for p in group.fsdp_params]
+    """Return the parameters that FSDP2 has sharded, as shards, also while they are gathered."""
+    return [p.sharded_param for group in _fsdp_groups(model) for p in group.fsdp_params]
 
 
 def gathered_storages(model: nn.Module) -> set[int]:
     """Return the addresses of the storages that FSDP2 all-gathers parameters into."""
-    parameters = [p for group in _groups(model) for p in group.fsdp_params]
+    parameters = [p for group in _fsdp_groups(model) for p in group.fsdp_params]
     return {tensor.untyped_storage()._cdata for p in parameters for tensor in p.all_gather_outputs}
 
 
 def unreduced_gradients(model: nn.Module) -> list[torch.Tensor]:
     """Return the gradients that FSDP2 has accumulated without reduction."""
-    tensors = [getattr(*place) for place in _unreduced_places(model)]
+    tensors = [getattr(*place) for place in _unreduced_gradient_attributes(model)]
     return [tensor for tensor in tensors if tensor is not None]
 
 
@@ -64,7 +64,8 @@ def unreduced_gradients(model: nn.Module) -> list[torch.Tensor]:
 def inside_model_forward(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Iterator[frozenset[int]]:
-    """Run a forward and a backward inside the forward of a model that FSDP2 has sharded.
+    """Within the context, a forward and a backward can run inside the forward of a model that FSDP2
+    has sharded.
 
     A backward ends FSDP2's forward state, so its pre-forward runs before this context and again
     after it. Gradients are removed before and restored after this context, also the unreduced
@@ -72,26 +73,28 @@ def inside_model_forward(
     would reduce. Yields the ids of the parameters, sharded or gathered, that had a `.grad` before.
     """
     places = [(p, "grad") for p in (*sharded_parameters(model), *model.parameters())]
-    places += _unreduced_places(model)
+    places += _unreduced_gradient_attributes(model)
     gradients = [(owner, name, getattr(owner, name)) for owner, name in places]
     for owner, name, _ in gradients:
         setattr(owner, name, None)
-    _run_pre_forward(model, args, kwargs)
+    _run_fsdp_pre_forward(model, args, kwargs)
     try:
         yield frozenset(
             id(owner) for owner, name, value in gradients if name == "grad" and value is not None
         )
     finally:
-        for owner, name in _unreduced_places(model):  # also of parameters gathered since
+        for owner, name in _unreduced_gradient_attributes(
+            model
+        ):  # also of parameters gathered since
             setattr(owner, name, None)
         for owner, name, gradient in gradients:
             setattr(owner, name, gradient)
-        _run_pre_forward(model, args, kwargs)
+        _run_fsdp_pre_forward(model, args, kwargs)
 
 
-def run_post_forward(model: nn.Module, args: tuple[Any, ...], outputs: Any) -> Any:
+def run_fsdp_post_forward(model: nn.Module, args: tuple[Any, ...], outputs: Any) -> Any:
     """Run FSDP2's post-forward of the whole model, which registers its backward hooks, and return
-    the outputs."""
+    the outputs; return them unchanged if the model itself is not sharded."""
     state = _fsdp_state(model)
     return outputs if state is None else state._post_forward(model, args, outputs)
 
@@ -117,22 +120,23 @@ def unsharded_parameters(module: nn.Module) -> Iterator[None]:
             submodule.reshard()
 
 
-def _run_pre_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Run FSDP2's pre-forward of the whole model, which gathers the parameters outside blocks."""
+def _run_fsdp_pre_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Run FSDP2's pre-forward of the whole model, which gathers the parameters outside of blocks;
+    do nothing if the model itself is not sharded."""
     if (state := _fsdp_state(model)) is not None:
         state._pre_forward(model, args, kwargs)
 
 
-def _groups(model: nn.Module) -> list[Any]:
+def _fsdp_groups(model: nn.Module) -> list[Any]:
     states = [state for m in model.modules() if (state := _fsdp_state(m)) is not None]
-    return [group for state in dict.fromkeys(states) for group in _parameter_groups(state)]
+    return [group for state in dict.fromkeys(states) for group in _parameter_groups_of_state(state)]
 
 
-def _unreduced_places(model: nn.Module) -> list[tuple[Any, str]]:
+def _unreduced_gradient_attributes(model: nn.Module) -> list[tuple[Any, str]]:
     """Return the attributes in which FSDP2 accumulates unreduced gradients, as pairs of an owner
     and a name: of HSDP's parameter groups, of parameters in another dtype, of gathered ones."""
     places: list[tuple[Any, str]] = []
-    for group in _groups(model):
+    for group in _fsdp_groups(model):
         places.append((group, "_partial_reduce_output"))
         for parameter in group.fsdp_params:
             places.append((parameter, "unsharded_accumulated_grad"))
@@ -146,7 +150,7 @@ def _fsdp_state(module: nn.Module) -> Any:
     return None if get_state is None else get_state()
 
 
-def _parameter_groups(state: Any) -> list[Any]:
+def _parameter_groups_of_state(state: Any) -> list[Any]:
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is None:  # torch 2.11 has one at most
         group = state._fsdp_param_group

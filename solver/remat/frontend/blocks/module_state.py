@@ -45,19 +45,19 @@ class BufferSnapshot:
         self._copies = [
             (b, b.detach().clone())
             for b in module.buffers()
-            if written is None or _may_be_statistics(b) or _address(b) in written
+            if written is None or _may_be_running_statistics(b) or _storage_address(b) in written
         ]
 
     def has_changed(self) -> bool:
         """True if a buffer has other elements, or its name refers to another tensor."""
-        return any(map(_is_modified, self._tables)) or not all(
+        return any(map(_is_table_modified, self._tables)) or not all(
             torch.equal(buffer, copy) for buffer, copy in self._copies
         )
 
     def restore(self) -> None:
         """Restore the buffers and their elements. Version counters stay: a graph that saved a
         buffer remains valid, because the elements are those of its forward."""
-        for table, original in filter(_is_modified, self._tables):
+        for table, original in filter(_is_table_modified, self._tables):
             table.clear()
             table.update(original)
         for buffer, copy in self._copies:
@@ -73,7 +73,8 @@ def run_checkpointed(
     *,
     changes_values: bool = True,
 ) -> Any:
-    """Call the module's forward under `torch.utils.checkpoint`, which saves only its inputs.
+    """Call the module's forward under `torch.utils.checkpoint`, which saves only its inputs. The
+    backward raises RuntimeError if an input was modified in place since.
 
     The recomputation restores buffers, so that batch norm counts a batch once. It also restores
     Python values; pass `changes_values=False` if the forward changes none. The module's own
@@ -83,7 +84,7 @@ def run_checkpointed(
 
     versions = [(t, t._version) for t in tensors_in((args, kwargs)) if not t.is_inference()]
     buffer_versions = [(b, b._version) for b in module.buffers() if not b.is_inference()]
-    written = {_address(b) for b in module.buffers() if b.is_inference()}
+    written = {_storage_address(b) for b in module.buffers() if b.is_inference()}
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         if any(tensor._version != version for tensor, version in versions):
@@ -101,7 +102,7 @@ def run_checkpointed(
     with checkpointing_enabled():
         result = checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
     # The recomputation writes into the same buffers as the forward.
-    written.update(_address(b) for b, version in buffer_versions if b._version != version)
+    written.update(_storage_address(b) for b, version in buffer_versions if b._version != version)
     return result
 
 
@@ -126,19 +127,22 @@ class _RecomputeContext(AbstractContextManager[None]):
         self._stack.close()
 
 
-def _may_be_statistics(buffer: torch.Tensor) -> bool:
-    """True if a buffer may be running statistics of batch norm."""
+def _may_be_running_statistics(buffer: torch.Tensor) -> bool:
+    """True if a buffer may be running statistics of batch norm: a DTensor, or floating-point
+    numbers of more than one byte."""
     return is_dtensor(buffer) or (buffer.dtype.is_floating_point and buffer.element_size() > 1)
 
 
-def _is_modified(pair: tuple[dict[str, Any], dict[str, Any]]) -> bool:
-    """True if a dict has other keys or other objects than its copy."""
+def _is_table_modified(pair: tuple[dict[str, Any], dict[str, Any]]) -> bool:
+    """True if a dict has other keys or other objects than its copy, the second item of the pair."""
     current, copy = pair
     return current.keys() != copy.keys() or any(current[k] is not copy[k] for k in current)
 
 
 def differentiable_attributes(module: nn.Module) -> dict[tuple[int, str, int], torch.Tensor]:
-    """Return the tensors that require a gradient in attributes of the module and its submodules.
+    """Return the tensors that require a gradient in public attributes of the module and its
+    submodules, or in a list or tuple there, by the module's `id`, the attribute's name and the
+    tensor's `id`.
 
     If a call leaves such a tensor (an auxiliary loss, say), code outside the block may read it
     later, which a capture of the block would miss.
@@ -164,7 +168,7 @@ def state_restored(model: nn.Module, arguments: Any = ()) -> Iterator[None]:
     python_state = PythonState(model, arguments, hooks_inside(model))
     random_state, numpy_state = random.getstate(), np.random.get_state()
     tensors = [*model.parameters(), *model.buffers()]
-    memory = [(t, t.detach(), _address(t)) for t in tensors if not is_dtensor(t)]
+    memory = [(t, t.detach(), _storage_address(t)) for t in tensors if not is_dtensor(t)]
     gradients = [(p, p.grad) for p in model.parameters()]
     buffers = BufferSnapshot(model, ())  # the journal copies the other buffers
     journal = WriteJournal(gathered_storages(model))
@@ -173,7 +177,7 @@ def state_restored(model: nn.Module, arguments: Any = ()) -> Iterator[None]:
             yield
     finally:
         for tensor, alias, address in memory:
-            if _address(tensor) != address:  # by `tensor.data = ...`
+            if _storage_address(tensor) != address:  # by `tensor.data = ...`
                 tensor.data = alias
         journal.restore()
         for parameter, gradient in gradients:
@@ -186,11 +190,11 @@ def state_restored(model: nn.Module, arguments: Any = ()) -> Iterator[None]:
         np.random.set_state(numpy_state)
 
 
-def _address(tensor: torch.Tensor) -> int:
+def _storage_address(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-class _Copy(NamedTuple):
+class _StorageCopy(NamedTuple):
     """A view of a whole storage as bytes, and a copy of the bytes: on the host if the storage is on
     a GPU, whose memory the run may need."""
 
@@ -205,7 +209,7 @@ class WriteJournal(TorchDispatchMode):
 
     def __init__(self, ignored: Iterable[int] = ()) -> None:
         super().__init__()
-        self._copies: dict[int, _Copy] = {}
+        self._copies: dict[int, _StorageCopy] = {}
         self._versions: list[tuple[torch.Tensor, int]] = []
         self._new_storages: set[int] = set(ignored)
 
@@ -233,7 +237,7 @@ class WriteJournal(TorchDispatchMode):
         if any(hasattr(cls, "__tensor_flatten__") for cls in types):
             return NotImplemented  # a DTensor's operators on local tensors come here
         for tensor in filter(_has_memory, written_arguments(func, args, kwargs)):
-            self._note(tensor)
+            self._copy_before_write(tensor)
         result = func(*args, **kwargs)
         if not (isinstance(func, OpOverload) and returns_alias(func)):
             old = {
@@ -246,7 +250,7 @@ class WriteJournal(TorchDispatchMode):
             )
         return result
 
-    def _note(self, tensor: torch.Tensor) -> None:
+    def _copy_before_write(self, tensor: torch.Tensor) -> None:
         """Copy the storage of a tensor, unless it is new or was copied before."""
         storage = tensor.untyped_storage()
         if storage._cdata in self._new_storages:
@@ -256,7 +260,7 @@ class WriteJournal(TorchDispatchMode):
         if storage._cdata not in self._copies:
             memory = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
             copy = memory.cpu() if memory.is_cuda else memory.clone()
-            self._copies[storage._cdata] = _Copy(memory, copy)
+            self._copies[storage._cdata] = _StorageCopy(memory, copy)
 
 
 def _has_memory(item: Any) -> bool:

@@ -13,7 +13,7 @@ from torch import nn
 
 from remat.blockwise.blocks_plan import BlocksPlan
 from remat.errors import DocumentError, InfeasibleBudget, TraceError
-from remat.frontend.blocks.block_options import short_reason
+from remat.frontend.blocks.block_options import short_failure_reason
 from remat.frontend.blocks.block_planning import PlannedBlocks, plan_blocks
 from remat.frontend.blocks.dry_run import NoBackwardOfBlocks
 from remat.frontend.blocks.fsdp2 import (
@@ -43,9 +43,9 @@ logger = logging.getLogger("remat")
 
 
 @contextmanager
-def _errors_explained(not_whole_reason: str, remedy: str) -> Iterator[None]:
-    """Add to errors of this context why the model is planned by blocks, unless the user requested
-    that, and how it could be planned as a whole."""
+def _block_errors_explained(not_whole_reason: str, remedy: str) -> Iterator[None]:
+    """Add to errors of this context why the model is planned by blocks, and how it could be planned
+    as a whole; nothing if `not_whole_reason` is "" because the user requested blocks."""
     try:
         yield
     except NoBackwardOfBlocks:
@@ -102,8 +102,8 @@ class ScopedPlanner(Planner):
         self._steps_without_blocks: dict[CallSignature, StepWithoutBlocks] = {}
 
     def step_for(self, tracker: ModelTracker, call: ModelCall) -> PlannedStep:
-        """Return the planned step for a call, and a step without a plan for one in which no block
-        has a backward."""
+        """Return the planned step for a call; a step without a plan if no block has a backward in
+        it."""
         if self._steps_without_blocks:  # most models have none
             signature = call_signature(tracker, call.structure, call.leaves)
             step = self._steps_without_blocks.get(signature)
@@ -142,13 +142,13 @@ class ScopedPlanner(Planner):
             except (TraceError, DocumentError) as error:
                 if self.options.scope != AUTO:
                     raise
-                not_whole_reason = short_reason(error)
+                not_whole_reason = short_failure_reason(error)
                 remedy = "".join(str(error).partition(" Remedy:")[1:])
         self.timings_s = {}
         with (
             self._timed("blocks"),
             layer_checkpointing_disabled(model),
-            _errors_explained(not_whole_reason, remedy),
+            _block_errors_explained(not_whole_reason, remedy),
             accumulation_explained(key.accumulates_gradients and self._in_flight == 1),
         ):
             planned = self._plan_blocks(model, call, not_whole_reason)
@@ -188,8 +188,8 @@ class ScopedPlanner(Planner):
                 return plan_blocks(model, call, options, not_whole_reason, None, floor_bytes)
 
     def _budget_floor_bytes(self) -> int:
-        """Return the bytes that any step may use: for a percentage or "min", the budget of the
-        largest step so far, which smaller steps may use as well; else 0."""
+        """Return the bytes that any step may use: for a percentage or "min", the largest budget of
+        a step so far, which other steps may use as well; else 0."""
         budget = self.options.budget
         if budget is None or budget.size_bytes is not None:
             return 0

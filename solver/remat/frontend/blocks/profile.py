@@ -55,7 +55,7 @@ class ModuleInvocation:
 
     def with_leaf_inputs(self) -> ModuleInvocation:
         """Return the call with copies of its tensors that are leaves: a backward ends there."""
-        return self._with_leaves(_leaf_copy)
+        return self._with_leaves(_leaf_copy_of_input)
 
     def with_non_leaf_inputs(self) -> ModuleInvocation:
         """Return the call with its tensors as results of an operation: unlike leaves that require a
@@ -71,8 +71,8 @@ class ModuleInvocation:
 def measure_eager_options(
     gauge: MemoryGauge, call: ModuleInvocation, roofline: Roofline | None = None
 ) -> tuple[BlockOption, ...]:
-    """Measure a block call as it is and, if the block can be recomputed, checkpointed. With a
-    `roofline`, times are estimated by it.
+    """Return the measured options of a block call: as it is and, if the block can be recomputed,
+    checkpointed. With a `roofline`, times are estimated by it.
 
     A checkpointed block need not free everything: what an autograd function stores on its context
     without `save_for_backward` stays. RNG states and buffers are restored afterwards.
@@ -85,7 +85,7 @@ def measure_eager_options(
     checkpointed: BlockOption | None = None
     if not obstacle:
         try:
-            checkpointed_call = call.with_forward(partial(_run_checkpointed, call))
+            checkpointed_call = call.with_forward(partial(_run_invocation_checkpointed, call))
             checkpointed, _ = measure_invocation(gauge, checkpointed_call, roofline=roofline)
         except torch.OutOfMemoryError:
             raise
@@ -108,7 +108,7 @@ def recompute_obstacle(call: ModuleInvocation) -> tuple[str, frozenset[int]]:
     versions = [tensor._version for tensor in inputs]
     journal = WriteJournal(gathered_storages(module))
     with journal:
-        first = _outputs_without_grad(standalone)
+        first = _block_outputs_without_grad(standalone)
     # Checkpointing such a block would also make a reference cycle that torch never frees.
     if versions != [tensor._version for tensor in inputs]:
         journal.restore()
@@ -119,15 +119,17 @@ def recompute_obstacle(call: ModuleInvocation) -> tuple[str, frozenset[int]]:
         journal.restore()
         buffers.restore()
         return "it writes into a tensor that is not a buffer", journal.written_storages
-    second = _outputs_without_grad(standalone)  # sees the state that the first run has changed
+    second = _block_outputs_without_grad(
+        standalone
+    )  # sees the state that the first run has changed
     journal.restore()
     buffers.restore()
-    if len(first) != len(second) or not all(map(_are_equal, first, second)):
+    if len(first) != len(second) or not all(map(_are_results_equal, first, second)):
         return "a second run returns other results", journal.written_storages
     return "", journal.written_storages
 
 
-def _run_checkpointed(call: ModuleInvocation, *args: Any, **kwargs: Any) -> Any:
+def _run_invocation_checkpointed(call: ModuleInvocation, *args: Any, **kwargs: Any) -> Any:
     return run_checkpointed(call.submodule.module, call.forward, args, kwargs)
 
 
@@ -146,8 +148,9 @@ def measure_invocation(
     compute_gradients: BackwardFunction = gradients_by_autograd,
     roofline: Roofline | None = None,
 ) -> tuple[BlockOption, float]:
-    """Run a block call and its backward; return its time and memory, and the seconds of its
-    forward. RNG states are restored afterwards."""
+    """Run a block call and its backward, by `compute_gradients`. Return its time and memory as an
+    option, and the seconds of its forward; with a `roofline`, times are estimated by it. RNG states
+    and gradients are restored afterwards."""
     # Casts of weights count as this block's memory, and not as that of the code around it.
     torch.clear_autocast_cache()
     standalone = call.with_leaf_inputs()
@@ -160,7 +163,7 @@ def measure_invocation(
             _gradients_preserved(parameters),
             stopwatch(roofline, {t.device for t in differentiable}) as time,
         ):
-            measured = _measure(
+            measured = _measure_block_run(
                 gauge,
                 time,
                 lambda: standalone.with_non_leaf_inputs().run(),
@@ -189,7 +192,7 @@ def _gradients_preserved(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
             parameter.grad = gradient
 
 
-def _measure(
+def _measure_block_run(
     gauge: MemoryGauge,
     clock: Stopwatch,
     run: Callable[[], Any],
@@ -197,6 +200,8 @@ def _measure(
     differentiable: Sequence[torch.Tensor],
     compute_gradients: BackwardFunction,
 ) -> tuple[BlockOption, float]:
+    """Return time and memory of `run` and of its backward, and the seconds of `run`. `inputs` are
+    its input tensors, `differentiable` the tensors that get gradients."""
     input_storages = {t.untyped_storage()._cdata for t in inputs}
     gauge.peak()
     bytes_before = gauge.live()
@@ -222,12 +227,12 @@ def _measure(
     return option, forward_s
 
 
-def _outputs_without_grad(call: ModuleInvocation) -> list[torch.Tensor]:
+def _block_outputs_without_grad(call: ModuleInvocation) -> list[torch.Tensor]:
     with rng_state_preserved(), torch.no_grad():
         return tensors_in(call.run())
 
 
-def _are_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+def _are_results_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
     """True if two results are equal; on a GPU within the rounding of sums in another order."""
     if a.shape != b.shape or not a.is_cuda:
         return torch.equal(a, b)
@@ -241,7 +246,8 @@ def synchronized_time_s(tensors: object) -> float:
     return time.perf_counter()
 
 
-def _leaf_copy(item: Any) -> Any:
+def _leaf_copy_of_input(item: Any) -> Any:
+    """Return a copy of a tensor that is a leaf of autograd; anything else unchanged."""
     if not isinstance(item, torch.Tensor):
         return item
     return item.detach().clone().requires_grad_(item.requires_grad)

@@ -37,15 +37,15 @@ from remat.plan import Plan
 
 
 @dataclass(frozen=True, slots=True)
-class PlannedCopies:
-    """The copies of a call: the positions of the saved tensors that it offloads, and the number of
-    the call whose tensors start to come back where its backward starts, None if there is none."""
+class PlannedHostCopies:
+    """The host copies of a call: the positions of the saved tensors that it offloads, and the
+    number of the call whose tensors start to come back where its backward starts, or None."""
 
     positions: tuple[int, ...] = ()
     reloads: int | None = None
 
 
-class _Offloading(NamedTuple):
+class _LeavingTensor(NamedTuple):
     """A tensor that is copied to the host, its version when that started, and its handle."""
 
     tensor: torch.Tensor
@@ -53,33 +53,35 @@ class _Offloading(NamedTuple):
     handle: torch.Tensor
 
 
-class StepCopies:
-    """The copies of one step, by the numbers of its block calls.
+class StepHostCopies:
+    """The copies of one step to the host and back, by the numbers of its block calls.
 
     Once a tensor has left, only the graph has a reference to its handle: without the graph, the
     copy is of no use.
     """
 
-    def __init__(self, planned: Mapping[int, PlannedCopies]) -> None:
+    def __init__(self, planned: Mapping[int, PlannedHostCopies]) -> None:
         self._planned = planned
-        self._offloading: dict[int, list[_Offloading]] = {}
+        self._offloading: dict[int, list[_LeavingTensor]] = {}
         self._handles: dict[int, dict[int, weakref.ref[torch.Tensor]]] = {}
         self._arriving: dict[int, dict[int, torch.Tensor]] = {}
         self._overwritten: set[int] = set()
 
-    def of_call(self, call: int) -> CallCopies | None:
-        """Return the copies of a call; None if it neither offloads nor starts a reload."""
-        return CallCopies(self, call) if call in self._planned else None
+    def of_call(self, call: int) -> CallHostCopies | None:
+        """Return the copies of call number `call`; None if it neither offloads nor starts a
+        reload."""
+        return CallHostCopies(self, call) if call in self._planned else None
 
     def start_offload(self, call: int, saved: list[torch.Tensor]) -> None:
-        """Start to copy what a call offloads, and put handles in place of the tensors."""
+        """Start to copy the tensors that a call offloads to the host, and put handles in their
+        positions in `saved`. A tensor that is a part of a larger storage stays."""
         for position in self._planned[call].positions:
             tensor = saved[position]
-            if not _is_whole(tensor):
+            if not _fills_its_storage(tensor):
                 continue
             handle = offload(tensor.detach())
             saved[position] = handle
-            offloading = _Offloading(tensor.detach(), tensor._version, handle)
+            offloading = _LeavingTensor(tensor.detach(), tensor._version, handle)
             self._offloading.setdefault(call, []).append(offloading)
             self._handles.setdefault(call, {})[position] = weakref.ref(handle)
 
@@ -95,8 +97,10 @@ class StepCopies:
                 self._overwritten.add(call)
 
     def restore(self, call: int, saved: list[torch.Tensor]) -> None:
-        """Put tensors in place of a call's handles, and start to reload those of the call whose
-        backward is next. What was reloaded for others is freed: their backward did not come."""
+        """Put tensors in the positions of a call's handles in `saved`, and start to reload the
+        tensors of the call whose backward is next. Free tensors that were reloaded for other calls:
+        their backward did not come. Raises RuntimeError if a tensor was written into while it
+        left."""
         arriving = self._arriving.pop(call, {})
         self._arriving.clear()
         self._release(call)
@@ -117,7 +121,7 @@ class StepCopies:
 
     def reload_before_backward(self, call: int, result: object) -> None:
         """Let the backward of a call that runs without a program start the reload that is planned
-        there: it starts with the first gradient of the call's result."""
+        there, if any: it starts with the first gradient of the call's `result`."""
         planned = self._planned.get(call)
         if planned is None or planned.reloads is None:
             return
@@ -146,22 +150,23 @@ class StepCopies:
 
 
 @dataclass(frozen=True, slots=True)
-class CallCopies:
+class CallHostCopies:
     """The copies of one call of a step: see `SavedTensorCopies`."""
 
-    step: StepCopies
+    step: StepHostCopies
     call: int
 
     def start_offload(self, saved: list[torch.Tensor]) -> None:
-        """Start the call's copies to the host, and put handles in place of the tensors."""
+        """Start the call's copies to the host, and put handles in the tensors' positions in
+        `saved`."""
         self.step.start_offload(self.call, saved)
 
     def restore(self, saved: list[torch.Tensor]) -> None:
-        """Put tensors in place of the call's handles."""
+        """Put tensors in the positions of the call's handles in `saved`."""
         self.step.restore(self.call, saved)
 
 
-def _is_whole(tensor: torch.Tensor | None) -> bool:
+def _fills_its_storage(tensor: torch.Tensor | None) -> bool:
     """True for a plain tensor that fills its storage."""
     return (
         type(tensor) is torch.Tensor
@@ -192,7 +197,7 @@ class PlannedCall:
     plan: Plan | None = None
     may_recompute: bool = True
     changes_values: bool = True
-    copies: PlannedCopies | None = None
+    copies: PlannedHostCopies | None = None
     guards: AttributeGuards = field(default_factory=AttributeGuards)
 
 
@@ -222,14 +227,14 @@ class BoundBlocks:
         planned_paths = {call.path for call in calls}
         for call in calls:
             if call.lowered is not None:
-                for path, module in _siblings(model, call.path):
+                for path, module in _sibling_blocks(model, call.path):
                     # Blocks inside of it have plans of their own.
                     if not any(planned.startswith(f"{path}.") for planned in planned_paths):
                         self._blocks.setdefault(module, _BoundBlock(path, module))
 
     def run(self, call: ModelCall, original_forward: Callable[..., Any]) -> Any:
         """Run one call of the model with the planned forwards of its blocks."""
-        copies = StepCopies(self._copies)
+        copies = StepHostCopies(self._copies)
         forwards = {module: block.step_forward(copies) for module, block in self._blocks.items()}
         try:
             with (
@@ -272,8 +277,9 @@ class StepWithoutBlocks:
         return observed_forward
 
 
-def _siblings(model: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the blocks of the same class in the same container: other steps may call them, too."""
+def _sibling_blocks(model: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the paths and modules of the class of the block at `path` in its container, the block
+    included; none outside of a container. Other steps may call them, too."""
     container_path, _, _ = path.rpartition(".")
     container, block = model.get_submodule(container_path), model.get_submodule(path)
     if isinstance(container, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
@@ -310,7 +316,7 @@ class _BoundBlock:
             self._programs[index] = BoundProgram(call.lowered, self._module, call.plan)
         return self._programs[index]
 
-    def step_forward(self, copies: StepCopies) -> Callable[..., Any]:
+    def step_forward(self, copies: StepHostCopies) -> Callable[..., Any]:
         """Return the block's forward for one step, which follows the planned calls in order."""
         calls = enumerate(self._calls)
         original_forward = self._module.forward
@@ -345,7 +351,8 @@ class _BoundBlock:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Run a call without a program, as it is or checkpointed."""
+        """Run a call without a program: as it is if that is planned or the block must not run
+        twice, else checkpointed. `planned` is None for a call that the plan does not have."""
         if planned is not None and planned.how == AS_IT_IS:
             return original_forward(*args, **kwargs)
         if planned is None or planned.how != CHECKPOINTED:
@@ -360,7 +367,7 @@ class _BoundBlock:
     def _matching_call(
         self, planned: PlannedCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> ModelCall | None:
-        """Return the call if it has the planned signature, else None."""
+        """Return the call if it has the planned signature and the guards hold, else None."""
         try:
             call = ModelCall.of(args, dict(kwargs), "the arguments ")
         except TraceError:

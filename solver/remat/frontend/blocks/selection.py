@@ -1,4 +1,4 @@
-"""Selection of the submodules that are planned: blocks that can be captured, else their parts."""
+"""Selection of the submodules to plan: blocks that can be captured, else their child modules."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def select_blocks(
     if not blocks:
         raise TraceError(f"this {type(model).__name__} has no modules that could be planned")
     roofline = options.costs if isinstance(options.costs, Roofline) else None
-    parts: dict[int, Submodule] = {}  # child modules that replace an uncapturable block
+    child_modules: dict[int, Submodule] = {}  # child modules that replace an uncapturable block
     eager: dict[int, Submodule] = {}
     failures: dict[int, str] = {}
     replaced: list[tuple[str, str]] = []
@@ -75,12 +75,14 @@ def select_blocks(
             limit_bytes=limit_bytes,
             growth_bytes=growth_bytes,
         )
-        data_dependent = {} if not parts else _data_dependent(dry_run, parts)
+        data_dependent = (
+            {} if not child_modules else _data_dependent_submodules(dry_run, child_modules)
+        )
         uncapturable: set[int] = set()
-        opaque = {id(c.submodule.module) for c in dry_run.calls if c.signature is None}
+        unrepeatable = {id(c.submodule.module) for c in dry_run.calls if c.signature is None}
         for block_call in dry_run.calls:
             module = id(block_call.submodule.module)
-            if module not in opaque and (module in eager or module in data_dependent):
+            if module not in unrepeatable and (module in eager or module in data_dependent):
                 continue
             if isinstance(failure := solver.trace_or_failure(block_call), str):
                 uncapturable.add(module)
@@ -90,10 +92,16 @@ def select_blocks(
         eager |= data_dependent
         failures |= dict.fromkeys(data_dependent, _DATA_DEPENDENT)
         if keep_uncapturable:
-            eager |= {id(b.module): b for b in blocks if id(b.module) in uncapturable - opaque}
-            uncapturable &= opaque
+            eager |= {
+                id(b.module): b for b in blocks if id(b.module) in uncapturable - unrepeatable
+            }
+            uncapturable &= unrepeatable
         replacements = [
-            (block, _replacements(block, uncapturable, opaque, parts, eager)) for block in blocks
+            (
+                block,
+                _replacement_submodules(block, uncapturable, unrepeatable, child_modules, eager),
+            )
+            for block in blocks
         ]
         replaced += [
             (block.path, f"{block.class_name}: {failures[id(block.module)]}")
@@ -108,42 +116,46 @@ def select_blocks(
             )
 
 
-def _replacements(
+def _replacement_submodules(
     block: Submodule,
     uncapturable: Container[int],
-    opaque: Container[int],
-    parts: dict[int, Submodule],
+    unrepeatable: Container[int],
+    child_modules: dict[int, Submodule],
     eager: dict[int, Submodule],
 ) -> list[Submodule]:
     """Return the child modules that replace an uncapturable block; the block itself if it can be
     captured, or has no children.
 
-    Modules without children run in eager mode, not under a plan: where one reads its input twice
-    and others read it, too, the gradients would be summed in another order. Without children, a
-    block in `opaque` (its arguments cannot be described, such as a cache, or it has side effects)
-    is left out: it must never run twice.
+    Adds the replacements to `child_modules`, and those that run in eager mode to `eager`: modules
+    without children, since where one reads its input twice and others read it, too, a plan would
+    sum the gradients in another order. Without children, a block in `unrepeatable` (its arguments
+    cannot be described, such as a cache, or it has side effects) is left out: it must never run
+    twice.
     """
     if id(block.module) not in uncapturable:
         return [block]
-    parts.pop(id(block.module), None)
+    child_modules.pop(id(block.module), None)
     children = children_with_parameters(block)
     if not children:
-        children = [] if id(block.module) in opaque else [block]
-    parts |= {id(c.module): c for c in children}
+        children = [] if id(block.module) in unrepeatable else [block]
+    child_modules |= {id(c.module): c for c in children}
     eager |= {id(c.module): c for c in children if c is block or not children_with_parameters(c)}
     return children
 
 
-def _data_dependent(dry_run: DryRun, parts: dict[int, Submodule]) -> dict[int, Submodule]:
-    """Return the parts whose calls depend on the data, such as experts: the modules of one list and
-    class get inputs of different shapes, or some are not called. The next batch differs."""
+def _data_dependent_submodules(
+    dry_run: DryRun, child_modules: dict[int, Submodule]
+) -> dict[int, Submodule]:
+    """Return the `child_modules` whose calls depend on the data, such as experts: the modules of
+    one list and class get inputs of different shapes, or some are not called, but not all. The next
+    batch differs."""
     input_properties: dict[tuple[str, str], set[object]] = {}
     members: dict[tuple[str, str], dict[int, Submodule]] = {}
     for call in dry_run.calls:
-        group = _list_and_class(call.submodule)
+        group = _layer_path_and_class(call.submodule)
         input_properties.setdefault(group, set()).add(call.signature and call.signature.inputs)
-    for module, part in parts.items():
-        members.setdefault(_list_and_class(part), {})[module] = part
+    for module, part in child_modules.items():
+        members.setdefault(_layer_path_and_class(part), {})[module] = part
     called = {id(call.submodule.module) for call in dry_run.calls}
     data_dependent: dict[int, Submodule] = {}
     for group, modules in members.items():
@@ -153,5 +165,5 @@ def _data_dependent(dry_run: DryRun, parts: dict[int, Submodule]) -> dict[int, S
     return data_dependent
 
 
-def _list_and_class(submodule: Submodule) -> tuple[str, str]:
+def _layer_path_and_class(submodule: Submodule) -> tuple[str, str]:
     return fold_layer_numbers(submodule.path), submodule.class_name

@@ -62,7 +62,7 @@ class StubBlock(torch.autograd.Function):
         ]
         recorder.anchors.append(anchor)
         with torch.enable_grad():
-            outputs = run(*map(_differentiable_copy, tensors[:input_count]))
+            outputs = run(*map(_detached_alias, tensors[:input_count]))
         lacks_gradient = [not t.requires_grad for t in outputs]
         results = tuple(t.detach() for t in outputs)
         del outputs
@@ -83,11 +83,11 @@ class StubBlock(torch.autograd.Function):
         return None, None, None, None, None, *zeros
 
 
-def in_separate_storages(
+def outputs_in_separate_storages(
     outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, ...]:
-    """Return the outputs; those that share a storage with an input or with an earlier output are
-    copied, as planned blocks do."""
+    """Return the outputs, with copies of those that share a storage with an input or with an
+    earlier output, as planned blocks return them."""
     seen = {t.untyped_storage()._cdata for t in inputs}
     results: list[torch.Tensor] = []
     for output in outputs:
@@ -109,11 +109,11 @@ def copy_argument_mutations(
     leaves_after, shape_after = flatten_objects(stub_arguments)
     if shape_after == shape and all(map(operator.is_, leaves_after, leaves)):
         return False
-    _copy_detached(arguments, stub_arguments)
+    _copy_detached_contents(arguments, stub_arguments)
     return True
 
 
-def _copy_detached(target: Any, source: Any) -> None:
+def _copy_detached_contents(target: Any, source: Any) -> None:
     """Give the lists, dicts and dataclasses in `target` the contents of those in `source`, without
     a graph."""
     detached = partial(tree_map_only, torch.Tensor, torch.Tensor.detach)
@@ -123,21 +123,21 @@ def _copy_detached(target: Any, source: Any) -> None:
         items = {name: detached(item) for name, item in source.items()}
         for name in target.keys() & items.keys():
             if isinstance(target[name], list | dict | tuple):
-                _copy_detached(target[name], source[name])
+                _copy_detached_contents(target[name], source[name])
                 items[name] = target[name]
         target.clear()
         target.update(items)
     elif isinstance(target, tuple):
         for target_item, source_item in zip(target, source, strict=True):
-            _copy_detached(target_item, source_item)
+            _copy_detached_contents(target_item, source_item)
     elif is_dataclass(target) and not isinstance(target, type):
         for name, item in vars(source).items():
             object.__setattr__(target, name, detached(item))
 
 
-def _differentiable_copy(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor that requires a gradient detached from the caller's graph, in the same
-    storage; any other tensor unchanged."""
+def _detached_alias(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor that requires a gradient as one outside of the caller's graph, in the same
+    storage and no leaf; any other tensor unchanged."""
     if not requires_gradient(tensor):
         return tensor
     return non_leaf_alias(tensor.detach().requires_grad_())
@@ -232,7 +232,7 @@ class StepRecorder:
             invocation = ModuleInvocation(block, original_forward, args, kwargs)
             self.calls.append(self._recorded_call(invocation))
             self._record_event("forward", index, self.gauge.live())
-            anchor = torch.zeros((), requires_grad=True, device=_device(input_leaves))
+            anchor = torch.zeros((), requires_grad=True, device=_first_tensor_device(input_leaves))
             parameters = trainable_parameters([block]) if self.is_sharded else []
             result_parts: list[Any] = []
 
@@ -258,7 +258,7 @@ class StepRecorder:
                     (args, kwargs), (stub_args, stub_kwargs), leaves, input_shape
                 ):
                     self._mark_uncapturable(index, _MUTATES_ARGUMENT)
-                self._result_paths[index] = _tensor_paths(result)
+                self._result_paths[index] = _result_tensor_paths(result)
                 leaves, shape = flatten_objects(result)
                 result_parts[:] = [
                     [x.detach() if requires_gradient(x) else x for x in leaves],
@@ -266,7 +266,7 @@ class StepRecorder:
                 ]
                 outputs = tuple(x for x in leaves if isinstance(x, torch.Tensor))
                 del result, leaves
-                return in_separate_storages(outputs, tensors) if is_planned else outputs
+                return outputs_in_separate_storages(outputs, tensors) if is_planned else outputs
 
             tensors = [x for x in input_leaves if isinstance(x, torch.Tensor)]
             results = iter(
@@ -280,8 +280,8 @@ class StepRecorder:
         return forward
 
     def limited_forward(self, module: nn.Module) -> Callable[..., Any]:
-        """Return a forward for a module that is no block. Before the first call of a block, it
-        checks the limit: the step may call no block at all."""
+        """Return a forward for a module that is no block: the original one, after a check of the
+        memory limit until the first call of a block. The step may call no block at all."""
         original_forward = module.forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -310,25 +310,26 @@ class StepRecorder:
         self.calls[index] = replace(self.calls[index], signature=None, uncapturable_reason=reason)
 
     def _recorded_call(self, invocation: ModuleInvocation) -> DryRunCall:
+        """Return the record of a block call, with its options if they are to be measured."""
         block = invocation.submodule
         options = self._measured_options(invocation)
         try:
             call = ModelCall.of(invocation.args, invocation.kwargs, "its argument ")
         except TraceError as error:
             tensors = tensors_in((invocation.args, invocation.kwargs))
-            return DryRunCall(block, None, *_storages(tensors), str(error), options)
+            return DryRunCall(block, None, *_storages_and_sizes(tensors), str(error), options)
         tracker = self._trackers.setdefault(id(block.module), ModelTracker(block.module))
         signature = call_signature(tracker, call.structure, call.leaves)
         if any(id(p) in self.accumulating_parameters for p in block.module.parameters()):
             signature = signature._replace(accumulates_gradients=True)
-        return DryRunCall(block, signature, *_storages(call.leaves), "", options)
+        return DryRunCall(block, signature, *_storages_and_sizes(call.leaves), "", options)
 
     def _measured_options(self, invocation: ModuleInvocation) -> tuple[BlockOption, ...]:
         if id(invocation.submodule.module) not in self.measured_modules:
             return ()
         options = self.measure_options(self.gauge, invocation)
         tensors = tensors_in((invocation.args, invocation.kwargs))
-        copies_bytes = sum(_storages(tensors)[1])
+        copies_bytes = sum(_storages_and_sizes(tensors)[1])
         own_bytes = max(max(o.forward_bytes, o.backward_bytes) for o in options)
         self._add_growth(self._last_live_bytes + copies_bytes + own_bytes)
         self.gauge.peak()
@@ -341,8 +342,9 @@ class StepRecorder:
         differentiate: str | Sequence[str],
         outputs_dropped: bool,
     ) -> None:
-        """Run the backward from the model's outputs, which are the only item of `outputs`. The
-        list is emptied first if the caller drops the outputs."""
+        """Run the backward from the model's outputs, which are the only item of `outputs`; with
+        `outputs_dropped`, empty the list first. `non_block_leaves` are the leaves of autograd that
+        get a gradient outside of blocks."""
         differentiated = differentiated_tensors(outputs[0], differentiate)
         if outputs_dropped:
             outputs.clear()
@@ -429,8 +431,9 @@ class StepRecorder:
         return self.constant_bytes + live_bytes + gradient_bytes + self._released_bytes
 
 
-def _tensor_paths(result: object) -> list[str]:
-    """Return the path of each tensor in a result, or an empty list if it cannot be described."""
+def _result_tensor_paths(result: object) -> list[str]:
+    """Return the path of each tensor in a block's result; an empty list if that cannot be
+    described."""
     try:
         leaves, structure = flatten(result, "the result ")
     except TraceError:
@@ -440,7 +443,7 @@ def _tensor_paths(result: object) -> list[str]:
     return paths if all(paths) else []
 
 
-def _storages(
+def _storages_and_sizes(
     tensors: Sequence[torch.Tensor],
 ) -> tuple[tuple[StorageWeakRef, ...], tuple[int, ...]]:
     """Return weak references to the tensors' storages, and the storages' sizes in bytes."""
@@ -448,5 +451,6 @@ def _storages(
     return tuple(map(StorageWeakRef, storages)), tuple(map(storage_bytes, storages))
 
 
-def _device(items: Iterable[Any]) -> torch.device:
+def _first_tensor_device(items: Iterable[Any]) -> torch.device:
+    """Return the device of the first tensor among the items, else the CPU."""
     return next((x.device for x in items if isinstance(x, torch.Tensor)), torch.device("cpu"))

@@ -16,7 +16,7 @@ from torch.fx.experimental import symbolic_shapes
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from remat.errors import TraceError
-from remat.frontend.capture.eager_kernels.fake_results import STORAGE_COPIES, in_copied_storage
+from remat.frontend.capture.eager_kernels.fake_results import STORAGE_COPIES, fake_in_copied_storage
 from remat.frontend.capture.model.module_paths import ModulePaths
 from remat.frontend.capture.reading.reader import GraphInput
 from remat.frontend.capture.symbol_values import SYMBOLIC_TYPES, SymbolicNumber
@@ -41,7 +41,7 @@ class _TensorNode(NamedTuple):
 
 
 @dataclass
-class _Buffer:
+class _WrittenStorage:
     """A storage that operators write into: the node of the last write, which returns the whole
     tensor, and the node's fake result, which has its own storage."""
 
@@ -72,7 +72,7 @@ class OperatorRecorder(TorchDispatchMode):
         """The node of each tensor, by the tensor's `id`, with the tensor: no other gets its id."""
         self._allocations: dict[int, _TensorNode] = {}
         """The first node of each storage, by the storage's address."""
-        self._buffers: dict[int, _Buffer] = {}
+        self._buffers: dict[int, _WrittenStorage] = {}
         """The storages that operators have written into, by their addresses."""
         self._written: tuple[OpOverload, Tensor] | None = None
         self._last_input = self.graph._root
@@ -84,8 +84,9 @@ class OperatorRecorder(TorchDispatchMode):
         self._set_value(self._last_input, tensor)
 
     def node_of(self, tensor: Tensor) -> fx.Node:
-        """Return the node of a tensor. A tensor that no recorded operation returned is a constant:
-        `torch.tensor` makes such."""
+        """Return the node of a tensor: a new view if its storage was written into since. A real
+        tensor that no recorded operation returned is a constant: `torch.tensor` makes such. Raises
+        `ForeignTensorError` for a fake one."""
         if id(tensor) not in self._nodes:
             if isinstance(tensor, FakeTensor):
                 raise ForeignTensorError(f"a tensor of shape {tuple(tensor.shape)}")
@@ -93,7 +94,7 @@ class OperatorRecorder(TorchDispatchMode):
             self.constants[name] = tensor
             self._set_value(self.graph.create_node("get_attr", name), tensor)
         record = self._nodes[id(tensor)]
-        buffer = self._buffers.get(_address(tensor))
+        buffer = self._buffers.get(_storage_address(tensor))
         if buffer is not None and record.write_count < buffer.write_count:
             record = _TensorNode(self._view_of(buffer, tensor), tensor, buffer.write_count)
             self._nodes[id(tensor)] = record
@@ -104,7 +105,7 @@ class OperatorRecorder(TorchDispatchMode):
     def may_write(self, tensor: Tensor) -> bool:
         """True if a write into this tensor can be recorded: an operation of the step allocated its
         storage, for one tensor without overlap or gaps, of the same dtype, and not complex."""
-        allocation = self._allocations.get(_address(tensor))
+        allocation = self._allocations.get(_storage_address(tensor))
         if allocation is None or allocation.node.op != "call_function":
             return False
         whole = allocation.tensor
@@ -135,7 +136,7 @@ class OperatorRecorder(TorchDispatchMode):
     ) -> None:
         writer = writer_of(func)
         assert writer is not None
-        allocation = self._allocations[_address(tensor)]
+        allocation = self._allocations[_storage_address(tensor)]
         whole = allocation.tensor
         others = {key: item for key, item in kwargs.items() if key != writer.out_name}
         part = list(tensor.shape), list(tensor.stride()), tensor.storage_offset()
@@ -150,13 +151,13 @@ class OperatorRecorder(TorchDispatchMode):
             whole.shape, whole.stride(), dtype=whole.dtype, device=whole.device
         )
         node.meta["val"] = value
-        buffer = self._buffers.setdefault(_address(tensor), _Buffer(node, value))
+        buffer = self._buffers.setdefault(_storage_address(tensor), _WrittenStorage(node, value))
         buffer.node, buffer.value = node, value
         buffer.write_count += 1
         self._nodes[id(whole)] = _TensorNode(node, whole, buffer.write_count)
 
-    def _view_of(self, buffer: _Buffer, tensor: Tensor) -> fx.Node:
-        """Return a new node for a view of a buffer that was written into after the view's node."""
+    def _view_of(self, buffer: _WrittenStorage, tensor: Tensor) -> fx.Node:
+        """Return a new node for a view of a storage that was written into after the view's node."""
         base = buffer.node
         if tensor.dtype != buffer.value.dtype:
             elements = buffer.value.numel()
@@ -166,7 +167,7 @@ class OperatorRecorder(TorchDispatchMode):
             base.meta["val"] = flat.meta["val"].view(tensor.dtype)
         part = list(tensor.shape), list(tensor.stride()), tensor.storage_offset()
         node = self._create_node(_aten.as_strided.default, (base, *part), {})
-        node.meta["val"] = _view_in(buffer, tensor)
+        node.meta["val"] = _fake_view_of_storage(buffer, tensor)
         return node
 
     # -- operators --------------------------------------------------------------------------
@@ -193,7 +194,7 @@ class OperatorRecorder(TorchDispatchMode):
             func = _aten.lift_fresh_copy.default  # a constant must not be written into
         result = func(*args, **kwargs)
         if func in STORAGE_COPIES:
-            result = in_copied_storage(args[0])
+            result = fake_in_copied_storage(args[0])
         if isinstance(result, (Tensor, list, tuple)):
             self._record(func, args, kwargs, result)
         return result
@@ -230,10 +231,10 @@ class OperatorRecorder(TorchDispatchMode):
     def _set_value(self, node: fx.Node, value: Any) -> None:
         node.meta["val"] = self._in_written_storage(value)
         if isinstance(value, Tensor):
-            buffer = self._buffers.get(_address(value))
+            buffer = self._buffers.get(_storage_address(value))
             write_count = 0 if buffer is None else buffer.write_count
             record = self._nodes[id(value)] = _TensorNode(node, value, write_count)
-            self._allocations.setdefault(_address(value), record)
+            self._allocations.setdefault(_storage_address(value), record)
             return
         for index, item in enumerate(value):
             getter = self.graph.create_node("call_function", operator.getitem, (node, index))
@@ -245,21 +246,21 @@ class OperatorRecorder(TorchDispatchMode):
         into; else unchanged."""
         if isinstance(value, (list, tuple)):
             return type(value)(map(self._in_written_storage, value))
-        buffer = self._buffers.get(_address(value)) if isinstance(value, Tensor) else None
-        return value if buffer is None else _view_in(buffer, value)
+        buffer = self._buffers.get(_storage_address(value)) if isinstance(value, Tensor) else None
+        return value if buffer is None else _fake_view_of_storage(buffer, value)
 
 
 _is_certain = getattr(symbolic_shapes, "statically_known_true")  # noqa: B009  # its name has a word that ours must not have
 """True if a comparison of sizes holds for all values of their symbols."""
 
 
-def _address(tensor: Tensor) -> int:
-    """Return a number that identifies the storage of a tensor."""
+def _storage_address(tensor: Tensor) -> int:
+    """Return a number that identifies the storage of a tensor; -1 for a sparse tensor."""
     return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else -1
 
 
-def _view_in(buffer: _Buffer, tensor: Tensor) -> Tensor:
-    """Return the fake view of a buffer in the layout and dtype of a tensor."""
+def _fake_view_of_storage(buffer: _WrittenStorage, tensor: Tensor) -> Tensor:
+    """Return a fake view of the last write's result, in the layout and dtype of a tensor."""
     whole = buffer.value
     if tensor.dtype != whole.dtype:
         whole = whole.as_strided((whole.numel(),), (1,), 0).view(tensor.dtype)

@@ -26,7 +26,7 @@ from remat.frontend.capture.model.python_state import PythonState
 from remat.frontend.capture.model.stores import check_unchanged_by_backward
 from remat.frontend.capture.operator_recorder import OperatorRecorder
 from remat.frontend.capture.reading.reader import GraphInput, JointGraph
-from remat.frontend.capture.reading.trace_builder import check_dense
+from remat.frontend.capture.reading.trace_builder import check_dense_tensor
 from remat.frontend.capture.writes import writes_recorded
 from remat.frontend.common.torch_modes import autocast_disabled, capture_paused
 
@@ -73,7 +73,7 @@ class _StepRecording:
         self._storages: dict[GraphInput, int] = {}
         for number, (key, tensor) in enumerate(tensors.items(), start=1):
             # Each name of a tied parameter has a fake tensor, and so a gradient, of its own.
-            fake = _fake(fake_mode, tensor).detach()
+            fake = _fake_step_tensor(fake_mode, tensor).detach()
             self.recorder.add_input(f"primals_{number}", key, fake)
             self._storages[key] = fake.untyped_storage()._cdata
             wrapper = torch._to_functional_tensor(fake)
@@ -88,7 +88,7 @@ class _StepRecording:
         differentiable = {key: w for key, w in wrappers.items() if w.requires_grad}
         # In the backward too: a checkpoint of the model's own calls a module there.
         with (
-            _state_replaced(self._flat_model.model, wrappers),
+            _tensors_replaced_by_wrappers(self._flat_model.model, wrappers),
             self._flat_model.access.recorded(),
         ):
             with self._recorded():
@@ -104,7 +104,7 @@ class _StepRecording:
             gradients = self._backward(outputs, list(differentiable.values()))
             for key, gradient in zip(differentiable, gradients, strict=True):
                 if gradient is not None and gradient.layout is not torch.strided:
-                    raise TraceError(sparse_gradient(key.target))
+                    raise TraceError(sparse_gradient_error(key.target))
             with capture_paused():
                 check_unchanged_by_backward(self._flat_model.model, state.changes())
             self._check_no_gradients(
@@ -147,12 +147,12 @@ class _StepRecording:
         self, outputs: Sequence[Tensor], differentiable: Sequence[Tensor]
     ) -> list[frozenset[int]]:
         """Return, for each of the `differentiable` inputs, the indices of the differentiated
-        outputs whose autograd graph contains it."""
+        outputs that depend on it for autograd."""
         is_differentiated = self._flat_model.output_info.differentiated
         with torch.enable_grad():
             leaves = [torch.autograd.graph.get_gradient_edge(t).node for t in differentiable]
         reached: list[set[Any]] = [
-            _nodes_below(output) if is_selected else set()
+            _autograd_nodes_below(output) if is_selected else set()
             for output, is_selected in zip(outputs, is_differentiated, strict=True)
         ]
         return [
@@ -176,8 +176,8 @@ class _StepRecording:
             return torch.autograd.grad(differentiated, differentiable, tangents, allow_unused=True)
 
     def _tangent(self, number: int, index: int, output: Tensor) -> Tensor:
-        """Return the gradient of output number `index`, an input of the backward. It has the
-        output's layout; a dense one if elements of the output share memory."""
+        """Return the gradient of output number `index`, an input of the backward: tangent number
+        `number`. It has the output's layout; a dense one if elements of the output share memory."""
         fake = self._fake_of(output)
         is_overlapping = torch._debug_has_internal_overlap(fake) == 1
         with self._fake_mode, torch.no_grad():
@@ -250,8 +250,9 @@ class _StepRecording:
                 torch._disable_functionalization()
 
 
-def sparse_gradient(name: str) -> str:
-    """Return the error message for a parameter or module whose gradient is sparse."""
+def sparse_gradient_error(name: str) -> str:
+    """Return the error message for a parameter or module with this name whose gradient is
+    sparse."""
     return (
         f"the gradient of {name} is sparse (sparse=True), and a plan has dense tensors only. "
         "Remedy: make the gradient dense (module.sparse = False), or plan the modules around the "
@@ -259,7 +260,7 @@ def sparse_gradient(name: str) -> str:
     )
 
 
-def _nodes_below(output: Tensor) -> set[Any]:
+def _autograd_nodes_below(output: Tensor) -> set[Any]:
     """Return the nodes of autograd that the backward of an output reaches."""
     nodes: set[Any] = set()
     pending: list[Any] = [torch.autograd.graph.get_gradient_edge(output).node]
@@ -271,9 +272,10 @@ def _nodes_below(output: Tensor) -> set[Any]:
     return nodes
 
 
-def _fake(fake_mode: FakeTensorMode, tensor: Tensor) -> Tensor:
-    """Return the fake tensor of a tensor. Raises `TraceError` if it is sparse, a subclass, or a
-    buffer that an earlier call has registered."""
+def _fake_step_tensor(fake_mode: FakeTensorMode, tensor: Tensor) -> Tensor:
+    """Return the fake tensor of a tensor that the step reads; the tensor itself if it is one of
+    `fake_mode`. Raises `TraceError` if it is sparse, quantized, of a subclass, or a buffer that an
+    earlier call has registered."""
     if torch._is_functional_tensor(tensor):
         raise TraceError(
             "the forward of the model registers a buffer; register it in __init__, or compute it "
@@ -281,12 +283,14 @@ def _fake(fake_mode: FakeTensorMode, tensor: Tensor) -> Tensor:
         )
     if not (isinstance(tensor, FakeTensor) and tensor.fake_mode is fake_mode):
         tensor = fake_mode.from_tensor(tensor, static_shapes=True)
-    check_dense(tensor)
+    check_dense_tensor(tensor)
     return tensor
 
 
 @contextmanager
-def _state_replaced(model: nn.Module, wrappers: Mapping[GraphInput, Tensor]) -> Iterator[None]:
+def _tensors_replaced_by_wrappers(
+    model: nn.Module, wrappers: Mapping[GraphInput, Tensor]
+) -> Iterator[None]:
     """Within the context, put the wrappers in the places of the parameters and buffers."""
     buffers = {id(buffer): name for name, buffer in model.named_buffers()}
     before: dict[tuple[int, str], tuple[dict[str, Any], Tensor]] = {}

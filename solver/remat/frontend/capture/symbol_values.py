@@ -40,8 +40,8 @@ class SymbolValues:
         return self.evaluate(value.node.expr) if isinstance(value, SYMBOLIC_TYPES) else value
 
     def evaluate(self, expression: Any) -> bool | int | float:
-        """Evaluate a sympy expression. Raises `TraceError` if it has symbols without a value: those
-        stand for elements of tensors."""
+        """Return the value of a sympy expression. Raises `TraceError` if it has symbols without a
+        value: these stand for elements of tensors."""
         if expression not in self._cache:
             result = expression.xreplace(self._values)
             if result in (sympy.true, sympy.false):
@@ -53,6 +53,7 @@ class SymbolValues:
         return self._cache[expression]
 
 
-def hint(size: int | torch.SymInt) -> int:
-    """Return the size in the call that is being captured, without adding a guard to the capture."""
+def size_hint(size: int | torch.SymInt) -> int:
+    """Return the size that a SymInt has in the call that is being captured, without adding a guard
+    to the capture. An int is returned unchanged."""
     return size if isinstance(size, int) else int(size.node.hint)

@@ -47,7 +47,8 @@ class SymbolicCapture:
 
     def trace_at(self, shapes: Sequence[Sequence[int]]) -> Trace | None:
         """Return the trace for inputs of these shapes, which may differ from the captured ones in
-        symbolic dimensions only. None if a guard of the capture fails for them."""
+        symbolic dimensions only. None if sizes that share a symbol differ, a guard of the capture
+        fails, or a constant that it read is another one."""
         sizes: dict[sympy.Symbol, int] = {}
         for (input_index, dimension), symbol in self._symbols.items():
             size = shapes[input_index][dimension]
@@ -68,8 +69,9 @@ def capture_symbolically(
     differentiate: str | Sequence[str],
     dimensions: Collection[InputDimension],
 ) -> SymbolicCapture:
-    """Capture a step for all sizes of these dimensions. Inputs that have one must be contiguous.
-    Raises `TraceError` if the model cannot be captured so."""
+    """Capture a step for all sizes of the `dimensions`. Inputs that have one must be contiguous.
+    `leaves` are the tensors of its arguments, whose structure is `inputs`. Raises `TraceError` if
+    the model cannot be captured so."""
     from torch._dynamo.source import ConstantSource  # imports the compiler
 
     shape_env = ShapeEnv()

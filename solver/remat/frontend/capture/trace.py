@@ -32,7 +32,7 @@ from remat.frontend.capture.model.forward_checks import rng_changes_forbidden, t
 from remat.frontend.capture.model.hooks import root_hooks_removed, submodule_hooks_observed
 from remat.frontend.capture.model.preserved_state import (
     model_state_preserved,
-    tensors_placed,
+    tensors_replaced_by_fakes,
 )
 from remat.frontend.capture.model.wrapped_code import (
     checkpointing_disabled,
@@ -121,7 +121,7 @@ def capture(
     _reject_multiple_gpus(model, args, kwargs, device)
     _warn_about_unrolled_rnns(model, target)
     capture_device = _capture_device(device, target)
-    with tensors_placed(model, args, kwargs, capture_device) as (args, kwargs):
+    with tensors_replaced_by_fakes(model, args, kwargs, capture_device) as (args, kwargs):
         leaves, inputs = flatten((args, kwargs), "the example inputs ")
         selected = differentiated_with(outputs, differentiate)
         joint = capture_joint_graph(model, leaves, inputs, selected, target)
@@ -138,12 +138,12 @@ def capture_joint_graph(
     *,
     symbolic: bool = False,
 ) -> CapturedJointGraph:
-    """Capture the joint graph of a step. `leaves` are the real or fake tensors of its arguments,
-    whose structure is `inputs`; those that are no leaves of autograd are results of operations
-    before the step.
+    """Capture the joint graph of a step, on the absent GPU `target` or on its tensors' devices.
 
-    Use `symbolic` if some of their sizes are SymInts: then no hook warnings are issued, since an
-    earlier capture has issued them.
+    `leaves` are the real or fake tensors of its arguments, whose structure is `inputs`. A leaf that
+    is no leaf of autograd counts as the result of an operation before the step. Use `symbolic` if
+    some of their sizes are SymInts: then no warnings are issued, since an earlier capture has
+    issued them.
     """
     environment = _current_environment(model, target)
     with _capture_lock, contextlib.ExitStack() as stack:
@@ -177,7 +177,7 @@ def capture_joint_graph(
 
 def _current_environment(model: nn.Module, target: TargetGpu | None = None) -> Environment:
     """Return the model's training flags, the enabled autocast modes and torch's version. With a
-    `target`, autocast is that of the step on this absent GPU."""
+    `target`, the autocast mode is the one that the step has on this absent GPU."""
     autocast = autocast_modes()
     if target is not None:
         dtype = target_autocast_dtype()
@@ -196,7 +196,7 @@ def normalise_inputs(
     model: nn.Module, example_inputs: Any, example_kwargs: Mapping[str, Any] | None
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return positional and keyword arguments for `model.forward`. Raises `TraceError` if they do
-    not fit its signature."""
+    not fit its signature, or `model` is no module."""
     if not isinstance(model, nn.Module):
         raise TraceError(f"expected a torch.nn.Module, got {type(model).__name__}")
     if isinstance(example_inputs, Mapping) and example_kwargs is None:
@@ -239,8 +239,8 @@ def check_differentiable(model: nn.Module, args: object, kwargs: object) -> None
 def _capture_device(
     device: str | torch.device | None, target: TargetGpu | None
 ) -> torch.device | None:
-    """Return the device to capture the step on: the one asked for, or the CPU if that is an absent
-    GPU (`target`). None if none was asked for: each tensor stays on its own device."""
+    """Return the device to capture the step on: the requested one, or the CPU if that is an absent
+    GPU (`target`). None if none was requested: each tensor stays on its own device."""
     if device is None:
         return None
     if target is not None:
@@ -252,7 +252,8 @@ def _capture_device(
 def _reject_multiple_gpus(
     model: nn.Module, args: object, kwargs: object, device: str | torch.device | None
 ) -> None:
-    """Raise `TraceError` if the tensors are on several GPUs: a plan is for one device."""
+    """Raise `TraceError` if the tensors are on several GPUs, unless a capture for one `device` is
+    requested: a plan is for one device."""
     if device is not None:
         return
     leaves, _ = flatten((args, kwargs), "the example inputs ")
@@ -266,8 +267,8 @@ def _reject_multiple_gpus(
 
 
 def _warn_about_unrolled_rnns(model: nn.Module, target: TargetGpu | None) -> None:
-    """Warn if recurrent networks run on CUDA: torch captures them time step by time step, where
-    eager mode calls cuDNN once."""
+    """Log a warning if recurrent networks run on CUDA, or on the absent GPU `target`: torch
+    captures them time step by time step, where eager mode calls cuDNN once."""
     names = [
         name or type(model).__name__
         for name, module in model.named_modules()

@@ -53,7 +53,8 @@ class _FunctionalizedWrites:
         values are no longer views of one recorded tensor."""
 
     def run(self, operator: OpOverload, *args: Any, **kwargs: Any) -> Any:
-        """Call an operator."""
+        """Call a mutating operator: record its write into a tensor that the step allocates, or else
+        let torch functionalize it."""
         writer = writer_of(operator)
         written = [t for t in written_arguments(operator, args, kwargs) if isinstance(t, Tensor)]
         if writer is not None and len(written) == 1 and self._is_recorded(writer, written[0]):
@@ -71,7 +72,7 @@ class _FunctionalizedWrites:
         fake = _fake_of_functional(target)
         if not self._recorder.may_write(fake):
             return False
-        is_elementwise = torch.is_grad_enabled() and _is_elementwise(writer.operator)
+        is_elementwise = torch.is_grad_enabled() and _is_pointwise_in_place(writer.operator)
         return not is_elementwise or not self._recorder.is_whole(fake)
 
     def _record(
@@ -111,7 +112,7 @@ def _mutating_operators() -> tuple[OpOverload, ...]:
 
 
 @cache
-def _is_elementwise(operator: OpOverload) -> bool:
+def _is_pointwise_in_place(operator: OpOverload) -> bool:
     """True for an in-place operator whose functional variant is pointwise."""
     name = operator.overloadpacket.__name__.removesuffix("_")
     packet = getattr(torch.ops.aten, name, None)
@@ -120,7 +121,8 @@ def _is_elementwise(operator: OpOverload) -> bool:
 
 
 def _fake_of_functional(wrapper: Tensor) -> Tensor:
-    """Return the fake tensor that a functional tensor wraps, after pending updates."""
+    """Return the fake tensor that a functional tensor wraps, after pending writes into its
+    views."""
     torch._sync(wrapper)
     return torch._from_functional_tensor(wrapper)
 

@@ -16,7 +16,7 @@ from remat.documents.program import Program
 from remat.documents.records import Store
 from remat.documents.structure import Structure
 from remat.errors import DocumentError, GuardError
-from remat.frontend.capture.model.values import has_items, path_label, value_at
+from remat.frontend.capture.model.values import has_items, path_label, value_at_place
 from remat.frontend.common.pytree import unflattener
 
 _OWN_ATTRIBUTES = frozenset(nn.Module().__dict__) - {"training"}
@@ -75,7 +75,7 @@ def _check(store: Store, model: nn.Module) -> None:
 
 
 def _write(root: Any, steps: tuple[str | int, ...], value: Any, is_content: bool) -> None:
-    owner = value_at(root, steps if is_content else steps[:-1])
+    owner = value_at_place(root, steps if is_content else steps[:-1])
     if is_content:
         _set_content(owner, value)
     elif has_items(owner):

@@ -108,7 +108,7 @@ def attention_kernel(capability: tuple[int, int]) -> Callable[..., Tensor]:
         bias = _attention_bias(attn_mask, query.dtype, float("-inf"))
         if kernel == "efficient":
             if bias is not None:
-                bias = _aligned_bias(bias).expand(*query.shape[:3], key.shape[2])
+                bias = _aligned_attention_bias(bias).expand(*query.shape[:3], key.shape[2])
             return _aten._scaled_dot_product_efficient_attention.default(
                 *qkv, bias, call.requires_backward, dropout_p, is_causal, scale=scale
             )[0]
@@ -121,12 +121,14 @@ def attention_kernel(capability: tuple[int, int]) -> Callable[..., Tensor]:
 
 def select_attention_kernel(call: AttentionCall) -> str:
     """Return "flash", "efficient", "cudnn" or "math": the first kernel in torch's order of priority
-    that is enabled and supports the call."""
+    that is enabled and supports the call, "math" if none does."""
     cuda = torch.backends.cuda
     is_usable = {
-        "flash": lambda: cuda.flash_sdp_enabled() and _is_flash_supported(call),
-        "efficient": lambda: cuda.mem_efficient_sdp_enabled() and _is_efficient_supported(call),
-        "cudnn": lambda: cuda.cudnn_sdp_enabled() and _is_cudnn_supported(call),
+        "flash": lambda: cuda.flash_sdp_enabled() and _supports_flash_attention(call),
+        "efficient": lambda: (
+            cuda.mem_efficient_sdp_enabled() and _supports_efficient_attention(call)
+        ),
+        "cudnn": lambda: cuda.cudnn_sdp_enabled() and _supports_cudnn_attention(call),
         "math": cuda.math_sdp_enabled,
     }
     priority = _kernel_priority(call.capability)
@@ -134,8 +136,8 @@ def select_attention_kernel(call: AttentionCall) -> str:
 
 
 def _kernel_priority(capability: tuple[int, int]) -> tuple[str, ...]:
-    """Return the kernels in torch's order. cuDNN comes first on Hopper and on Blackwell data centre
-    GPUs, unless the user has set an order."""
+    """Return the names of the kernels in torch's order of priority. cuDNN comes first on Hopper and
+    on Blackwell data centre GPUs, unless the user has set an order."""
     numbers = torch._C._get_sdp_priority_order()
     priority = tuple(_KERNEL_NAMES[number] for number in numbers if number in _KERNEL_NAMES)
     if priority == _DEFAULT_PRIORITY and capability[0] in (9, 10):
@@ -143,13 +145,13 @@ def _kernel_priority(capability: tuple[int, int]) -> tuple[str, ...]:
     return priority
 
 
-def _is_flash_supported(call: AttentionCall) -> bool:
+def _supports_flash_attention(call: AttentionCall) -> bool:
     sizes = call.head_sizes
     # Its backward has no kernel for these head sizes on GeForce and workstation GPUs.
     is_consumer_gpu = (8, 6) <= call.capability <= (8, 9) or (12, 0) <= call.capability <= (12, 1)
     is_large_head = sizes[0] > 192 and not (call.dropout_p == 0 and sizes[0] > 224)
     return (
-        _is_fused_supported(call, has_gqa=True)
+        _supports_fused_attention(call, has_gqa=True)
         and call.mask is None
         and len(set(sizes)) == 1
         and sizes[0] <= 256
@@ -160,7 +162,7 @@ def _is_flash_supported(call: AttentionCall) -> bool:
     )
 
 
-def _is_efficient_supported(call: AttentionCall) -> bool:
+def _supports_efficient_attention(call: AttentionCall) -> bool:
     query_size, key_size, value_size = call.head_sizes
     is_ampere = call.capability >= (8, 0)
     is_half = call.query.dtype in _HALF_DTYPES
@@ -169,7 +171,7 @@ def _is_efficient_supported(call: AttentionCall) -> bool:
     offsets = (t.storage_offset() % alignment for t in (call.query, call.key, call.value))
     dtypes = (torch.float16, torch.float32, *((torch.bfloat16,) if is_ampere else ()))
     return (
-        _is_fused_supported(call, has_gqa=_IS_TORCH_2_14)
+        _supports_fused_attention(call, has_gqa=_IS_TORCH_2_14)
         and query_size == key_size
         and query_size > 0
         and value_size > 0
@@ -180,7 +182,7 @@ def _is_efficient_supported(call: AttentionCall) -> bool:
     )
 
 
-def _is_cudnn_supported(call: AttentionCall) -> bool:
+def _supports_cudnn_attention(call: AttentionCall) -> bool:
     query_size, _, value_size = call.head_sizes
     sizes, largest_size = (query_size, value_size), max(query_size, value_size)
     is_data_center_gpu = call.capability[0] in (9, 10)
@@ -188,7 +190,7 @@ def _is_cudnn_supported(call: AttentionCall) -> bool:
     if _IS_TORCH_2_14 and is_data_center_gpu and largest_size <= 256:
         is_size_supported |= not call.requires_backward or sizes == (256, 256)
     return (
-        _is_fused_supported(call, has_gqa=True)
+        _supports_fused_attention(call, has_gqa=True)
         and is_size_supported
         and query_size % 8 == value_size % 8 == 0
         and _MIN_CAPABILITY <= call.capability <= _MAX_CAPABILITY
@@ -198,11 +200,11 @@ def _is_cudnn_supported(call: AttentionCall) -> bool:
         and (call.dropout_p == 0 or call.query.shape[2] != 1)
         and (not _IS_TORCH_2_12 or (call.dropout_p * 16).is_integer())
         and not _is_determinism_required()
-        and (call.mask is None or _is_mask_broadcastable(call.mask, call))
+        and (call.mask is None or _can_cudnn_broadcast_mask(call.mask, call))
     )
 
 
-def _is_fused_supported(call: AttentionCall, *, has_gqa: bool) -> bool:
+def _supports_fused_attention(call: AttentionCall, *, has_gqa: bool) -> bool:
     """True if the call meets the requirements that the three fused kernels share. `has_gqa`: the
     kernel supports grouped-query attention."""
     qkv = (call.query, call.key, call.value)
@@ -224,7 +226,7 @@ def _is_fused_supported(call: AttentionCall, *, has_gqa: bool) -> bool:
     )
 
 
-def _is_mask_broadcastable(mask: Tensor, call: AttentionCall) -> bool:
+def _can_cudnn_broadcast_mask(mask: Tensor, call: AttentionCall) -> bool:
     """True if cuDNN can broadcast the mask to the attention scores."""
     if mask.requires_grad or mask.dim() not in (2, 4):
         return False
@@ -242,8 +244,8 @@ def _is_determinism_required() -> bool:
 
 
 def _attention_bias(mask: Tensor | None, dtype: torch.dtype, masked_bias: float) -> Tensor | None:
-    """Return a boolean mask as a bias to add: `masked_bias` where it is False, else 0. Any other
-    mask is a bias already."""
+    """Return a boolean mask as a bias to add: `masked_bias` where it is False, else 0. Return any
+    other mask, which is a bias already, and None unchanged."""
     if mask is None or mask.dtype != torch.bool:
         return mask
     if inverts_boolean_masks():
@@ -254,7 +256,7 @@ def _attention_bias(mask: Tensor | None, dtype: torch.dtype, masked_bias: float)
 
 
 class _CalledOperators(TorchDispatchMode):
-    """Records the operators that are called."""
+    """A mode that records the operators that are called, in `operators`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -277,7 +279,7 @@ def inverts_boolean_masks() -> bool:
     return _aten.logical_not.default in called.operators
 
 
-def _aligned_bias(bias: Tensor) -> Tensor:
+def _aligned_attention_bias(bias: Tensor) -> Tensor:
     """Return the bias with rows that start at multiples of 8 elements, as the memory-efficient
     kernel requires; padded if necessary."""
     strides = bias.stride()[:-1]

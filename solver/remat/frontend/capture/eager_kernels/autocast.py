@@ -51,7 +51,8 @@ class AutocastCache:
         self._casts.clear()
 
     def to_copy(self, x: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        """Replace `aten._to_copy`: if autocast casts a parameter or input, use the cached cast."""
+        """Replace `aten._to_copy`: if autocast casts a parameter or input, return the cached cast.
+        Any other call runs torch's operator."""
         _, leaf = self._leaves.get(id(x), (x, -1))
         dtype = kwargs.get("dtype")
         if dtype is None or leaf < 0 or not (self._is_enabled and _is_autocast_cast(x, dtype)):
@@ -192,7 +193,7 @@ def with_cuda_autocast(kernels: PythonKernels) -> PythonKernels:
     cuda_names = _operators_with_kernel_for("AutocastCUDA")
     combined: dict[tuple[OpOverload, DispatchKey], PythonKernel | DispatchKey] = dict(kernels)
     for name in cuda_names:
-        if (operator := _find_operator(name)) is None:
+        if (operator := _aten_operator(name)) is None:
             continue
         if name in cpu_names:
             combined[operator, _AUTOCAST_KEY] = _autocast_kernel(name, operator, operator)
@@ -200,10 +201,10 @@ def with_cuda_autocast(kernels: PythonKernels) -> PythonKernels:
             # The CPU's autocast skips this operator, so autograd is the first key to be called.
             after = kernels.get((operator, _AUTOGRAD_KEY)) or _kernel_after_autocast(operator)
             combined[operator, _AUTOGRAD_KEY] = _autocast_kernel(
-                name, operator, _as_callable(operator, after)
+                name, operator, _kernel_as_callable(operator, after)
             )
     for name in cpu_names - cuda_names:
-        if (operator := _find_operator(name)) is not None:
+        if (operator := _aten_operator(name)) is not None:
             # CUDA has no policy for it: skip autocast.
             combined[operator, _AUTOCAST_KEY] = _kernel_after_autocast(operator)
     return combined
@@ -211,7 +212,8 @@ def with_cuda_autocast(kernels: PythonKernels) -> PythonKernels:
 
 @contextmanager
 def cuda_autocast_on_cpu() -> Iterator[None]:
-    """Enable CPU autocast with the dtype of `target_autocast_dtype()` within the context."""
+    """Within the context, enable CPU autocast with the dtype of `target_autocast_dtype()`, or
+    disable it if that is None."""
     target_dtype = target_autocast_dtype()
     was_enabled = torch.is_autocast_enabled("cpu")
     dtype_before = torch.get_autocast_dtype("cpu")
@@ -227,8 +229,8 @@ def cuda_autocast_on_cpu() -> Iterator[None]:
 
 
 def target_autocast_dtype() -> torch.dtype | None:
-    """Return the autocast dtype of a step on an absent GPU, or None without autocast. It is that of
-    CUDA's autocast if that is enabled, else that of the CPU's: a torch without CUDA cannot enable
+    """Return the autocast dtype of a step on an absent GPU, or None without autocast: the dtype for
+    CUDA if autocast is enabled there, else for the CPU, since a torch without CUDA cannot enable
     autocast for CUDA."""
     for device in ("cuda", "cpu"):
         if torch.is_autocast_enabled(device):
@@ -237,12 +239,13 @@ def target_autocast_dtype() -> torch.dtype | None:
 
 
 def _operators_with_kernel_for(key: str) -> set[str]:
-    """Return the names of the aten operators that have a kernel for a dispatch key."""
+    """Return the names, without "aten::", of the operators that have a kernel for a dispatch
+    key."""
     names = torch._C._dispatch_get_registrations_for_dispatch_key(key)
     return {name.removeprefix("aten::") for name in names if name.startswith("aten::")}
 
 
-def _find_operator(name: str) -> OpOverload | None:
+def _aten_operator(name: str) -> OpOverload | None:
     packet, _, overload = name.partition(".")
     return getattr(getattr(torch.ops.aten, packet, None), overload or "default", None)
 
@@ -253,7 +256,7 @@ def _kernel_after_autocast(operator: OpOverload) -> PythonKernel | DispatchKey:
     return operator.py_kernels.get(key, key)
 
 
-def _as_callable(operator: OpOverload, kernel: PythonKernel | DispatchKey) -> PythonKernel:
+def _kernel_as_callable(operator: OpOverload, kernel: PythonKernel | DispatchKey) -> PythonKernel:
     if isinstance(kernel, DispatchKey):
         return partial(operator._op_dk, kernel)
     return kernel
@@ -272,58 +275,66 @@ def _autocast_kernel(name: str, operator: OpOverload, inner: PythonKernel) -> Py
                 raise RuntimeError(
                     f"{name} is unsafe under autocast; use {name}_with_logits on the logits"
                 )
-            if name in _FP32_SET_OPT_DTYPE and not _is_eligible(first):
+            if name in _FP32_SET_OPT_DTYPE and not _is_eligible_for_autocast(first):
                 return inner(*args, **kwargs)
             if name in _FP32_SET_OPT_DTYPE or name in _FP32_APPEND_DTYPE:
-                dtype = torch.float32 if _is_eligible(first) else args[0].dtype
+                dtype = torch.float32 if _is_eligible_for_autocast(first) else args[0].dtype
                 overload, call = _FP32_APPEND_DTYPE.get(name, (operator, inner))
-                positional, keywords = _with_default_dtype(overload, args, kwargs, dtype)
+                positional, keywords = _arguments_with_default_dtype(overload, args, kwargs, dtype)
                 return call(*positional, **keywords)
             cast_dtype = torch.float32
             if name in _LOWER_PRECISION:
                 cast_dtype = torch.get_autocast_dtype("cpu")
             elif name in _PROMOTED:
-                cast_dtype = _promoted_dtype((args, kwargs))
-            cast_args, cast_kwargs = _cast_arguments(operator, args, kwargs, cast_dtype)
+                cast_dtype = _promoted_autocast_dtype((args, kwargs))
+            cast_args, cast_kwargs = _cast_arguments_for_autocast(
+                operator, args, kwargs, cast_dtype
+            )
             return inner(*cast_args, **cast_kwargs)
 
     return kernel
 
 
-def _is_eligible(item: object) -> bool:
+def _is_eligible_for_autocast(item: object) -> bool:
     """True for tensors that autocast casts: floating-point ones narrower than float64."""
     return (
         isinstance(item, torch.Tensor) and item.is_floating_point() and item.dtype != torch.float64
     )
 
 
-def _cast(item: Any, dtype: torch.dtype) -> Any:
-    return item.to(dtype) if _is_eligible(item) and item.dtype != dtype else item
+def _cast_for_autocast(item: Any, dtype: torch.dtype) -> Any:
+    return item.to(dtype) if _is_eligible_for_autocast(item) and item.dtype != dtype else item
 
 
-def _cast_arguments(
+def _cast_arguments_for_autocast(
     operator: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], dtype: torch.dtype
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments in `dtype`, cast from the last one to the first. Torch casts them in the
-    argument list of a C++ call, and GCC, which builds torch for Linux, evaluates that backwards; it
-    casts the tensors of a list in their order."""
+    """Return the arguments of an operator, with tensors that autocast casts in `dtype`. They are
+    cast from the last one to the first. Torch casts them in the argument list of a C++ call, and
+    GCC, which builds torch for Linux, evaluates that backwards; it casts the tensors of a list in
+    their order."""
     order = [a.name for a in operator._schema.arguments]
     keywords = sorted(kwargs, key=order.index, reverse=True)
-    cast_kwargs = {k: tree_map(lambda item: _cast(item, dtype), kwargs[k]) for k in keywords}
-    cast_args = [tree_map(lambda item: _cast(item, dtype), arg) for arg in reversed(args)]
+    cast_kwargs = {
+        k: tree_map(lambda item: _cast_for_autocast(item, dtype), kwargs[k]) for k in keywords
+    }
+    cast_args = [
+        tree_map(lambda item: _cast_for_autocast(item, dtype), arg) for arg in reversed(args)
+    ]
     return tuple(reversed(cast_args)), {k: cast_kwargs[k] for k in kwargs}
 
 
-def _promoted_dtype(arguments: object) -> torch.dtype:
-    tensors = [item for item in tree_leaves(arguments) if _is_eligible(item)]
+def _promoted_autocast_dtype(arguments: object) -> torch.dtype:
+    tensors = [item for item in tree_leaves(arguments) if _is_eligible_for_autocast(item)]
     has_float32 = any(tensor.dtype == torch.float32 for tensor in tensors)
     return torch.float32 if has_float32 else torch.get_autocast_dtype("cpu")
 
 
-def _with_default_dtype(
+def _arguments_with_default_dtype(
     operator: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], dtype: torch.dtype
 ) -> tuple[list[Any], dict[str, Any]]:
-    """Return positional and keyword arguments for `operator`, with `dtype` if theirs is None."""
+    """Return positional and keyword arguments for `operator`, with this `dtype` if theirs is
+    None."""
     schema = operator._schema.arguments
     values = {a.name: a.default_value for a in schema}
     values |= dict(zip(values, args, strict=False)) | dict(kwargs)

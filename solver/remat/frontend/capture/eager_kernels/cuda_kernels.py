@@ -47,7 +47,7 @@ def _cudnn_memory_format(
     return torch.contiguous_format
 
 
-def batch_norm(
+def batch_norm_kernel(
     x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
@@ -71,12 +71,12 @@ def batch_norm(
     )[0]
 
 
-def softmax(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
+def softmax_kernel(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
     """Replace `aten.softmax.int` on CUDA, whose kernel also converts float16 to float32."""
     return _aten._softmax.default(*_softmax_arguments(x, dim, dtype))
 
 
-def log_softmax(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
+def log_softmax_kernel(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
     """Replace `aten.log_softmax.int` on CUDA, whose kernel also converts float16 to float32."""
     return _aten._log_softmax.default(*_softmax_arguments(x, dim, dtype))
 
@@ -88,7 +88,9 @@ def _softmax_arguments(x: Tensor, dim: int, dtype: torch.dtype | None) -> tuple[
     return (x if dtype is None else x.to(dtype)), dim, False
 
 
-CUDA_KERNELS: Mapping[OpOverload, Callable[..., Tensor]] = {_aten.batch_norm.default: batch_norm}
+CUDA_KERNELS: Mapping[OpOverload, Callable[..., Tensor]] = {
+    _aten.batch_norm.default: batch_norm_kernel
+}
 """Kernels for tensors on a GPU."""
 
 
@@ -97,6 +99,6 @@ def absent_gpu_kernels(target: TargetGpu) -> Mapping[OpOverload, Callable[..., T
     return {
         **CUDA_KERNELS,
         _aten.scaled_dot_product_attention.default: attention_kernel(target.capability),
-        _aten.softmax.int: softmax,
-        _aten.log_softmax.int: log_softmax,
+        _aten.softmax.int: softmax_kernel,
+        _aten.log_softmax.int: log_softmax_kernel,
     }

@@ -47,8 +47,9 @@ STORAGE_COPIES = frozenset(
 Fake results have a storage that ends with their last element: of a view, it is smaller."""
 
 
-def in_copied_storage(base: torch.Tensor) -> torch.Tensor:
-    """Return the fake result of an operator of `STORAGE_COPIES` for its first argument."""
+def fake_in_copied_storage(base: torch.Tensor) -> torch.Tensor:
+    """Return the fake result of an operator of `STORAGE_COPIES` whose first argument is `base`: a
+    tensor of the same layout, in a storage as large as that of `base`."""
     if torch._debug_has_internal_overlap(base) == 1:
         return torch.empty_like(base)
     elements = base.untyped_storage().nbytes() // base.element_size()
@@ -56,25 +57,28 @@ def in_copied_storage(base: torch.Tensor) -> torch.Tensor:
     return copied.as_strided(base.shape, base.stride(), base.storage_offset())
 
 
-def _contiguous(result: torch.Tensor, args: tuple[Any, ...]) -> torch.Tensor:
+def _contiguous_layout(result: torch.Tensor, args: tuple[Any, ...]) -> torch.Tensor:
+    """Return the result in the contiguous layout: a `LayoutRule`."""
     return torch.empty_like(result, memory_format=torch.contiguous_format)
 
 
-def _elementwise(result: torch.Tensor, args: tuple[Any, ...]) -> torch.Tensor:
-    """Use the strides that a pointwise kernel gives its result. They depend on every argument that
-    has the result's shape; broadcast arguments do not count."""
+def _pointwise_layout(result: torch.Tensor, args: tuple[Any, ...]) -> torch.Tensor:
+    """Return the result with the strides that a pointwise kernel gives it: a `LayoutRule`. They
+    depend on every argument that has the result's shape; broadcast arguments do not count."""
     operands = [a for a in args if isinstance(a, torch.Tensor) and a.shape == result.shape]
     strides = compute_elementwise_output_strides(*operands)
     return result.new_empty_strided(result.shape, strides)
 
 
-def _like_input(result: torch.Tensor, args: tuple[Any, ...]) -> torch.Tensor:
-    """Use the layout of the second argument, the input of a backward operator."""
+def _input_layout(result: torch.Tensor, args: tuple[Any, ...]) -> torch.Tensor:
+    """Return the result in the layout of the second argument, the input of a backward operator: a
+    `LayoutRule`."""
     return torch.empty_like(args[1], dtype=result.dtype)
 
 
-def _batch_norm(result: torch.Tensor, args: tuple[Any, ...]) -> torch.Tensor:
-    """Use the memory format of the input, channels-last or contiguous, as the CPU's kernels do."""
+def _batch_norm_layout(result: torch.Tensor, args: tuple[Any, ...]) -> torch.Tensor:
+    """Return the result in the memory format of the input, channels-last or contiguous, as the
+    CPU's kernels do; unchanged on another device. A `LayoutRule`."""
     operand = next(
         a for a in args[1::-1] if isinstance(a, torch.Tensor) and a.shape == result.shape
     )
@@ -84,23 +88,23 @@ def _batch_norm(result: torch.Tensor, args: tuple[Any, ...]) -> torch.Tensor:
 
 
 KERNEL_LAYOUTS: dict[Any, LayoutRule] = {
-    _aten.softplus_backward.default: _elementwise,
-    _aten.elu_backward.default: _elementwise,
-    _aten.hardsigmoid_backward.default: _elementwise,
-    _aten.hardswish_backward.default: _elementwise,
-    _aten.hardtanh_backward.default: _elementwise,
-    _aten.native_dropout_backward.default: _elementwise,
-    _aten.binary_cross_entropy_backward.default: _like_input,
-    _aten._log_softmax_backward_data.default: _contiguous,
-    _aten.huber_loss_backward.default: _contiguous,
-    _aten.mse_loss_backward.default: _contiguous,
-    _aten.smooth_l1_loss_backward.default: _contiguous,
-    _aten.native_layer_norm_backward.default: _contiguous,
-    _aten.native_batch_norm.default: _batch_norm,
-    _aten._native_batch_norm_legit.default: _batch_norm,
-    _aten._native_batch_norm_legit.no_stats: _batch_norm,
-    _aten._native_batch_norm_legit_functional.default: _batch_norm,
-    _aten.native_batch_norm_backward.default: _batch_norm,
+    _aten.softplus_backward.default: _pointwise_layout,
+    _aten.elu_backward.default: _pointwise_layout,
+    _aten.hardsigmoid_backward.default: _pointwise_layout,
+    _aten.hardswish_backward.default: _pointwise_layout,
+    _aten.hardtanh_backward.default: _pointwise_layout,
+    _aten.native_dropout_backward.default: _pointwise_layout,
+    _aten.binary_cross_entropy_backward.default: _input_layout,
+    _aten._log_softmax_backward_data.default: _contiguous_layout,
+    _aten.huber_loss_backward.default: _contiguous_layout,
+    _aten.mse_loss_backward.default: _contiguous_layout,
+    _aten.smooth_l1_loss_backward.default: _contiguous_layout,
+    _aten.native_layer_norm_backward.default: _contiguous_layout,
+    _aten.native_batch_norm.default: _batch_norm_layout,
+    _aten._native_batch_norm_legit.default: _batch_norm_layout,
+    _aten._native_batch_norm_legit.no_stats: _batch_norm_layout,
+    _aten._native_batch_norm_legit_functional.default: _batch_norm_layout,
+    _aten.native_batch_norm_backward.default: _batch_norm_layout,
 }
 """The layout of each operator's first result. Its other results belong to weights and have one
 dimension."""
@@ -114,7 +118,7 @@ def fakes_with_kernel_layouts() -> Iterator[None]:
     originals = {operator: table[operator] for operator in KERNEL_LAYOUTS if operator in table}
     table.update(
         {
-            operator: _with_layout(decomposition, KERNEL_LAYOUTS[operator])
+            operator: _decomposition_with_layout(decomposition, KERNEL_LAYOUTS[operator])
             for operator, decomposition in originals.items()
         }
     )
@@ -126,8 +130,10 @@ def fakes_with_kernel_layouts() -> Iterator[None]:
         FakeTensorMode.cache_clear()
 
 
-def _with_layout(decomposition: Callable[..., Any], rule: LayoutRule) -> Callable[..., Any]:
-    """Wrap a decomposition so that its first result gets the layout of a rule."""
+def _decomposition_with_layout(
+    decomposition: Callable[..., Any], rule: LayoutRule
+) -> Callable[..., Any]:
+    """Return a decomposition whose first result, unless it is None, has the layout of a rule."""
 
     @wraps(decomposition)  # torch reads its `__module__` and `__name__`
     def run(*args: Any, **kwargs: Any) -> Any:

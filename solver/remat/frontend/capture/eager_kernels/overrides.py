@@ -29,13 +29,13 @@ from remat.frontend.capture.eager_kernels.autocast import (
 )
 from remat.frontend.capture.eager_kernels.cuda_kernels import CUDA_KERNELS, absent_gpu_kernels
 from remat.frontend.capture.eager_kernels.sampling import (
-    bernoulli_in_place,
-    cpu_dropout,
-    integers,
-    integers_in_place,
-    normal_in_place,
-    rrelu_with_noise,
-    rrelu_with_noise_out,
+    bernoulli_in_place_kernel,
+    cpu_dropout_kernel,
+    normal_in_place_kernel,
+    random_integers_in_place_kernel,
+    random_integers_kernel,
+    rrelu_with_noise_kernel,
+    rrelu_with_noise_out_kernel,
 )
 from remat.frontend.common.target_gpu import TargetGpu
 
@@ -52,8 +52,9 @@ RECURRENT_OPERATORS: tuple[OpOverload, ...] = (
 )
 
 
-def layer_by_layer(operator: OpOverload) -> Kernel:
-    """Return the kernel that replaces a recurrent operator on the CPU."""
+def layerwise_recurrent_kernel(operator: OpOverload) -> Kernel:
+    """Return the kernel that replaces a recurrent operator on the CPU: it calls one layer at a
+    time, with `aten.dropout` between layers."""
     decomposition = operator.py_kernels[DispatchKey.CompositeImplicitAutograd]
 
     def kernel(
@@ -68,7 +69,7 @@ def layer_by_layer(operator: OpOverload) -> Kernel:
         batch_first: bool,
     ) -> tuple[Tensor, ...]:
         options = (train, bidirectional)
-        if not _has_dropout(num_layers, dropout, train):
+        if not _has_dropout_between_layers(num_layers, dropout, train):
             return decomposition(
                 x, state, weights, has_biases, num_layers, 0.0, *options, batch_first
             )
@@ -92,14 +93,14 @@ def layer_by_layer(operator: OpOverload) -> Kernel:
     return kernel
 
 
-def without_dropout(operator: OpOverload) -> Kernel:
-    """Return the kernel that replaces a recurrent operator on a GPU: it refuses dropout between
-    layers."""
+def recurrent_kernel_without_dropout(operator: OpOverload) -> Kernel:
+    """Return the kernel that replaces a recurrent operator on a GPU: it raises `TraceError` if
+    there is dropout between layers."""
     decomposition = operator.py_kernels[DispatchKey.CompositeImplicitAutograd]
 
     def kernel(*args: Any) -> tuple[Tensor, ...]:
         num_layers, dropout, train = args[4:7]
-        if _has_dropout(num_layers, dropout, train):
+        if _has_dropout_between_layers(num_layers, dropout, train):
             raise TraceError(
                 f"a recurrent network of {num_layers} layers with dropout between them runs in "
                 "cuDNN, whose random numbers a plan cannot repeat; use one module per layer with "
@@ -110,22 +111,23 @@ def without_dropout(operator: OpOverload) -> Kernel:
     return kernel
 
 
-def _has_dropout(num_layers: int, dropout: float, train: bool) -> bool:
+def _has_dropout_between_layers(num_layers: int, dropout: float, train: bool) -> bool:
     return train and dropout > 0 and num_layers > 1
 
 
-def eager_slice(
+def symbolic_slice_kernel(
     x: torch.Tensor, dim: int = 0, start: Any = None, end: Any = None, step: Any = 1
 ) -> torch.Tensor:
-    """Replace `aten.slice`: return `x` for a slice of a whole symbolic dimension."""
+    """Replace `aten.slice` in a symbolic capture: return `x` itself if the slice has a whole
+    symbolic dimension."""
     size: Any = x.shape[dim]
-    if isinstance(size, torch.SymInt) and _is_whole_dimension(size, start, end, step):
+    if isinstance(size, torch.SymInt) and _is_whole_slice(size, start, end, step):
         return x
     with torch._C._DisablePythonDispatcher():
         return _aten.slice.Tensor(x, dim, start, end, step)
 
 
-def _is_whole_dimension(size: torch.SymInt, start: Any, end: Any, step: Any) -> bool:
+def _is_whole_slice(size: torch.SymInt, start: Any, end: Any, step: Any) -> bool:
     if isinstance(start, torch.SymInt) or start not in (None, 0) or step != 1:
         return False
     if isinstance(end, torch.SymInt):
@@ -137,23 +139,23 @@ _CPU, _CUDA = DispatchKey.AutogradCPU, DispatchKey.AutogradCUDA
 
 
 _KERNELS: Mapping[OpOverload, Callable[..., Any]] = {
-    _aten.bernoulli_.float: bernoulli_in_place,
-    getattr(_aten.random, "from"): integers,
-    getattr(_aten.random_, "from"): integers_in_place,
-    _aten.rrelu_with_noise.out: rrelu_with_noise_out,
+    _aten.bernoulli_.float: bernoulli_in_place_kernel,
+    getattr(_aten.random, "from"): random_integers_kernel,
+    getattr(_aten.random_, "from"): random_integers_in_place_kernel,
+    _aten.rrelu_with_noise.out: rrelu_with_noise_out_kernel,
 }
 """Kernels for tensors on any device."""
 
 _ON_CPU: Mapping[OpOverload, Callable[..., Any]] = {
-    _aten.dropout.default: cpu_dropout,
-    _aten.normal_.default: normal_in_place,
-    _aten.rrelu_with_noise.default: rrelu_with_noise,
-    **{operator: layer_by_layer(operator) for operator in RECURRENT_OPERATORS},
+    _aten.dropout.default: cpu_dropout_kernel,
+    _aten.normal_.default: normal_in_place_kernel,
+    _aten.rrelu_with_noise.default: rrelu_with_noise_kernel,
+    **{operator: layerwise_recurrent_kernel(operator) for operator in RECURRENT_OPERATORS},
 }
 """Kernels for tensors that are really on the CPU."""
 
 _ON_GPU: Mapping[OpOverload, Callable[..., Any]] = {
-    operator: without_dropout(operator) for operator in RECURRENT_OPERATORS
+    operator: recurrent_kernel_without_dropout(operator) for operator in RECURRENT_OPERATORS
 }
 """Kernels for tensors on a GPU, present or absent."""
 
@@ -170,16 +172,19 @@ def eager_kernel_overrides(
     """
     anywhere = {**_KERNELS, _aten._to_copy.default: autocast_cache.to_copy}
     if symbolic:
-        anywhere[_aten.slice.Tensor] = eager_slice
+        anywhere[_aten.slice.Tensor] = symbolic_slice_kernel
     kernels: PythonKernels = {
-        **_with_key(anywhere, _CPU),
-        **_with_key({**anywhere, **CUDA_KERNELS, **_ON_GPU}, _CUDA),
+        **_kernels_for_dispatch_key(anywhere, _CPU),
+        **_kernels_for_dispatch_key({**anywhere, **CUDA_KERNELS, **_ON_GPU}, _CUDA),
     }
     with ExitStack() as stack:
         if target is None:
-            kernels = {**kernels, **_with_key(_ON_CPU, _CPU)}
+            kernels = {**kernels, **_kernels_for_dispatch_key(_ON_CPU, _CPU)}
         else:
-            kernels = {**kernels, **_with_key({**absent_gpu_kernels(target), **_ON_GPU}, _CPU)}
+            kernels = {
+                **kernels,
+                **_kernels_for_dispatch_key({**absent_gpu_kernels(target), **_ON_GPU}, _CPU),
+            }
             stack.enter_context(_onednn_disabled())
             if target_autocast_dtype() is not None:
                 kernels = with_cuda_autocast(kernels)
@@ -189,13 +194,15 @@ def eager_kernel_overrides(
         yield
 
 
-def _with_key(kernels: Mapping[OpOverload, Callable[..., Any]], key: DispatchKey) -> PythonKernels:
+def _kernels_for_dispatch_key(
+    kernels: Mapping[OpOverload, Callable[..., Any]], key: DispatchKey
+) -> PythonKernels:
     return {(operator, key): kernel for operator, kernel in kernels.items()}
 
 
 @contextmanager
 def _onednn_disabled() -> Iterator[None]:
-    """Disable oneDNN, whose fused LSTM exists on the CPU alone."""
+    """Disable oneDNN within the context: its fused LSTM exists on the CPU alone."""
     was_enabled = torch._C._get_mkldnn_enabled()
     torch._C._set_mkldnn_enabled(False)
     try:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from remat.errors import TraceError
-from remat.frontend.capture.symbol_values import hint
+from remat.frontend.capture.symbol_values import size_hint
 from remat.frontend.common.torch_modes import capture_paused
 
 Tensor = torch.Tensor
@@ -27,8 +27,9 @@ Tensor = torch.Tensor
 _aten = torch.ops.aten
 
 
-def cpu_dropout(x: Tensor, p: float, train: bool) -> Tensor:
-    """Replace `aten.dropout` on the CPU: store a boolean mask in place of float noise."""
+def cpu_dropout_kernel(x: Tensor, p: float, train: bool) -> Tensor:
+    """Replace `aten.dropout` on the CPU: save a boolean mask instead of float noise. Return `x`
+    itself outside of training, and for p = 0."""
     if not train or p == 0 or x.numel() == 0:
         return x
     if p == 1:
@@ -36,7 +37,7 @@ def cpu_dropout(x: Tensor, p: float, train: bool) -> Tensor:
     return _CpuDropout.apply(x, p)[0]  # type: ignore[index]
 
 
-def bernoulli_in_place(
+def bernoulli_in_place_kernel(
     x: Tensor, p: float = 0.5, *, generator: torch.Generator | None = None
 ) -> Tensor:
     """Replace `aten.bernoulli_`, which samples in the order of the elements in memory. Torch's
@@ -53,7 +54,7 @@ class _CpuDropout(torch.autograd.Function):
     @staticmethod
     def forward(x: Tensor, p: float) -> tuple[Tensor, Tensor]:
         mask = _sample_in_memory_order(x, 1 - p, torch.bool)
-        return _apply_mask(x, mask, _dropout_scale(p, x.dtype)), mask
+        return _apply_dropout_mask(x, mask, _dropout_scale(p, x.dtype)), mask
 
     @staticmethod
     def setup_context(
@@ -68,7 +69,7 @@ class _CpuDropout(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         (mask,) = ctx.saved_tensors
-        return _apply_mask(gradients[0], mask, ctx.scale), None
+        return _apply_dropout_mask(gradients[0], mask, ctx.scale), None
 
 
 def _sample_in_memory_order(
@@ -78,7 +79,7 @@ def _sample_in_memory_order(
     in the order of the elements of `like` in memory."""
     order = memory_order(like)
     dense = torch.empty([like.shape[i] for i in order], dtype=dtype, device=like.device)
-    return inverse_permute(_aten.bernoulli.p(dense, p, generator=generator), order)
+    return undo_permute_dimensions(_aten.bernoulli.p(dense, p, generator=generator), order)
 
 
 @functools.cache
@@ -88,12 +89,12 @@ def _dropout_scale(p: float, dtype: torch.dtype) -> float:
         return torch.ones((), dtype=dtype).div_(1 - p).item()
 
 
-def _apply_mask(x: Tensor, mask: Tensor, scale: float) -> Tensor:
+def _apply_dropout_mask(x: Tensor, mask: Tensor, scale: float) -> Tensor:
     """Return `x * mask * scale` in one operation. A capture assumes that its result is dense, so
     the dimensions of its operands are permuted to the order in memory."""
     order = memory_order(x, mask)
-    operands = permute(x, order), permute(mask, order)
-    return inverse_permute(_aten.native_dropout_backward(*operands, scale), order)
+    operands = permute_dimensions(x, order), permute_dimensions(mask, order)
+    return undo_permute_dimensions(_aten.native_dropout_backward(*operands, scale), order)
 
 
 Generator = torch.Generator
@@ -104,7 +105,7 @@ _MIN_VECTORIZED_ELEMENTS = 16
 another order, if they are contiguous."""
 
 
-def integers(
+def random_integers_kernel(
     x: Tensor, low: int, high: int | None, *, generator: Generator | None = None
 ) -> Tensor:
     """Replace `aten.random.from`: the name of this overload is a keyword of Python, so the code of
@@ -119,17 +120,17 @@ def integers(
     sampled = _aten.randint.low_generator(
         low, high, sizes, generator=generator, dtype=x.dtype, device=x.device
     )
-    return inverse_permute(sampled, order)
+    return undo_permute_dimensions(sampled, order)
 
 
-def integers_in_place(
+def random_integers_in_place_kernel(
     x: Tensor, low: int, high: int | None, *, generator: Generator | None = None
 ) -> Tensor:
-    """Replace `aten.random_.from`; see `integers`."""
-    return x.copy_(integers(x, low, high, generator=generator))
+    """Replace `aten.random_.from`; see `random_integers_kernel`."""
+    return x.copy_(random_integers_kernel(x, low, high, generator=generator))
 
 
-def normal_in_place(
+def normal_in_place_kernel(
     x: Tensor, mean: float = 0.0, std: float = 1.0, *, generator: Generator | None = None
 ) -> Tensor:
     """Replace `aten.normal_` on the CPU, to refuse a part of a tensor. The capture samples a copy
@@ -144,14 +145,14 @@ def normal_in_place(
         return _aten.normal_.default(x, mean, std, generator=generator)
 
 
-def rrelu_with_noise(x: Tensor, noise: Tensor, *options: Any, **keywords: Any) -> Tensor:
+def rrelu_with_noise_kernel(x: Tensor, noise: Tensor, *options: Any, **keywords: Any) -> Tensor:
     """Replace `aten.rrelu_with_noise` on the CPU, whose kernel returns a contiguous result for any
-    input; that of the captured operator has the layout of its input."""
+    input, by a call with a contiguous input: the captured operator keeps its input's layout."""
     with torch._C._DisablePythonDispatcher():
         return _aten.rrelu_with_noise.default(x.contiguous(), noise, *options, **keywords)
 
 
-def rrelu_with_noise_out(
+def rrelu_with_noise_out_kernel(
     x: Tensor, noise: Tensor, *options: Any, out: Tensor, **keywords: Any
 ) -> Tensor:
     """Replace `aten.rrelu_with_noise.out`, for which torch's functionalization returns `noise`."""
@@ -159,34 +160,39 @@ def rrelu_with_noise_out(
 
 
 def memory_order(*tensors: Tensor) -> list[int]:
-    """Return the dimensions, outermost first, in which a pointwise operation on all of these lays
-    out its result. The order is the same for all values of symbolic sizes, which are 2 at least."""
+    """Return the dimensions in the order, outermost first, in which a pointwise operation on all of
+    these tensors lays out its result. It is the same for all values of symbolic sizes, which are 2
+    at least."""
     if any(t._has_symbolic_sizes_strides for t in tensors):
         with capture_paused():
-            layouts = tuple((_hints(t.shape), _hints(t.stride())) for t in tensors)
+            layouts = tuple((_size_hints(t.shape), _size_hints(t.stride())) for t in tensors)
     else:
         layouts = tuple((tuple(t.shape), t.stride()) for t in tensors)
-    return list(_order_of_layouts(layouts))
+    return list(_memory_order_of_layouts(layouts))
 
 
-def _hints(sizes: Sequence[int | torch.SymInt]) -> tuple[int, ...]:
-    return tuple(map(hint, sizes))
+def _size_hints(sizes: Sequence[int | torch.SymInt]) -> tuple[int, ...]:
+    return tuple(map(size_hint, sizes))
 
 
 @functools.lru_cache(maxsize=1 << 12)
-def _order_of_layouts(layouts: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]) -> list[int]:
-    """Return the order for operands of these shapes and strides. A network has few of them."""
+def _memory_order_of_layouts(
+    layouts: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...],
+) -> list[int]:
+    """Return the order of `memory_order` for tensors of these shapes and strides. A network has few
+    of them, so the results are cached."""
     with capture_paused():
         operands = [torch.empty_strided(*layout, device="meta") for layout in layouts]
         strides = torch.empty_like(functools.reduce(torch.mul, operands)).stride()
     return sorted(range(len(strides)), key=lambda dimension: -strides[dimension])
 
 
-def permute(x: Tensor, order: Sequence[int]) -> Tensor:
-    """Permute the dimensions; return the tensor unchanged if the order is the identity."""
+def permute_dimensions(x: Tensor, order: Sequence[int]) -> Tensor:
+    """Return the tensor with its dimensions in this order; unchanged if the order is the
+    identity."""
     return x if list(order) == sorted(order) else x.permute(*order)
 
 
-def inverse_permute(x: Tensor, order: Sequence[int]) -> Tensor:
-    """Undo `permute` with the same order."""
-    return permute(x, [order.index(i) for i in range(len(order))])
+def undo_permute_dimensions(x: Tensor, order: Sequence[int]) -> Tensor:
+    """Return the tensor whose dimensions `permute_dimensions` has put in this order."""
+    return permute_dimensions(x, [order.index(i) for i in range(len(order))])

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from remat.frontend.capture.model.preserved_state import is_of_capture
+from remat.frontend.capture.model.preserved_state import is_capture_value
 from remat.frontend.capture.model.values import (
     ABSENT,
     MODULE_TABLES,
@@ -28,10 +28,10 @@ from remat.frontend.capture.model.values import (
     Path,
     attributes_of,
     comparable,
+    has_ignored_attributes,
     is_container,
-    is_opaque,
-    is_plain,
-    items_of,
+    is_plain_value,
+    items_of_container,
 )
 
 _HEAP_TYPE, _IMMUTABLE_TYPE = 1 << 9, 1 << 8
@@ -117,8 +117,8 @@ class AttributeAccess:
     # -- what is noted ----------------------------------------------------------------------
 
     def _path_to_note(self, owner: Any, name: str) -> Path | None:
-        """Return the path of an attribute's owner; None if the owner has no path, the attribute is
-        not guarded, or was noted before."""
+        """Return the path of an attribute's owner; None if the owner has no path, another thread
+        runs, or the attribute is not guarded or was noted before."""
         if threading.get_ident() != self._thread or (id(owner), name) in self._seen:
             return None
         path, item = self._paths.get(id(owner), (None, None))
@@ -128,7 +128,7 @@ class AttributeAccess:
 
     def _note_read(self, owner: Any, name: str, value: Any) -> None:
         path = self._path_to_note(owner, name)
-        if path is not None and _is_data(owner, name):
+        if path is not None and _is_data_attribute(owner, name):
             self._seen.add((id(owner), name))
             self._note_value(path, name, value)
 
@@ -150,7 +150,7 @@ class AttributeAccess:
 
     def _note_value(self, path: Path, name: str, value: Any) -> None:
         if isinstance(value, torch.Tensor):
-            if is_of_capture(value):
+            if is_capture_value(value):
                 self.reads_of_earlier_call = (*path, name)
             return
         if isinstance(value, nn.Module) and id(value) in self._paths:
@@ -159,25 +159,30 @@ class AttributeAccess:
         self._follow((*path, name), value)
 
     def _follow(self, path: Path, value: Any) -> None:
-        """Note the content of a container; note later reads of an object's attributes."""
-        if is_plain(value) or isinstance(value, (type, torch.Tensor)) or id(value) in self._paths:
+        """Note the content of a container; let later reads of an object's attributes be noted. Do
+        nothing for plain values, classes, tensors and objects that were followed before."""
+        if (
+            is_plain_value(value)
+            or isinstance(value, (type, torch.Tensor))
+            or id(value) in self._paths
+        ):
             return
         self._paths[id(value)] = path, value
         if is_container(value):
             self.reads.append(Read(path, None, comparable(value)))
-            for key, item in items_of(value):
+            for key, item in items_of_container(value):
                 if isinstance(key, (str, int)):
                     self._follow((*path, key), item)
-        elif is_opaque(value):
+        elif has_ignored_attributes(value):
             return
-        elif _is_of_python_class(value):
+        elif _has_mutable_class(value):
             self._intercept(type(value))
         else:  # of a class that cannot be changed
             for name, item in (attributes_of(value) or {}).items():
                 self._note_value(path, name, item)
 
 
-def _is_data(owner: Any, name: str) -> bool:
+def _is_data_attribute(owner: Any, name: str) -> bool:
     """True if an attribute is in the object's `__dict__` or slots, or is class data. False for
     methods and properties: the reads of their code are noted instead."""
     if name in (attributes_of(owner) or ()):
@@ -189,6 +194,7 @@ def _is_data(owner: Any, name: str) -> bool:
     return False
 
 
-def _is_of_python_class(value: Any) -> bool:
+def _has_mutable_class(value: Any) -> bool:
+    """True if Python code defined the class of an object, so that its methods can be replaced."""
     flags = type(value).__flags__
     return bool(flags & _HEAP_TYPE) and not flags & _IMMUTABLE_TYPE

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from remat.frontend.capture.model.attribute_access import Read
-from remat.frontend.capture.model.reached_code import NamedTable, variables_of
+from remat.frontend.capture.model.reached_code import NamedTable, reachable_variables
 from remat.frontend.capture.model.values import (
     ABSENT,
     MAX_ITEMS,
@@ -26,9 +26,9 @@ from remat.frontend.capture.model.values import (
     Path,
     attributes_of,
     comparable,
-    is_by_class_only,
+    is_compared_by_class,
     is_container,
-    is_plain,
+    is_plain_value,
     path_label,
 )
 
@@ -57,12 +57,13 @@ class AttributeGuards:
 
     @classmethod
     def of(cls, model: nn.Module, reads: Iterable[Read]) -> AttributeGuards:
-        """Return the guards for these reads, and for the variables that the model's code names."""
+        """Return the guards for these reads, and for the variables that the model's code names and
+        that can be compared."""
         variables = [
             Variable(table.owner, name, value)
-            for table in variables_of(model)
+            for table in reachable_variables(model)
             for name in sorted(table.names)
-            if (value := _value_of(table, name)) is not None
+            if (value := _comparable_variable(table, name)) is not None
         ]
         compared = dict.fromkeys(read for read in reads if read.name != CHECKPOINTING_FLAG)
         return cls(tuple(compared), tuple(variables))
@@ -93,7 +94,7 @@ class BoundGuards:
         self._reads: dict[Path, dict[str | None, Comparable]] = {}
         for read in guards.reads:
             self._reads.setdefault(read.path, {})[read.name] = read.value
-        self._roots = {path[0]: _submodule(model, str(path[0])) for path in self._reads}
+        self._roots = {path[0]: _submodule_or_absent(model, str(path[0])) for path in self._reads}
         self._owners: dict[Path, Any] = {}
         self._bind()
 
@@ -114,7 +115,7 @@ class BoundGuards:
         return next(self._differences(), "")
 
     def _bind(self) -> None:
-        """Find the dictionaries of the values, and compare all values once.
+        """Look up the dictionaries of the values, and compare all values once.
 
         If all are equal, `hold` compares later values with copies of the present ones, which is
         fast. If not, the guards do not hold until an object or container at a path is replaced.
@@ -133,21 +134,25 @@ class BoundGuards:
         for table, values in self._variable_tables():
             plain = self._add_plain(table.variables, values)
             if deep := {name: value for name, value in values.items() if name not in plain}:
-                others.append(partial(_are_equal, partial(_value_of, table), deep))
+                others.append(
+                    partial(_are_guarded_values_equal, partial(_comparable_variable, table), deep)
+                )
         self._checks += others
 
     def _add_plain(self, table: Mapping[str, Any], names: Iterable[str]) -> set[str]:
-        """Compare the plain values among those with these names with copies; return their names."""
-        plain = [name for name in names if name in table and _is_plain(table[name])]
+        """Add a check that compares the plain values of `table` among these names with copies of
+        them. Return the names that it covers."""
+        plain = [name for name in names if name in table and _is_directly_comparable(table[name])]
         if plain:
-            self._checks.append(_PlainValues(table, plain).hold)
+            self._checks.append(_PlainValueGuards(table, plain).hold)
         return set(plain)
 
     def _checks_of_owner(
         self, owner: Any, values: Mapping[str | None, Comparable]
     ) -> Iterator[Callable[[], bool]]:
-        """Compare the plain attributes of an object. Yield the functions that compare the others,
-        and the content of a container."""
+        """Add the check of an object's plain attributes. Yield the checks of the other attributes,
+        of absent ones, and of the content of a container; `values` are the recorded values by
+        name."""
         attributes = attributes_of(owner)
         if attributes is None:
             attributes = {}
@@ -160,25 +165,29 @@ class BoundGuards:
         absent = frozenset(name for name in names if name not in attributes)
         of_class = set(absent)
         for cls in type(owner).__mro__ if absent else ():
-            data = {name for name in of_class if _is_plain_data(cls, name)}
+            data = {name for name in of_class if _is_plain_class_attribute(cls, name)}
             of_class -= self._add_plain(vars(cls), data)
         if absent:
             yield lambda: absent.isdisjoint(attributes)
-        classes = {n: type(attributes[n]) for n, v in others.items() if is_by_class_only(v)}
+        classes = {n: type(attributes[n]) for n, v in others.items() if is_compared_by_class(v)}
         if classes:
             yield lambda: all(type(attributes.get(n)) is cls for n, cls in classes.items())
         if compared := {n: v for n, v in others.items() if n not in classes}:
-            yield partial(_are_equal, lambda name: comparable(attributes.get(name), 0), compared)
+            yield partial(
+                _are_guarded_values_equal,
+                lambda name: comparable(attributes.get(name), 0),
+                compared,
+            )
         if None in values:
-            read = _unchanged if _is_plain(owner) else comparable
-            content = copy.copy(owner) if _is_plain(owner) else values[None]
+            read = _unconverted_value if _is_directly_comparable(owner) else comparable
+            content = copy.copy(owner) if _is_directly_comparable(owner) else values[None]
             yield lambda: bool(read(owner) == content)
 
     def _variable_tables(self) -> Iterator[tuple[NamedTable, dict[str, Comparable]]]:
         by_owner: dict[str, dict[str, Comparable]] = {}
         for variable in self.guards.variables:
             by_owner.setdefault(variable.owner, {})[variable.name] = variable.value
-        for table in variables_of(self._model):
+        for table in reachable_variables(self._model):
             if table.owner in by_owner:
                 yield table, by_owner.pop(table.owner)
 
@@ -202,15 +211,15 @@ class BoundGuards:
                     now = comparable(getattr(owner, name, ABSENT), 0)
                 if now != before:
                     label = path_label(path if name is None else (*path, name))
-                    yield _difference(label, now, before)
+                    yield _guard_difference_text(label, now, before)
         for table, values in self._variable_tables():
             for name, before in values.items():
-                if (now := _value_of(table, name)) != before:
-                    yield _difference(f"{table.owner}.{name}", now, before)
+                if (now := _comparable_variable(table, name)) != before:
+                    yield _guard_difference_text(f"{table.owner}.{name}", now, before)
 
 
-class _PlainValues:
-    """Plain values of one dictionary, compared with a copy from the time of `__init__`."""
+class _PlainValueGuards:
+    """The guards of some plain values of one dictionary: copies from the time of `__init__`."""
 
     def __init__(self, table: Mapping[str, Any], names: Sequence[str]) -> None:
         self._table = table
@@ -228,12 +237,14 @@ class _PlainValues:
             return False
 
 
-def _are_equal(read: Callable[[str], Comparable], values: Mapping[str, Comparable]) -> bool:
-    """True if `read` returns these values for their names."""
+def _are_guarded_values_equal(
+    read: Callable[[str], Comparable], values: Mapping[str, Comparable]
+) -> bool:
+    """True if `read` returns, for each name, the value that the recorded code read."""
     return all(read(name) == value for name, value in values.items())
 
 
-def _unchanged(value: Any) -> Any:
+def _unconverted_value(value: Any) -> Any:
     return value
 
 
@@ -241,51 +252,52 @@ def _has_same_type(a: object, b: object) -> bool:
     return type(a) is type(b)
 
 
-def _value_of(table: NamedTable, name: str) -> Comparable | None:
-    """Return the value of a variable in a form that can be compared; None if it is not compared,
-    as most objects of installed packages."""
+def _comparable_variable(table: NamedTable, name: str) -> Comparable | None:
+    """Return the value of a variable as `comparable` does; None if there is no such variable, or
+    its value is not compared, as most objects of installed packages."""
     if name not in table.variables:
         return None
     value = table.variables[name]
-    if _is_plain(value):
+    if _is_directly_comparable(value):
         return comparable(value)
     if table.attributes is None:
         return None
     compared = comparable(value, OBJECT_DEPTH, table.attributes)
-    return None if is_by_class_only(compared) else compared
+    return None if is_compared_by_class(compared) else compared
 
 
-def _submodule(model: nn.Module, path: str) -> Any:
+def _submodule_or_absent(model: nn.Module, path: str) -> Any:
     try:
         return model.get_submodule(path)
     except AttributeError:
         return ABSENT
 
 
-def _is_plain(value: Any) -> bool:
+def _is_directly_comparable(value: Any) -> bool:
     """True for a plain value, code, or a container of at most `MAX_ITEMS` plain values. For these,
     equal types and `==` decide as `comparable` does."""
     if is_container(value):
         items = value.values() if isinstance(value, dict) else value
-        return len(value) <= MAX_ITEMS and all(map(is_plain, items))
-    return is_plain(value) or isinstance(comparable(value, 0), Code)
+        return len(value) <= MAX_ITEMS and all(map(is_plain_value, items))
+    return is_plain_value(value) or isinstance(comparable(value, 0), Code)
 
 
-def _is_plain_data(cls: type, name: str) -> bool:
+def _is_plain_class_attribute(cls: type, name: str) -> bool:
     """True if a class attribute is a plain value, and neither a method nor a property."""
     value = vars(cls).get(name, ABSENT)
-    return is_plain(value) and not hasattr(value, "__get__")
+    return is_plain_value(value) and not hasattr(value, "__get__")
 
 
-def _difference(label: str, now: Comparable, before: Comparable) -> str:
-    """Return the text of a changed value. Containers and arrays are described, not printed."""
-    texts = _text(now), _text(before)
+def _guard_difference_text(label: str, now: Comparable, before: Comparable) -> str:
+    """Return the message about a changed value: "p is 0.2 instead of 0.1". Containers and arrays
+    are described, not printed."""
+    texts = _guarded_value_text(now), _guarded_value_text(before)
     if texts[0] == texts[1]:
         return f"{label} is {texts[0]} with other content"
     return f"{label} is {texts[0]} instead of {texts[1]}"
 
 
-def _text(value: Comparable) -> str:
+def _guarded_value_text(value: Comparable) -> str:
     match value:
         case (str(), item):
             return str(item)

@@ -60,9 +60,10 @@ class FlatModel(nn.Module):
     `changes` are the Python values that changed since `start_call`, and `access` has the attributes
     that the call read and wrote.
 
-    `are_leaves` says of each of its arguments if it is a leaf of autograd: only then does autocast
-    cache its cast. `parameters_by_name` has the parameters by all of their names. It is read before
-    the capture, during which other tensors are in their places.
+    `inputs` is the structure of its arguments, and `differentiate` selects the outputs that
+    gradients come from. `are_leaves` says of each tensor of the arguments if it is a leaf of
+    autograd: only then does autocast cache its cast. `parameters_by_name` has the parameters by all
+    of their names. It is read before the capture, during which other tensors are in their places.
     """
 
     def __init__(
@@ -91,7 +92,8 @@ class FlatModel(nn.Module):
         return self.state
 
     def forward(self, *leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Call the model with these tensors as the leaves of its arguments."""
+        """Call the model with these tensors as the leaves of its arguments. Return the tensors that
+        it returns or stores, each in a storage that no other and no input has."""
         args, kwargs = unflatten(self.inputs, leaves)
         with capture_paused():
             arguments = PythonState(nn.Module(), (args, kwargs))
@@ -143,7 +145,7 @@ class FlatModel(nn.Module):
                 if id(parts[leaf]) not in number_of:
                     number_of[id(parts[leaf])] = len(tensors)
                     tensors.append(parts[leaf])
-            value = value.with_leaves(partial(_numbered_leaf, parts, number_of))
+            value = value.with_leaves(partial(_output_leaf, parts, number_of))
             stores.append(
                 Store(kind=item.kind, place=item.place, value=value, is_content=item.is_content)
             )
@@ -159,7 +161,8 @@ class FlatModel(nn.Module):
         return tensors
 
     def _differentiates_stored(self, tensor: torch.Tensor) -> bool:
-        """True if the step differentiates a tensor that the model stores and does not return."""
+        """True if the step differentiates this tensor, which the model stores and does not return:
+        one that requires a gradient and, if `differentiate` names outputs, has one element."""
         is_small = tensor.numel() == 1
         return tensor.requires_grad and (self.differentiate in ("auto", "all") or is_small)
 
@@ -181,7 +184,7 @@ class FlatModel(nn.Module):
             yield [current[name] for name in names]
 
 
-def _numbered_leaf(
+def _output_leaf(
     tensors: Sequence[torch.Tensor], number_of: Mapping[int, int], leaf: int
 ) -> Structure:
     return Structure(kind="leaf", leaf=number_of[id(tensors[leaf])])
@@ -192,8 +195,8 @@ def _storage_id(tensor: torch.Tensor) -> int:
 
 
 def _separate_output(tensor: torch.Tensor, storages: set[int]) -> torch.Tensor:
-    """Return the tensor as an output that is not a view for autograd, in a storage that is not
-    among `storages`; add its storage to them."""
+    """Return the tensor as an output that is not a view for autograd; a clone if its storage is
+    among `storages`. Add the storage of the output to them."""
     if _storage_id(tensor) in storages:
         tensor = tensor.clone()
     storages.add(_storage_id(tensor))
@@ -205,7 +208,8 @@ def _separate_output(tensor: torch.Tensor, storages: set[int]) -> torch.Tensor:
 def _write_replaced_buffers(
     model: nn.Module, before: dict[tuple[nn.Module, str], torch.Tensor | None]
 ) -> None:
-    """Register the buffers `before` a call again, and copy into them what the call assigned."""
+    """Register the buffers `before` a call again, and copy into them what the call assigned. Raises
+    `TraceError` if that has another shape or dtype."""
     replaced = {
         (module, name): old
         for (module, name), old in before.items()

@@ -62,7 +62,7 @@ class CallLimit(TorchFunctionMode):
         if isinstance(result, torch.Tensor):
             self._calls += 1
             if self._calls > MAX_CALLS - _SAMPLED_CALLS:
-                self._lines[_model_line(sys._getframe(1))] += 1
+                self._lines[_innermost_model_line(sys._getframe(1))] += 1
             if self._calls > MAX_CALLS:
                 raise self._error()
         return result
@@ -78,8 +78,9 @@ class CallLimit(TorchFunctionMode):
         )
 
 
-def _model_line(frame: FrameType | None) -> str:
-    """Return the innermost line, from `frame` outwards, that is the model's code."""
+def _innermost_model_line(frame: FrameType | None) -> str:
+    """Return the innermost line, from `frame` outwards, that is the model's code; "an unknown line"
+    if none is."""
     frames = (f for f, _ in traceback.walk_stack(frame))
     of_model = (f for f in frames if not is_framework_code(Path(f.f_code.co_filename)))
     return next(map(frame_line, of_model), "an unknown line")
@@ -98,8 +99,8 @@ _RNG_FUNCTIONS: list[tuple[Any, str]] = [
 @contextmanager
 def rng_changes_forbidden(model: nn.Module) -> Iterator[None]:
     """Raise `TraceError` if the model's code uses random numbers of Python or NumPy within the
-    context, or seeds, reads or sets torch's generators: a plan would do it once instead of in each
-    step. The generators of Python and NumPy are restored."""
+    context, or calls `manual_seed`, `get_rng_state` or `set_rng_state` of torch: a plan would do it
+    once instead of in each step. The generators of Python and NumPy are restored."""
     python_state, numpy_state = random.getstate(), np.random.get_state()
     thread = threading.get_ident()
 
@@ -129,7 +130,8 @@ def rng_changes_forbidden(model: nn.Module) -> Iterator[None]:
 
 
 def rng_error(model: nn.Module, use: str) -> str:
-    """Return the error message for a forward that uses random numbers other than torch's."""
+    """Return the error message for a forward that uses random numbers other than torch's. `use` is
+    its predicate: "draws NumPy's random numbers"."""
     return (
         f"the forward of {type(model).__name__} {use}, which a plan would do once for all steps. "
         "Remedy: do so outside of the model, and pass the result as an argument; or use torch.rand "
@@ -158,13 +160,14 @@ class _ObservedStream:
 
 @contextmanager
 def text_output_reported(model: nn.Module) -> Iterator[None]:
-    """Log a warning if the user's code prints or logs in this context: a plan does not run this
-    code. Libraries are left out, because most of their messages appear once."""
+    """Log a warning at the end of the context for each line of the user's code that prints or logs
+    in it, once per process: a plan does not run this code. Libraries are left out, because most of
+    their messages appear once."""
     thread = threading.get_ident()
     lines: dict[str, str] = {}
 
     def note(action: str) -> None:
-        if threading.get_ident() == thread and (line := _user_line(sys._getframe(2))):
+        if threading.get_ident() == thread and (line := _line_of_user_output(sys._getframe(2))):
             lines.setdefault(line, action)
 
     def handle(logger: logging.Logger, record: logging.LogRecord) -> None:
@@ -197,15 +200,15 @@ def text_output_reported(model: nn.Module) -> Iterator[None]:
             )
 
 
-def _user_line(frame: FrameType | None) -> str:
+def _line_of_user_output(frame: FrameType | None) -> str:
     """Return the line of the user's code that calls functions of Python, such as `print` or those
     of `logging`; "" if the caller is a package."""
-    while frame is not None and _package(frame) in sys.stdlib_module_names - {"__main__"}:
+    while frame is not None and _package_of_frame(frame) in sys.stdlib_module_names - {"__main__"}:
         frame = frame.f_back
     if frame is None or not is_user_module(frame.f_globals):
         return ""
     return frame_line(frame)
 
 
-def _package(frame: FrameType) -> str:
+def _package_of_frame(frame: FrameType) -> str:
     return str(frame.f_globals.get("__name__", "")).split(".")[0]

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 from remat.errors import HookWarning, TraceError
 from remat.frontend.capture.model.python_state import (
     PythonState,
-    contains_capture,
+    contains_capture_values,
 )
 from remat.frontend.capture.model.values import path_label
 
@@ -80,10 +80,12 @@ class HookActivity:
     def warn_about_observers(self) -> None:
         """Issue a `HookWarning` that names the hooks which computed nothing."""
         observers = [
-            hook for hook, computes in self.computes.items() if not computes and _is_new(hook)
+            hook
+            for hook, computes in self.computes.items()
+            if not computes and _is_unreported_hook(hook)
         ]
         if observers:
-            warnings.warn(_warning_text(self.model, observers), HookWarning, stacklevel=3)
+            warnings.warn(_hook_warning_text(self.model, observers), HookWarning, stacklevel=3)
 
 
 @contextmanager
@@ -112,9 +114,9 @@ def submodule_hooks_observed(model: nn.Module) -> Iterator[HookActivity]:
     `TraceError` at its end if a hook has stored a tensor outside of the model."""
     activity = HookActivity(model)
     registered = list(_submodule_hooks(model))
-    with _no_tensors_stored(model):
+    with _hook_tensors_refused(model):
         for hook in registered:
-            getattr(hook.module, hook.kind)[hook.key] = _wrap(hook, activity)
+            getattr(hook.module, hook.kind)[hook.key] = _observed_hook(hook, activity)
         try:
             yield activity
         finally:
@@ -134,9 +136,9 @@ def hooks_inside(model: nn.Module) -> list[Hook]:
 
 
 @contextmanager
-def _no_tensors_stored(model: nn.Module) -> Iterator[None]:
-    """Remove at the end of the context what hooks have stored in closure and global variables or in
-    objects, if it contains tensors of the capture. Raises `TraceError` if there is any."""
+def _hook_tensors_refused(model: nn.Module) -> Iterator[None]:
+    """Raise `TraceError` at the end of the context if hooks have stored tensors of the capture in
+    closure variables, global variables or objects outside of the model; remove these tensors."""
     if not (hooks := hooks_inside(model)):
         yield
         return
@@ -144,7 +146,7 @@ def _no_tensors_stored(model: nn.Module) -> Iterator[None]:
     stored = ""
     try:
         yield
-        changes = (change for change in state.changes() if contains_capture(change.now))
+        changes = (change for change in state.changes() if contains_capture_values(change.now))
         stored = next((path_label(change.path) for change in changes), "")
     finally:
         state.remove_tensors_of_capture()
@@ -159,11 +161,13 @@ def _no_tensors_stored(model: nn.Module) -> Iterator[None]:
 
 
 def is_planned_hook(hook: Hook) -> bool:
-    """True if a plan depends on the hook: adding or removing it triggers a replan."""
+    """True if a plan depends on the hook: adding or removing it triggers a replan. False for some
+    hooks of transformers and peft, by their names."""
     return getattr(hook, "__name__", None) not in _IGNORED_NAMES
 
 
 def _submodule_hooks(model: nn.Module) -> Iterator[_RegisteredHook]:
+    """Yield the hooks of the submodules, not of the model itself, on which a plan depends."""
     for name, module in model.named_modules():
         for kind in HOOK_KINDS:
             for key, hook in getattr(module, kind).items() if name else ():
@@ -171,15 +175,15 @@ def _submodule_hooks(model: nn.Module) -> Iterator[_RegisteredHook]:
                     yield _RegisteredHook(name, module, kind, key, hook)
 
 
-def _wrap(registered: _RegisteredHook, activity: HookActivity) -> Hook:
+def _observed_hook(registered: _RegisteredHook, activity: HookActivity) -> Hook:
     """Return a hook that calls the registered one and records if it computed anything."""
 
     def run(module: nn.Module, *args: Any) -> Any:
-        before = _mutable_state(registered, args)
+        before = _mutable_tensor_state(registered, args)
         returned = registered.hook(module, *args)
         computes = (
-            not _is_unchanged(registered.kind, args, returned)
-            or _mutable_state(registered, args) != before
+            not _is_hook_result_unchanged(registered.kind, args, returned)
+            or _mutable_tensor_state(registered, args) != before
         )
         activity.computes[registered] = computes or activity.computes.get(registered, False)
         return returned
@@ -187,22 +191,24 @@ def _wrap(registered: _RegisteredHook, activity: HookActivity) -> Hook:
     return run
 
 
-def _is_unchanged(kind: str, args: tuple[Any, ...], returned: Any) -> bool:
+def _is_hook_result_unchanged(kind: str, args: tuple[Any, ...], returned: Any) -> bool:
     """True if a hook returned None, or the same value that its result would replace."""
     replaceable = args[-1:] if kind == _FORWARD_HOOKS else (args[0], args)
-    return returned is None or any(_leaf_ids(returned) == _leaf_ids(x) for x in replaceable)
+    return returned is None or any(
+        _hook_leaf_ids(returned) == _hook_leaf_ids(x) for x in replaceable
+    )
 
 
-def _leaf_ids(tree: Any) -> list[int]:
+def _hook_leaf_ids(tree: Any) -> list[int]:
     return [id(leaf) for leaf in tree_leaves(tree)]
 
 
-def _mutable_state(
+def _mutable_tensor_state(
     registered: _RegisteredHook, args: tuple[Any, ...]
 ) -> list[tuple[int, int, bool]]:
-    """Return identity, version and `requires_grad` of the tensors that a hook may change in place:
-    its arguments and the module's buffers. A forward pre-hook may also set the module's weights, as
-    `weight_norm` does."""
+    """Return identity, version and `requires_grad` of the tensors that a hook may change: its
+    arguments and the module's buffers; for a forward pre-hook also the module's weights, which
+    `weight_norm` sets."""
     module = registered.module
     items = [*tree_leaves(args), *module.buffers()]
     if registered.kind == _FORWARD_PRE_HOOKS:
@@ -211,22 +217,22 @@ def _mutable_state(
     return [(id(t), t._version, t.requires_grad) for t in tensors]
 
 
-def _is_new(hook: _RegisteredHook) -> bool:
-    """True if no warning has named the hook yet; it counts as named from now on."""
+def _is_unreported_hook(hook: _RegisteredHook) -> bool:
+    """True if no warning has named the hook yet. Note that one names it now."""
     keys = _reported.setdefault(hook.module, set())
     is_new = hook.key not in keys
     keys.add(hook.key)
     return is_new
 
 
-def _warning_text(model: nn.Module, observers: list[_RegisteredHook]) -> str:
+def _hook_warning_text(model: nn.Module, observers: list[_RegisteredHook]) -> str:
     modules_by_hook: dict[str, list[str]] = {}
     for observer in observers:
         name = getattr(observer.hook, "__qualname__", type(observer.hook).__name__)
         label = f"the {HOOK_KINDS[observer.kind]} {name}"
         modules_by_hook.setdefault(label, []).append(observer.module_name)
     hooks = "; ".join(
-        f"{label} of {_join_names(names)}" for label, names in modules_by_hook.items()
+        f"{label} of {_join_module_names(names)}" for label, names in modules_by_hook.items()
     )
     return (
         f"hooks inside of {type(model).__name__} compute nothing, so a planned step does not call "
@@ -238,6 +244,6 @@ def _warning_text(model: nn.Module, observers: list[_RegisteredHook]) -> str:
     )
 
 
-def _join_names(names: list[str]) -> str:
+def _join_module_names(names: list[str]) -> str:
     more = len(names) - _MAX_LISTED
     return ", ".join(names[:_MAX_LISTED]) + (f" and {more} more" if more > 0 else "")

@@ -13,8 +13,9 @@ from torch import nn
 
 
 class ModulePaths:
-    """The path of the running module, in a forward within `followed_forward`, and in the backward
-    after `follow_backward`: that of the module whose forward created the running node of autograd.
+    """The path of the running module: in a forward within `followed_forward`, and in the backward
+    after `follow_backward`, where it is the module whose forward created the running node of
+    autograd.
 
     Autograd numbers its nodes in the order of their creation. Between two nodes it sums gradients,
     which belong to no module. A module that the backward calls has the path of the node that calls

@@ -2,7 +2,7 @@
 
 A model on the "meta" device has shapes and no memory, so that a model can be planned where it does
 not fit. A model in memory can be captured for another device of this machine, or for an absent GPU.
-Then fake tensors are in the places of its tensors (`tensors_placed`).
+Then fake tensors are in the places of its tensors (`tensors_replaced_by_fakes`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ _CAPTURE_TYPES = (FakeTensor, torch.SymInt, torch.SymFloat, torch.SymBool)
 
 @contextmanager
 def rng_state_preserved() -> Iterator[None]:
-    """Restore the state of torch's random generators, of all devices, at the end of the context."""
+    """Restore the states of torch's default random generators, of the CPU and of all GPUs if CUDA
+    is in use, at the end of the context."""
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
     with torch.random.fork_rng(devices=devices):
         yield
@@ -53,8 +54,9 @@ def _tensor_tables_preserved(model: nn.Module) -> Iterator[list[dict[str, Any]]]
             table.update(content)
 
 
-def is_of_capture(leaf: object) -> bool:
-    """True for a fake tensor, a wrapper of one, and a symbol."""
+def is_capture_value(leaf: object) -> bool:
+    """True for a fake tensor, a wrapper of one, and a symbol: they are meaningless after the
+    capture."""
     is_wrapper = isinstance(leaf, torch.Tensor) and torch._is_functional_tensor(leaf)
     return is_wrapper or isinstance(leaf, _CAPTURE_TYPES)
 
@@ -77,7 +79,7 @@ def default_capture_device() -> torch.device:
 
 
 @contextmanager
-def tensors_placed(
+def tensors_replaced_by_fakes(
     model: nn.Module,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
@@ -85,8 +87,8 @@ def tensors_placed(
 ) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
     """Within the context, replace the model's tensors on other devices by fake tensors on `device`.
 
-    Yields the arguments with their tensors replaced too. Without a device, only tensors on "meta"
-    are replaced, by fake tensors on `default_capture_device()`.
+    Yields `args` and `kwargs` with their tensors replaced too. Without a device, only tensors on
+    "meta" are replaced, by fake tensors on `default_capture_device()`.
     """
     to_fake = _FakeTensorConverter(device)
     with _tensor_tables_preserved(model) as tables:

@@ -23,42 +23,42 @@ import numpy as np
 import torch
 from torch import nn
 
-from remat.frontend.capture.model.preserved_state import is_of_capture
+from remat.frontend.capture.model.preserved_state import is_capture_value
 from remat.frontend.capture.model.reached_code import (
     Namespace,
     ReachedCode,
-    cells_of,
-    class_data,
-    functions_of,
+    class_data_attributes,
+    closure_cells_of,
+    functions_of_class,
     is_framework_module,
-    is_of_torch,
+    is_torch_module_name,
     is_user_class,
     model_functions,
     user_classes,
 )
 from remat.frontend.capture.model.value_access import (
     MAX_SEARCHED_ITEMS,
-    access_of,
     copy_of_iterator,
     is_iterator,
     iterator_state,
     read_attributes,
     read_cell,
     read_dict,
-    read_names,
-    write_attributes,
-    write_class,
-    write_dict,
-    write_keys,
-    write_names,
+    read_variables,
+    restore_attributes,
+    restore_class,
+    restore_dict,
+    restore_table,
+    restore_variables,
+    state_access_of,
 )
 from remat.frontend.capture.model.values import (
     ABSENT,
     MODULE_TABLES,
     Path,
     attributes_of,
+    has_ignored_attributes,
     is_container,
-    is_opaque,
     is_same_scalar,
 )
 
@@ -107,7 +107,7 @@ class PythonState:
     `arguments` of a call. With the model's `hooks`, also of the values that these can change."""
 
     def __init__(self, model: nn.Module, arguments: Any = (), hooks: Sequence[Any] = ()) -> None:
-        self._tables: list[_Table] = []
+        self._tables: list[_StateSnapshot] = []
         self._iterators: list[_IteratorCopy] = []
         self._code = ReachedCode()
         self._seen: dict[int, Any] = {id(item): item for item in _SHARED_GENERATORS}
@@ -146,10 +146,12 @@ class PythonState:
             self._add_value(*self._pending.popleft())
         for namespace in self._code.namespaces():
             read, write = (
-                partial(read_names, namespace.names),
-                partial(write_names, namespace.names),
+                partial(read_variables, namespace.names),
+                partial(restore_variables, namespace.names),
             )
-            self._tables.append(_Table((None, namespace.label), namespace.variables, read, write))
+            self._tables.append(
+                _StateSnapshot((None, namespace.label), namespace.variables, read, write)
+            )
 
     def changes(self) -> list[Change]:
         """Return the values that have changed since the snapshot."""
@@ -173,10 +175,10 @@ class PythonState:
         it. Other values stay as they are, except in containers that are compared as a whole."""
         for table in self._tables:
             changes = table.changes()
-            of_capture = [change for change in changes if contains_capture(change.now)]
+            of_capture = [change for change in changes if contains_capture_values(change.now)]
             if of_capture and isinstance(table.before, dict):
                 now = {change.key: change.now for change in changes if change not in of_capture}
-                table.write(table.container, _with_changes(table.before, now))
+                table.write(table.container, _state_with_changes(table.before, now))
             elif of_capture:
                 table.write(table.container, table.before)
 
@@ -190,13 +192,15 @@ class PythonState:
             place: Path = (*path, name) if name or not path else path
             attributes = vars(module)
             ignored = MODULE_TABLES
-            if is_of_torch(type(module).__module__):  # private attributes of torch's modules
+            if is_torch_module_name(
+                type(module).__module__
+            ):  # private attributes of torch's modules
                 ignored += tuple(key for key in attributes if key.startswith("_"))
             self._add_attributes(place, attributes, _USER_DEPTH, ignored)
             for key in MODULE_TABLES:
                 table = attributes[key]
                 self._tables.append(
-                    _Table((*place, key), table, list, partial(write_keys, dict(table)))
+                    _StateSnapshot((*place, key), table, list, partial(restore_table, dict(table)))
                 )
             for table in (module._parameters, module._buffers):
                 for key, tensor in table.items():
@@ -208,8 +212,8 @@ class PythonState:
         self, path: Path, attributes: dict[str, Any], depth: int, ignored: tuple[str, ...] = ()
     ) -> None:
         self._seen[id(attributes)] = attributes
-        read, write = partial(read_dict, ignored), partial(write_dict, ignored)
-        self._tables.append(_Table(path, attributes, read, write))
+        read, write = partial(read_dict, ignored), partial(restore_dict, ignored)
+        self._tables.append(_StateSnapshot(path, attributes, read, write))
         self._add_items(path, read(attributes).items(), depth)
 
     def _add_items(self, path: Path, items: Iterable[tuple[Any, Any]], depth: int) -> None:
@@ -241,20 +245,20 @@ class PythonState:
         if is_iterator(value):
             self._add_iterator(path, value)
             return
-        if (access := access_of(value)) is not None:
-            self._tables.append(_Table(path, value, *access))
+        if (access := state_access_of(value)) is not None:
+            self._tables.append(_StateSnapshot(path, value, *access))
         if is_container(value) and len(value) <= MAX_SEARCHED_ITEMS:
             items = list(value.items()) if isinstance(value, dict) else enumerate(value)
             self._add_items(path, items, depth)
-        if not depth or is_opaque(value):
+        if not depth or has_ignored_attributes(value):
             return
         self._add_class(type(value))
         attributes = attributes_of(value)
         if attributes is not None and id(attributes) not in self._seen:
             self._add_attributes(path, attributes, depth - 1)
-        if slots := _slots(value):
-            read, write = partial(read_attributes, slots), write_attributes
-            self._tables.append(_Table(path, value, read, write))
+        if slots := _slot_names(value):
+            read, write = partial(read_attributes, slots), restore_attributes
+            self._tables.append(_StateSnapshot(path, value, read, write))
             self._add_items(path, read(value).items(), depth - 1)
 
     def _add_iterator(self, path: Path, iterator: Any) -> None:
@@ -268,13 +272,13 @@ class PythonState:
             if id(base) not in self._seen_classes and is_user_class(base):
                 self._seen_classes[id(base)] = base
                 self._add_class_data(base)
-                functions = ((f.__name__, f) for f in functions_of(base))
+                functions = ((f.__name__, f) for f in functions_of_class(base))
                 self._add_items((None, base.__qualname__), functions, _USER_DEPTH)
 
     def _add_class_data(self, cls: type) -> None:
         path = (None, cls.__qualname__)
-        self._tables.append(_Table(path, cls, class_data, write_class))
-        self._add_items(path, class_data(cls).items(), _USER_DEPTH)
+        self._tables.append(_StateSnapshot(path, cls, class_data_attributes, restore_class))
+        self._add_items(path, class_data_attributes(cls).items(), _USER_DEPTH)
 
     def _add_function(self, path: Path, function: Any, depth: int) -> None:
         """Search the closure variables, attributes and default arguments of a function and the
@@ -295,10 +299,12 @@ class PythonState:
             if function.__kwdefaults__:
                 self._add_items(path, [("__kwdefaults__", function.__kwdefaults__)], depth)
             self._add_named(self._code.add_function(function))
-        for name, cell in cells_of(function).items():
+        for name, cell in closure_cells_of(function).items():
             if id(cell) not in self._seen:
                 self._seen[id(cell)] = cell
-                self._tables.append(_Table((*path, name), cell, read_cell, write_attributes))
+                self._tables.append(
+                    _StateSnapshot((*path, name), cell, read_cell, restore_attributes)
+                )
                 self._add_items(path, ((name, v) for v in read_cell(cell).values()), depth)
 
     def _add_named(self, named: Iterable[tuple[Namespace, str, Any]]) -> None:
@@ -307,7 +313,7 @@ class PythonState:
             self._add_items((None, namespace.label), [(name, value)], depth)
 
 
-class _Table:
+class _StateSnapshot:
     """A container or object with its state at the time of the snapshot. `read` returns a copy of
     the state: a dictionary, a list, or another value (for an RNG, say). `write` restores it."""
 
@@ -325,8 +331,8 @@ class _Table:
         self._read = read
 
     def replace(self, copies: Mapping[int, Any]) -> bool:
-        """Replace values of the state by copies, which are by the `id` of the value. Return False
-        if none is to be replaced."""
+        """Replace values of the saved state by `copies`, which are by the `id` of the value. Return
+        True if there was one to replace."""
         before = self.before
         if isinstance(before, dict):
             replaced = {key: copies[id(v)] for key, v in before.items() if id(v) in copies}
@@ -350,13 +356,13 @@ class _Table:
             Change((*self.path, key), self.container, key, *values)
             for key in dict.fromkeys((*before, *now))
             for values in [(before.get(key, ABSENT), now.get(key, ABSENT))]
-            if not _is_same(*values)
+            if not _is_same_value(*values)
         ]
 
 
-def contains_capture(value: Any, depth: int = _OBJECT_DEPTH) -> bool:
+def contains_capture_values(value: Any, depth: int = _OBJECT_DEPTH) -> bool:
     """True if a value is a tensor or symbol of a capture, or contains one."""
-    if is_of_capture(value):
+    if is_capture_value(value):
         return True
     if isinstance(value, _OPAQUE) or depth < 0:
         return False
@@ -365,7 +371,7 @@ def contains_capture(value: Any, depth: int = _OBJECT_DEPTH) -> bool:
         items += value.values() if isinstance(value, dict) else value
     if depth:
         items += (attributes_of(value) or {}).values()
-    return any(contains_capture(item, depth - 1) for item in items)
+    return any(contains_capture_values(item, depth - 1) for item in items)
 
 
 class _IteratorCopy(NamedTuple):
@@ -381,14 +387,14 @@ class _IteratorCopy(NamedTuple):
         return not _is_same_state(self.before, iterator_state(self.iterator))
 
 
-def _is_same(a: Any, b: Any) -> bool:
+def _is_same_value(a: Any, b: Any) -> bool:
     return a is b or is_same_scalar(a, b)
 
 
 def _is_same_state(a: Any, b: Any) -> bool:
     """True if two states that are not dictionaries are the same."""
     if isinstance(a, list) and isinstance(b, list):
-        return len(a) == len(b) and all(map(_is_same, a, b))
+        return len(a) == len(b) and all(map(_is_same_value, a, b))
     if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
         return a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all())  # NaN, too
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
@@ -398,12 +404,12 @@ def _is_same_state(a: Any, b: Any) -> bool:
     return a is b or (type(a) is type(b) and bool(a == b))
 
 
-def _with_changes(before: dict[Any, Any], changes: dict[Any, Any]) -> dict[Any, Any]:
+def _state_with_changes(before: dict[Any, Any], changes: dict[Any, Any]) -> dict[Any, Any]:
     values = {**before, **changes}
     return {key: value for key, value in values.items() if value is not ABSENT}
 
 
-def _slots(value: object) -> tuple[str, ...]:
+def _slot_names(value: object) -> tuple[str, ...]:
     """Return the names of the slots of an object's class."""
     names: list[str] = []
     for cls in type(value).__mro__:

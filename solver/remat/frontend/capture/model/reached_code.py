@@ -50,12 +50,14 @@ class ReachedCode:
         self._codes: dict[int, CodeType] = {}
 
     def namespaces(self) -> list[Namespace]:
-        """Return the namespaces that code can reach, none of Python, torch or NumPy."""
+        """Return the namespaces that the added code can reach, none of Python, torch, NumPy or
+        remat."""
         return list(self._namespaces.values())
 
     def add_function(self, function: FunctionType) -> Iterator[tuple[Namespace, str, Any]]:
         """Add the code of a function. Yield the global variables that it is first to name: their
-        namespaces, names and values."""
+        namespaces, names and values. Yield nothing for code that was added before, or is part of
+        Python, torch, NumPy or remat."""
         namespace, code = function.__globals__, function.__code__
         if id(code) in self._codes or is_framework_module(namespace):
             return
@@ -70,7 +72,8 @@ class ReachedCode:
                     yield from self._add_names(vars(module), names, set())
 
     def add_module(self, module: ModuleType) -> Iterator[tuple[Namespace, str, Any]]:
-        """Add all variables of a module of the user's, and yield them as `add_function` does."""
+        """Add all variables of a Python module of the user's project, none of a package's, and
+        yield them as `add_function` does."""
         if is_user_module(vars(module)):
             names = {name for name in vars(module) if not name.startswith("__")}
             yield from self._add_names(vars(module), names, set())
@@ -100,26 +103,28 @@ def names_of_code(code: CodeType) -> Iterator[str]:
             yield from names_of_code(constant)
 
 
-def functions_of(cls: type) -> Iterator[FunctionType]:
-    """Yield the functions of a class: methods, class methods, static methods and properties."""
+def functions_of_class(cls: type) -> Iterator[FunctionType]:
+    """Yield the functions that a class defines, without its bases': methods, class methods, static
+    methods and properties."""
     for value in list(vars(cls).values()):
-        yield from functions_in(value)
+        yield from functions_in_attribute(value)
 
 
-def functions_in(value: Any) -> Iterator[FunctionType]:
-    """Yield the functions in a class attribute: a function, or what a descriptor wraps."""
+def functions_in_attribute(value: Any) -> Iterator[FunctionType]:
+    """Yield the functions in a class attribute: the attribute itself if it is a function, or those
+    that a descriptor such as a property wraps."""
     match value:
         case FunctionType():
             yield value
         case classmethod() | staticmethod():
-            yield from functions_in(value.__func__)
+            yield from functions_in_attribute(value.__func__)
         case property():
             for function in (value.fget, value.fset, value.fdel):
-                yield from functions_in(function)
+                yield from functions_in_attribute(function)
         case functools.cached_property() | functools.partialmethod():
-            yield from functions_in(value.func)
+            yield from functions_in_attribute(value.func)
         case functools._lru_cache_wrapper():
-            yield from functions_in(value.__wrapped__)
+            yield from functions_in_attribute(value.__wrapped__)
 
 
 def is_user_class(cls: type) -> bool:
@@ -129,7 +134,8 @@ def is_user_class(cls: type) -> bool:
 
 
 def is_user_module(variables: dict[str, Any]) -> bool:
-    """True for the variables of a module of the user's project, of a script or of a notebook."""
+    """True for the variables of a Python module of the user's project, of a script or of a
+    notebook."""
     file = variables.get("__file__")
     if not isinstance(file, str):
         return not is_framework_module(variables)
@@ -137,7 +143,8 @@ def is_user_module(variables: dict[str, Any]) -> bool:
 
 
 def is_framework_module(variables: dict[str, Any]) -> bool:
-    """True for the variables of a module of Python, torch, NumPy or remat."""
+    """True for the variables of a Python module of Python, torch, NumPy or remat, and not of a file
+    of the user's project with such a name."""
     name, file = variables.get("__name__"), variables.get("__file__")
     if package_of(name) not in _FRAMEWORKS:
         return False
@@ -152,8 +159,8 @@ def _is_user_file(file: str) -> bool:
 
 
 def model_functions(model: nn.Module) -> Iterator[FunctionType]:
-    """Yield the methods of the modules' classes, and the forwards that modules have as attributes.
-    For an enabled model, this is its original forward."""
+    """Yield the methods of the classes of the model's modules, and the forwards that modules have
+    as attributes: of an enabled model, its original forward."""
     for cls in dict.fromkeys(b for module in model.modules() for b in type(module).__mro__):
         yield from (f for f in vars(cls).values() if isinstance(f, FunctionType))
     for module in model.modules():
@@ -201,7 +208,7 @@ class _NamedCode:
         elif isinstance(item, type):
             if is_user_class(item) and not issubclass(item, nn.Module):
                 self.classes[item] = None
-                yield from functions_of(item)
+                yield from functions_of_class(item)
                 yield from item.__bases__
         elif not isinstance(item, (nn.Module, torch.Tensor)):
             yield type(item)
@@ -211,8 +218,8 @@ class _NamedCode:
         for _, _, value in self.code.add_function(function):
             yield value
         if is_user_module(function.__globals__):
-            yield from _defaults(function).values()
-            yield from _Cells(cells_of(function)).values()
+            yield from _default_arguments(function).values()
+            yield from _ClosureVariables(closure_cells_of(function)).values()
             if id(function) not in self._first:
                 self.functions[function] = None
 
@@ -220,10 +227,12 @@ class _NamedCode:
 def user_classes(model: nn.Module) -> list[type]:
     """Return the classes of the model's modules and their bases, without torch's own classes."""
     classes = {base: None for module in model.modules() for base in type(module).__mro__}
-    return [cls for cls in classes if not is_of_torch(cls.__module__) and cls is not object]
+    return [
+        cls for cls in classes if not is_torch_module_name(cls.__module__) and cls is not object
+    ]
 
 
-class _Cells(Mapping[str, Any]):
+class _ClosureVariables(Mapping[str, Any]):
     """The closure variables of a function by name, without those that have no value yet."""
 
     def __init__(self, cells: dict[str, Any]) -> None:
@@ -256,7 +265,7 @@ class NamedTable(NamedTuple):
     attributes: frozenset[str] | None = None
 
 
-def variables_of(model: nn.Module) -> Iterator[NamedTable]:
+def reachable_variables(model: nn.Module) -> Iterator[NamedTable]:
     """Yield the variables whose reads by the model's code are not intercepted: global variables,
     attributes of the user's Python modules and classes, methods of the modules' classes, closure
     variables, default arguments, attributes of parameters and buffers, and the environment."""
@@ -267,16 +276,18 @@ def variables_of(model: nn.Module) -> Iterator[NamedTable]:
         content = attributes if namespace.is_of_user else None
         yield NamedTable(namespace.label, namespace.variables, present, content)
     for cls in dict.fromkeys((*user_classes(model), *named.classes)):
-        names = frozenset((*class_data(cls), *_methods(cls)))
+        names = frozenset((*class_data_attributes(cls), *_method_names(cls)))
         content = attributes if is_user_class(cls) else None
         yield NamedTable(cls.__qualname__, vars(cls), names, content)
     for function in dict.fromkeys((*model_functions(model), *named.functions)):
-        if is_of_torch(function.__module__):
+        if is_torch_module_name(function.__module__):
             continue
         content = attributes if is_user_module(function.__globals__) else None
-        if cells := cells_of(function):
-            yield NamedTable(_function_label(function), _Cells(cells), frozenset(cells), content)
-        if content is not None and (defaults := _defaults(function)):
+        if cells := closure_cells_of(function):
+            yield NamedTable(
+                _function_label(function), _ClosureVariables(cells), frozenset(cells), content
+            )
+        if content is not None and (defaults := _default_arguments(function)):
             label = f"the defaults of {_function_label(function)}"
             yield NamedTable(label, defaults, frozenset(defaults), content)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
@@ -287,21 +298,21 @@ def variables_of(model: nn.Module) -> Iterator[NamedTable]:
         yield NamedTable("os", {"environ": vars(os.environ)["_data"]}, frozenset({"environ"}))
 
 
-def cells_of(function: FunctionType) -> dict[str, Any]:
-    """Return the cells of a function's closure by the variable's name."""
+def closure_cells_of(function: FunctionType) -> dict[str, Any]:
+    """Return the cells of a function's closure by the variable's name, without `__class__`."""
     pairs = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
     return {name: cell for name, cell in pairs if name != "__class__"}
 
 
-def _defaults(function: FunctionType) -> dict[str, Any]:
-    """Return the default arguments of a function by name."""
+def _default_arguments(function: FunctionType) -> dict[str, Any]:
+    """Return the values of a function's default arguments by name."""
     positional = function.__defaults__ or ()
     names = function.__code__.co_varnames[: function.__code__.co_argcount]
     pairs = zip(names[len(names) - len(positional) :], positional, strict=True)
     return {**dict(pairs), **(function.__kwdefaults__ or {})}
 
 
-def _methods(cls: type) -> Iterator[str]:
+def _method_names(cls: type) -> Iterator[str]:
     """Yield the names of a class's methods and properties, which a program may replace."""
     kinds = (FunctionType, staticmethod, classmethod, property)
     yield from (name for name, value in vars(cls).items() if isinstance(value, kinds))
@@ -316,7 +327,7 @@ def _function_label(function: FunctionType) -> str:
     return f"{function.__qualname__} ({Path(code.co_filename).name}:{code.co_firstlineno})"
 
 
-def class_data(cls: type) -> dict[str, Any]:
+def class_data_attributes(cls: type) -> dict[str, Any]:
     """Return the attributes of a class that are neither methods nor other descriptors, by name."""
     return {
         name: value
@@ -325,6 +336,6 @@ def class_data(cls: type) -> dict[str, Any]:
     }
 
 
-def is_of_torch(module_name: object) -> bool:
+def is_torch_module_name(module_name: object) -> bool:
     """True for the name of a Python module of torch."""
     return package_of(module_name) == "torch"

@@ -19,14 +19,14 @@ from torch import nn
 from remat.documents.structure import Structure
 from remat.errors import TraceError
 from remat.frontend.capture.model.forward_checks import rng_error
-from remat.frontend.capture.model.preserved_state import is_of_capture
+from remat.frontend.capture.model.preserved_state import is_capture_value
 from remat.frontend.capture.model.python_state import (
     ARGUMENTS,
     GENERATORS,
     Change,
-    contains_capture,
+    contains_capture_values,
 )
-from remat.frontend.capture.model.values import ABSENT, is_same_scalar, path_label, value_at
+from remat.frontend.capture.model.values import ABSENT, is_same_scalar, path_label, value_at_place
 from remat.frontend.common.pytree import flatten
 
 _REMEDY = (
@@ -61,7 +61,8 @@ class StoredValue(NamedTuple):
 
 def stored_attributes(model: nn.Module, changes: Iterable[Change]) -> list[StoredValue]:
     """Return the attributes that a call set, and the containers in attributes that it changed.
-    Raises `TraceError` for a tensor in another place, such as a global variable."""
+    Removed attributes are left out. Raises `TraceError` for a parameter or buffer, and for a tensor
+    in another place, such as a global variable."""
     tensors = {id(t) for t in (*model.parameters(), *model.buffers())}
     stored: list[StoredValue] = []
     for change in changes:
@@ -73,9 +74,9 @@ def stored_attributes(model: nn.Module, changes: Iterable[Change]) -> list[Store
                 f"{path_label(change.path)}, which a planned step does not set; read it from the "
                 "module that has it"
             )
-        if (place := _place_of(model, change)) is not None:
+        if (place := _place_of_change(model, change)) is not None:
             stored.append(StoredValue("attribute", place, change.now, change.key is None))
-        elif contains_capture(change.now):
+        elif contains_capture_values(change.now):
             raise TraceError(
                 f"the forward of {type(model).__name__} stores a tensor in "
                 f"{path_label(change.path)}, which a planned step does not set. {_REMEDY}"
@@ -83,9 +84,12 @@ def stored_attributes(model: nn.Module, changes: Iterable[Change]) -> list[Store
     return stored
 
 
-def check_steady(model: nn.Module, first: Sequence[Change], second: Sequence[Change]) -> None:
+def check_steady_stores(
+    model: nn.Module, first: Sequence[Change], second: Sequence[Change]
+) -> None:
     """Raise `TraceError` if the second call of a model stores other values than the first, as with
-    a counter. A plan would store the same values in each step."""
+    a counter, or uses a random generator of its own. A plan would store the same values in each
+    step. The arguments are the changes of the two calls."""
     after_first = {change.path: change.now for change in first}
     for change in second:
         if isinstance(change.container, GENERATORS):
@@ -94,16 +98,16 @@ def check_steady(model: nn.Module, first: Sequence[Change], second: Sequence[Cha
         if not _is_equivalent(change.now, after_first.get(change.path, change.before)):
             raise TraceError(
                 f"each call of {type(model).__name__} changes {path_label(change.path)} (from "
-                f"{_text(change.before)} to {_text(change.now)}), which a planned step would not "
-                f"do. {_REMEDY}"
+                f"{_changed_value_text(change.before)} to {_changed_value_text(change.now)}), "
+                f"which a planned step would not do. {_REMEDY}"
             )
 
 
-def check_no_growth(model: nn.Module, changes: Iterable[Change]) -> None:
+def check_no_container_growth(model: nn.Module, changes: Iterable[Change]) -> None:
     """Raise `TraceError` if a call left a tensor in a container that it has not replaced: after the
     next call, the container would have tensors of both calls."""
     for change in changes:
-        if change.key is None and contains_capture(change.now):
+        if change.key is None and contains_capture_values(change.now):
             raise TraceError(
                 f"a call of {type(model).__name__} adds a tensor to {path_label(change.path)}, "
                 f"which a planned step would not do. {_REMEDY}"
@@ -116,12 +120,13 @@ def check_unchanged_by_backward(model: nn.Module, changes: Iterable[Change]) -> 
         if not _is_equivalent(change.now, change.before):
             raise TraceError(
                 f"a hook or autograd function of {type(model).__name__} changes "
-                f"{path_label(change.path)} in the backward (from {_text(change.before)} to "
-                f"{_text(change.now)}), which a planned step would not do. {_REMEDY}"
+                f"{path_label(change.path)} in the backward (from "
+                f"{_changed_value_text(change.before)} to {_changed_value_text(change.now)}), "
+                f"which a planned step would not do. {_REMEDY}"
             )
 
 
-def _place_of(model: nn.Module, change: Change) -> tuple[str | int, ...] | None:
+def _place_of_change(model: nn.Module, change: Change) -> tuple[str | int, ...] | None:
     """Return the place of a changed attribute, item or container; None if it cannot be reached from
     a module of the model."""
     steps = change.path
@@ -130,7 +135,7 @@ def _place_of(model: nn.Module, change: Change) -> tuple[str | int, ...] | None:
     owner_steps = steps if change.key is None else steps[:-1]
     owner: Any = model.get_submodule(str(steps[0]))
     try:
-        owner = value_at(owner, owner_steps[1:])
+        owner = value_at_place(owner, owner_steps[1:])
     except (LookupError, AttributeError, TypeError):
         return None
     container = change.container
@@ -141,10 +146,11 @@ def _place_of(model: nn.Module, change: Change) -> tuple[str | int, ...] | None:
 
 
 def _is_equivalent(a: Any, b: Any, depth: int = _OBJECT_DEPTH) -> bool:
-    """True if two values are the same, where all tensors of captures count as equal."""
+    """True if two values are the same, where all tensors of captures count as equal. Lists, tuples
+    and dicts are compared by their items, other objects by their attributes, down to `depth`."""
     if a is b or is_same_scalar(a, b):
         return True
-    if is_of_capture(a) and is_of_capture(b):
+    if is_capture_value(a) and is_capture_value(b):
         return True
     if type(a) is not type(b) or depth < 0:
         return False
@@ -160,8 +166,8 @@ def _is_equivalent(a: Any, b: Any, depth: int = _OBJECT_DEPTH) -> bool:
     return _is_equivalent(*attributes, depth - 1)
 
 
-def _text(value: Any) -> str:
-    if contains_capture(value):
+def _changed_value_text(value: Any) -> str:
+    if contains_capture_values(value):
         return "a tensor" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
     return reprlib.repr(value)
 
@@ -170,9 +176,9 @@ def _text(value: Any) -> str:
 
 
 def stored_arguments(arguments: Any, changes: Iterable[Change]) -> list[StoredValue]:
-    """Return the lists, dicts and dataclasses among the arguments that a call changed. `changes`
-    are those since a snapshot of the arguments. Raises `TraceError` for a change that a plan cannot
-    make."""
+    """Return the lists, dicts and dataclasses among the arguments that a call changed, the
+    outermost ones. `changes` are the changes since a snapshot of the arguments. Raises `TraceError`
+    for a change that a plan cannot make."""
     places: list[tuple[str | int, ...]] = []
     for change in sorted(changes, key=lambda change: len(change.path)):
         if change.path[: len(ARGUMENTS)] != ARGUMENTS:
@@ -181,11 +187,11 @@ def stored_arguments(arguments: Any, changes: Iterable[Change]) -> list[StoredVa
         place = tuple(step for step in owner_path[len(ARGUMENTS) :] if step is not None)
         is_inside = any(place[: len(outer)] == outer for outer in places)  # and stored with it
         try:
-            owner = value_at(arguments, place)
+            owner = value_at_place(arguments, place)
         except (LookupError, AttributeError, TypeError):  # removed from what contained it
             continue
         is_attribute = change.container is getattr(owner, "__dict__", None)
-        if is_attribute and not _is_described(owner, change.key):
+        if is_attribute and not _has_described_attribute(owner, change.key):
             if _is_equivalent(change.before, change.now):
                 continue
             problem = "the forward changes the attribute"
@@ -197,12 +203,14 @@ def stored_arguments(arguments: Any, changes: Iterable[Change]) -> list[StoredVa
             )
         if not is_inside:
             places.append(place)
-    return [StoredValue("argument", place, value_at(arguments, place), True) for place in places]
+    return [
+        StoredValue("argument", place, value_at_place(arguments, place), True) for place in places
+    ]
 
 
-def _is_described(owner: Any, name: Any) -> bool:
-    """True if the structure of an argument has this attribute, so that a planned step can set
-    it."""
+def _has_described_attribute(owner: Any, name: Any) -> bool:
+    """True if the `Structure` of the argument `owner` has the attribute `name`, so that a planned
+    step can set it."""
     if isinstance(owner, UserDict):
         return name == "data"
     _, structure = flatten(owner, _CHANGED_ARGUMENT)
@@ -215,8 +223,8 @@ def _is_described(owner: Any, name: Any) -> bool:
 def input_leaves_marked(
     structure: Structure, tensors: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
 ) -> Structure:
-    """Return the structure of a stored value, with nodes of the kind "input" for tensors that are
-    inputs of the step."""
+    """Return the structure of a stored value, with nodes of the kind "input" for the leaves that
+    are inputs of the step. `tensors` are the leaves of the value."""
     number_of = {id(tensor): number for number, tensor in enumerate(inputs)}
 
     def marked(leaf: int) -> Structure:

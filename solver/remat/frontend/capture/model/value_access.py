@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from remat.frontend.capture.model.reached_code import class_data
+from remat.frontend.capture.model.reached_code import class_data_attributes
 from remat.frontend.capture.model.values import ABSENT
 
 MAX_SEARCHED_ITEMS = 10_000
@@ -29,22 +29,23 @@ MAX_SEARCHED_ITEMS = 10_000
 _MAX_ARRAY_BYTES = 64 << 20
 """Larger NumPy arrays are not copied, so writes into them are neither detected nor restored."""
 
-Access = tuple[Callable[[Any], Any], Callable[[Any, Any], None]]
+StateAccess = tuple[Callable[[Any], Any], Callable[[Any, Any], None]]
 """The functions that read and restore the state of an object."""
 
 
-def access_of(value: Any) -> Access | None:
-    """Return the functions that read and restore the state of an object; None if its attributes are
-    its only state. Iterators have `iterator_state` instead."""
+def state_access_of(value: Any) -> StateAccess | None:
+    """Return the functions that read and restore the state of an object, such as the items of a
+    list or the state of a generator; None if it has no state but attributes, or is a NumPy array
+    that is too large to copy. Iterators have `iterator_state` instead."""
     match value:
         case dict():
-            return partial(read_dict, ()), partial(write_dict, ())
+            return partial(read_dict, ()), partial(restore_dict, ())
         case list() | deque() | set():
-            return list, _write_list
+            return list, _restore_list
         case bytearray() | array.array():
-            return bytes, _write_bytes
+            return bytes, _restore_bytes
         case io.StringIO() | io.BytesIO():
-            return _read_stream, _write_stream
+            return _read_stream, _restore_stream
         case random.Random():
             return random.Random.getstate, random.Random.setstate
         case np.random.RandomState():
@@ -57,12 +58,12 @@ def access_of(value: Any) -> Access | None:
                 ),
             )
         case torch.Generator():
-            return torch.Generator.get_state, _write_generator
+            return torch.Generator.get_state, _restore_generator
         case np.ndarray() if value.dtype.hasobject:
             is_small = value.size <= MAX_SEARCHED_ITEMS
-            return (_read_objects, _write_objects) if is_small else None
+            return (_read_object_array, _restore_object_array) if is_small else None
         case np.ndarray() if value.nbytes <= _MAX_ARRAY_BYTES:
-            return np.ndarray.copy, _write_array
+            return np.ndarray.copy, _restore_array
     return None
 
 
@@ -74,51 +75,52 @@ def read_dict(ignored: tuple[str, ...], container: dict[Any, Any]) -> dict[Any, 
     return {key: value for key, value in container.items() if key not in ignored}
 
 
-def write_dict(ignored: tuple[str, ...], container: Any, state: dict[Any, Any]) -> None:
-    """Restore a dictionary, except for the keys `ignored`."""
+def restore_dict(ignored: tuple[str, ...], container: Any, state: dict[Any, Any]) -> None:
+    """Give a dictionary the items of `state`, except for the keys `ignored`."""
     state = {**state, **{key: container[key] for key in ignored if key in container}}
     container.clear()
     container.update(state)
 
 
-def write_keys(before: dict[str, Any], table: dict[str, Any], keys: list[str]) -> None:
-    """Restore the names of a module's tensors or submodules. Present ones are not replaced."""
+def restore_table(before: dict[str, Any], table: dict[str, Any], keys: list[str]) -> None:
+    """Restore the keys of a module's table of tensors or submodules. A present value is not
+    replaced; an absent one is taken from `before`."""
     state = {key: table.get(key, before[key]) for key in keys}
     table.clear()
     table.update(state)
 
 
-def read_names(names: set[str], namespace: dict[str, Any]) -> dict[str, Any]:
-    """Return the variables of a namespace with these names, as far as it has them."""
+def read_variables(names: set[str], namespace: dict[str, Any]) -> dict[str, Any]:
+    """Return the variables `names` of a namespace; those that it has."""
     return {name: namespace[name] for name in names if name in namespace}
 
 
-def write_names(names: set[str], namespace: dict[str, Any], state: dict[str, Any]) -> None:
-    """Restore the variables `names` of a namespace."""
+def restore_variables(names: set[str], namespace: dict[str, Any], state: dict[str, Any]) -> None:
+    """Restore the variables `names` of a namespace, and delete those without a value in `state`."""
     for name in names - state.keys():
         namespace.pop(name, None)
     namespace.update(state)
 
 
 def read_attributes(names: tuple[str, ...], value: Any) -> dict[str, Any]:
-    """Return those of the attributes `names` that an object has."""
-    return {name: v for name in names if (v := _attribute(value, name)) is not ABSENT}
+    """Return the attributes `names` of an object; those that it has."""
+    return {name: v for name in names if (v := _attribute_or_absent(value, name)) is not ABSENT}
 
 
 def read_cell(cell: Any) -> dict[str, Any]:
-    """Return the value of a closure variable as a dictionary."""
+    """Return the value of a closure's cell as a dictionary, which is empty for an empty cell."""
     return read_attributes(("cell_contents",), cell)
 
 
-def write_attributes(owner: Any, state: dict[str, Any]) -> None:
-    """Restore attributes of an object."""
+def restore_attributes(owner: Any, state: dict[str, Any]) -> None:
+    """Set the attributes in `state`; others stay."""
     for name, value in state.items():
         object.__setattr__(owner, name, value)
 
 
-def write_class(cls: type, state: dict[str, Any]) -> None:
-    """Restore the attributes of a class."""
-    now = class_data(cls)
+def restore_class(cls: type, state: dict[str, Any]) -> None:
+    """Restore the data attributes of a class, and delete new ones."""
+    now = class_data_attributes(cls)
     for name in now.keys() - state.keys():
         type.__delattr__(cls, name)
     for name, value in state.items():
@@ -126,7 +128,7 @@ def write_class(cls: type, state: dict[str, Any]) -> None:
             type.__setattr__(cls, name, value)
 
 
-def _attribute(value: object, name: str) -> Any:
+def _attribute_or_absent(value: object, name: str) -> Any:
     """Return an attribute of an object; `ABSENT` if it does not exist, or reading it fails."""
     try:
         return getattr(value, name, ABSENT)
@@ -137,13 +139,13 @@ def _attribute(value: object, name: str) -> Any:
 # -- sequences, arrays, generators, streams -------------------------------------------------
 
 
-def _write_list(container: Any, state: list[Any]) -> None:
+def _restore_list(container: Any, state: list[Any]) -> None:
     container.clear()
     is_ordered = isinstance(container, (list, deque))
     getattr(container, "extend" if is_ordered else "update")(state)
 
 
-def _write_bytes(container: Any, state: bytes) -> None:
+def _restore_bytes(container: Any, state: bytes) -> None:
     if isinstance(container, bytearray):
         container[:] = state
     else:
@@ -151,20 +153,20 @@ def _write_bytes(container: Any, state: bytes) -> None:
         container.frombytes(state)
 
 
-def _read_objects(values: np.ndarray[Any, Any]) -> list[Any]:
+def _read_object_array(values: np.ndarray[Any, Any]) -> list[Any]:
     return list(values.flat)
 
 
-def _write_objects(values: np.ndarray[Any, Any], state: list[Any]) -> None:
+def _restore_object_array(values: np.ndarray[Any, Any], state: list[Any]) -> None:
     for index, item in enumerate(state):
         values.flat[index] = item
 
 
-def _write_array(values: np.ndarray[Any, Any], state: np.ndarray[Any, Any]) -> None:
+def _restore_array(values: np.ndarray[Any, Any], state: np.ndarray[Any, Any]) -> None:
     values[...] = state
 
 
-def _write_generator(generator: torch.Generator, state: torch.Tensor) -> None:
+def _restore_generator(generator: torch.Generator, state: torch.Tensor) -> None:
     generator.set_state(state)
 
 
@@ -172,7 +174,7 @@ def _read_stream(stream: Any) -> tuple[Any, int] | None:
     return None if stream.closed else (stream.getvalue(), stream.tell())
 
 
-def _write_stream(stream: Any, state: tuple[Any, int] | None) -> None:
+def _restore_stream(stream: Any, state: tuple[Any, int] | None) -> None:
     if state is not None and not stream.closed:
         stream.seek(0)
         stream.truncate()
@@ -185,7 +187,7 @@ def _write_stream(stream: Any, state: tuple[Any, int] | None) -> None:
 
 def is_iterator(value: object) -> bool:
     """True for an iterator of Python itself, such as `itertools.count`. (Others have attributes.)
-    Generators are none: they cannot be copied."""
+    False for generators, which cannot be copied."""
     is_builtin = type(value).__module__ in ("builtins", "itertools")
     return is_builtin and isinstance(value, Iterator) and not isinstance(value, GeneratorType)
 
@@ -201,12 +203,12 @@ def iterator_state(iterator: Any) -> Any:
             reduced = iterator.__reduce__()
     except TypeError:
         return None
-    return tuple(map(_state_of_part, reduced)) if isinstance(reduced, tuple) else None
+    return tuple(map(_state_of_reduced_item, reduced)) if isinstance(reduced, tuple) else None
 
 
-def _state_of_part(part: Any) -> Any:
+def _state_of_reduced_item(part: Any) -> Any:
     if isinstance(part, tuple):
-        return tuple(map(_state_of_part, part))
+        return tuple(map(_state_of_reduced_item, part))
     if is_iterator(part):
         return iterator_state(part)
     if isinstance(part, list):
@@ -219,20 +221,20 @@ def copy_of_iterator(iterator: Any) -> Any:
     """Return a copy of an iterator at its present position, without advancing it. The elements are
     not copied. None if Python cannot copy such iterators."""
     if isinstance(iterator, itertools.count):
-        return _copy_of_count(iterator)
+        return _copy_of_count_iterator(iterator)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)
             function, arguments, *rest = iterator.__reduce__()
-            result = function(*map(_copy_of_part, arguments))
+            result = function(*map(_copy_of_reduced_item, arguments))
             if rest and rest[0] is not None:
-                result.__setstate__(_copy_of_state(rest[0]))
+                result.__setstate__(_copy_of_iterator_state(rest[0]))
     except TypeError:
         return None
     return result
 
 
-def _copy_of_count(iterator: itertools.count[Any]) -> itertools.count[Any] | None:
+def _copy_of_count_iterator(iterator: itertools.count[Any]) -> itertools.count[Any] | None:
     text = repr(iterator).removeprefix("count(").removesuffix(")")
     try:
         return itertools.count(*ast.literal_eval(f"({text},)"))
@@ -243,14 +245,15 @@ def _copy_of_count(iterator: itertools.count[Any]) -> itertools.count[Any] | Non
             return None
 
 
-def _copy_of_part(part: Any) -> Any:
+def _copy_of_reduced_item(part: Any) -> Any:
     if isinstance(part, (tuple, list)) and any(map(is_iterator, part[:MAX_SEARCHED_ITEMS])):
-        return type(part)(map(_copy_of_part, part))
+        return type(part)(map(_copy_of_reduced_item, part))
     return copy_of_iterator(part) if is_iterator(part) else part
 
 
-def _copy_of_state(state: Any) -> Any:
-    """Return a copy of what `__setstate__` gets: `itertools.cycle` appends to a list in it."""
+def _copy_of_iterator_state(state: Any) -> Any:
+    """Return a copy of the argument of an iterator's `__setstate__`, with copies of lists:
+    `itertools.cycle` appends to one."""
     if isinstance(state, tuple):
-        return tuple(map(_copy_of_state, state))
-    return list(state) if isinstance(state, list) else _copy_of_part(state)
+        return tuple(map(_copy_of_iterator_state, state))
+    return list(state) if isinstance(state, list) else _copy_of_reduced_item(state)

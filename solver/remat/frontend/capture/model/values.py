@@ -60,13 +60,14 @@ def path_label(path: Path) -> str:
 
 
 def has_items(value: object) -> bool:
-    """True for a sequence or mapping whose items are the next step of a place."""
+    """True for a list, tuple, deque or mapping: the next step of a place is one of its keys or
+    indices, and an attribute of any other object."""
     return isinstance(value, (list, tuple, deque, Mapping))
 
 
-def value_at(value: Any, place: Path) -> Any:
-    """Return the value at a place: an item of a container, or an attribute of another object, and
-    so on."""
+def value_at_place(value: Any, place: Path) -> Any:
+    """Return what `place` leads to from `value`: each step is a key of a container, or an attribute
+    of another object."""
     for step in place:
         value = value[step] if has_items(value) else getattr(value, str(step))
     return value
@@ -77,12 +78,12 @@ def package_of(module_name: object) -> str:
     return str(module_name or "").split(".")[0]
 
 
-def is_opaque(value: object) -> bool:
-    """True for an object whose attributes do not count."""
+def has_ignored_attributes(value: object) -> bool:
+    """True for an object whose attributes are neither compared nor restored, by its package."""
     return package_of(type(value).__module__) in _OPAQUE_PACKAGES
 
 
-def is_plain(value: object) -> bool:
+def is_plain_value(value: object) -> bool:
     """True for numbers, strings, None, enums, dtypes and devices."""
     return isinstance(value, (*_PLAIN, enum.Enum))
 
@@ -97,8 +98,9 @@ def is_same_scalar(a: object, b: object) -> bool:
     return isinstance(a, (bool, int, float, str)) and type(a) is type(b) and a == b
 
 
-def items_of(container: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield the keys and items of a container; none of a set or of more than `MAX_ITEMS`."""
+def items_of_container(container: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield the keys or indices of a container's items, with the items; nothing for a set, or for
+    more than `MAX_ITEMS` items."""
     if len(container) <= MAX_ITEMS and not isinstance(container, (set, frozenset)):
         yield from container.items() if isinstance(container, dict) else enumerate(container)
 
@@ -167,23 +169,23 @@ def comparable(value: Any, depth: int = 1, attributes: Collection[str] | None = 
     by class, optimizers by the options of their parameter groups. At most `MAX_ITEMS` values are
     compared.
     """
-    return _Comparison(attributes).of(value, depth)
+    return _ComparableBuilder(attributes).build(value, depth)
 
 
-def is_by_class_only(value: Comparable) -> bool:
-    """True if a result of `comparable` has only the class of an object."""
+def is_compared_by_class(value: Comparable) -> bool:
+    """True for a result of `comparable` that has only the class of an object, not its content."""
     return isinstance(value, tuple) and len(value) == 1
 
 
-class _Comparison:
-    """The values within one value that were compared so far."""
+class _ComparableBuilder:
+    """The state of one call of `comparable`: the values that it has converted so far."""
 
     def __init__(self, attributes: Collection[str] | None) -> None:
         self._attributes = attributes
         self._num_left = MAX_ITEMS
         self._seen: dict[int, Any] = {}
 
-    def of(self, value: Any, depth: int) -> Comparable:
+    def build(self, value: Any, depth: int) -> Comparable:
         self._num_left -= 1
         if isinstance(value, _PLAIN):
             # Equal numbers of two types, and the two zeros, are different values.
@@ -206,18 +208,22 @@ class _Comparison:
             return (kind,)
         self._seen[id(value)] = value
         if isinstance(value, (set, frozenset)):
-            return kind, len(value), frozenset(self.of(v, 0) for v in filter(is_plain, value))
+            return (
+                kind,
+                len(value),
+                frozenset(self.build(v, 0) for v in filter(is_plain_value, value)),
+            )
         content = self._content(value)
         if content is None:
             return (kind,)
         count = len(value) if isinstance(value, Sized) else len(content)
-        return kind, count, tuple((self.of(k, 0), self.of(v, depth - 1)) for k, v in content)
+        return kind, count, tuple((self.build(k, 0), self.build(v, depth - 1)) for k, v in content)
 
     def _content(self, value: Any) -> list[tuple[Any, Any]] | None:
         """Return what a value contains, as pairs of a name and a value; None if only its class is
         compared."""
         if is_container(value):
-            return list(items_of(value))
+            return list(items_of_container(value))
         if isinstance(value, partial):
             return [("func", value.func), *enumerate(value.args), *value.keywords.items()]
         if self._attributes is None:
@@ -229,7 +235,11 @@ class _Comparison:
         if isinstance(value, torch.optim.Optimizer):
             groups = value.param_groups
             return [("", [{k: v for k, v in g.items() if k != "params"} for g in groups])]
-        return None if is_opaque(value) else self._compared_attributes(value, self._attributes)
+        return (
+            None
+            if has_ignored_attributes(value)
+            else self._compared_attributes(value, self._attributes)
+        )
 
     def _compared_attributes(
         self, value: Any, names: Collection[str]

@@ -26,11 +26,11 @@ if hasattr(torch.utils.checkpoint, f"{_GENERATOR}_impl"):  # since torch 2.14
 """The function of torch that runs a checkpoint without `use_reentrant`."""
 
 
-class _ThreadState(threading.local):
+class _CheckpointingThreadState(threading.local):
     is_disabled = False
 
 
-_thread_state = _ThreadState()
+_thread_state = _CheckpointingThreadState()
 
 
 @contextmanager
@@ -48,7 +48,7 @@ def checkpointing_enabled() -> Iterator[None]:
         yield
 
 
-def _patch_torch() -> Callable[[], None]:
+def _patch_checkpoint_functions() -> Callable[[], None]:
     """Replace torch's checkpoint functions by ones that obey the flag of their thread. Return the
     function that restores torch's."""
     module: Any = torch.utils.checkpoint
@@ -73,7 +73,7 @@ def _patch_torch() -> Callable[[], None]:
     return partial(set_functions, generator, apply)
 
 
-_PATCHED = ProcessChange(_patch_torch)
+_PATCHED = ProcessChange(_patch_checkpoint_functions)
 
 
 def unwrap_compiled(model: nn.Module) -> nn.Module:

@@ -57,7 +57,8 @@ class CapturedJointGraph:
         return AttributeGuards.of(self._flat_model.model, self._flat_model.access.reads)
 
     def is_valid_at(self, values: SymbolValues) -> bool:
-        """True if every constant that the capture read is the same for these symbol values."""
+        """True if every constant that the capture read from a tensor of symbolic sizes is the same
+        for these symbol values."""
         return all(query.has_same_answer(values) for query in self._queries)
 
     def trace(self, values: SymbolValues | None = None) -> Trace:

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
 from remat.errors import TraceError
-from remat.frontend.capture.symbol_values import SymbolValues, hint
+from remat.frontend.capture.symbol_values import SymbolValues, size_hint
 from remat.frontend.common.torch_modes import capture_paused
 
 MAX_ELEMENTS = 1 << 22
@@ -93,7 +93,7 @@ class ConstantFolding(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        tensors = _tensors((args, kwargs))
+        tensors = _tensors_in_tree((args, kwargs))
         is_constant = all(t in self._values for t in tensors)
         if func in _SCALAR_CONVERSIONS and tensors and is_constant:
             with capture_paused():
@@ -104,50 +104,58 @@ class ConstantFolding(TorchFunctionMode):
         if func in _MEMORY_READS and any(map(torch._is_functional_tensor, tensors)):
             return self._read_memory(func, args, kwargs, is_constant)
         result = func(*args, **kwargs)
-        if _is_in_place(func) or "out" in kwargs or kwargs.get("inplace"):
+        if _is_in_place_function(func) or "out" in kwargs or kwargs.get("inplace"):
             # The written tensor may be a view of any constant: drop all values.
             self._values.clear()
             self._recipes.clear()
-        elif is_constant and (tensors or func in _FACTORIES) and not _is_nondeterministic(func):
+        elif (
+            is_constant
+            and (tensors or func in _FACTORIES)
+            and not _is_nondeterministic_function(func)
+        ):
             self._evaluate(func, args, kwargs, result)
         return result
 
     def _read_memory(
         self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any], is_constant: bool
     ) -> Any:
-        """Return what a function reads of a constant tensor. Raises `DataDependentReadError` for
-        other tensors, and for an address."""
+        """Return the result of a function that reads the memory of a constant tensor. Raises
+        `DataDependentReadError` for other tensors, and for an address."""
         if not is_constant or func is torch.Tensor.data_ptr:
-            raise DataDependentReadError(f"Tensor.{_function_name(func)} of a tensor without data")
+            raise DataDependentReadError(
+                f"Tensor.{_torch_function_name(func)} of a tensor without data"
+            )
         with capture_paused():
-            real_args, real_kwargs = _map_leaves(self._real_argument, (args, kwargs))
+            real_args, real_kwargs = _map_argument_leaves(self._real_argument, (args, kwargs))
             return func(*real_args, **real_kwargs)
 
     def _evaluate(
         self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any], result: Any
     ) -> None:
-        """Compute the real values of the fake tensors in `result`, if they are small enough."""
-        new_tensors = [t for t in _tensors(result) if t not in self._values]
-        if not new_tensors or any(hint(t.numel()) > MAX_ELEMENTS for t in new_tensors):
+        """Compute and store the real values of the fake tensors in `result`, and with symbolic
+        sizes their recipes. Do nothing if they are too large, or an error occurs."""
+        new_tensors = [t for t in _tensors_in_tree(result) if t not in self._values]
+        if not new_tensors or any(size_hint(t.numel()) > MAX_ELEMENTS for t in new_tensors):
             return
         try:
             with capture_paused(), torch.no_grad():
-                real_args, real_kwargs = _map_leaves(self._real_argument, (args, kwargs))
+                real_args, real_kwargs = _map_argument_leaves(self._real_argument, (args, kwargs))
                 real_result = func(*real_args, **real_kwargs)
         except Exception:
             return  # then the result counts as not constant
-        arguments = _map_leaves(self._recipe_argument, (args, kwargs))
+        arguments = _map_argument_leaves(self._recipe_argument, (args, kwargs))
         is_symbolic = any(map(_depends_on_symbols, tree_leaves(arguments)))
         for index, (tensor, value) in enumerate(
-            zip(_tensors(result), _tensors(real_result), strict=False)
+            zip(_tensors_in_tree(result), _tensors_in_tree(real_result), strict=False)
         ):
-            if type(value) is torch.Tensor and [*value.shape] == [*map(hint, tensor.shape)]:
+            if type(value) is torch.Tensor and [*value.shape] == [*map(size_hint, tensor.shape)]:
                 self._values[tensor] = value
                 if is_symbolic:
                     self._recipes[tensor] = TensorRecipe(func, arguments, index)
 
     def _recipe_argument(self, item: Any) -> Any:
-        """Return the recipe of a tensor that depends on symbols, else its constant value."""
+        """Return the recipe of a tensor that depends on symbols, the real value of another tensor,
+        and any other argument unchanged."""
         if isinstance(item, torch.Tensor):
             return self._recipes.get(item, self._values[item])
         return item
@@ -155,7 +163,7 @@ class ConstantFolding(TorchFunctionMode):
     def _real_argument(self, item: Any) -> Any:
         if isinstance(item, torch.Tensor):
             return self._values[item]
-        return hint(item) if isinstance(item, torch.SymInt) else item
+        return size_hint(item) if isinstance(item, torch.SymInt) else item
 
 
 @dataclass(frozen=True, eq=False)
@@ -174,10 +182,10 @@ class TensorRecipe:
     ) -> torch.Tensor:
         """Compute the tensor for these symbol values; `results` caches the recipes within it."""
         if self not in results:
-            args, kwargs = _map_leaves(
-                lambda item: _concrete_argument(item, values, results), self.arguments
+            args, kwargs = _map_argument_leaves(
+                lambda item: _concrete_recipe_argument(item, values, results), self.arguments
             )
-            tensor = _tensors(self.func(*args, **kwargs))[self.index]
+            tensor = _tensors_in_tree(self.func(*args, **kwargs))[self.index]
             if tensor.numel() > MAX_ELEMENTS:
                 raise TraceError(
                     f"a constant has {tensor.numel()} elements at this size; a capture folds up to "
@@ -196,8 +204,8 @@ class ConstantQuery:
     answer: object
 
     def has_same_answer(self, values: SymbolValues) -> bool:
-        """True if the conversion gives the same scalar for these symbol values. Must be called
-        outside of a capture."""
+        """True if the conversion gives the same scalar for these symbol values. False if a tensor
+        is too large at them. Must be called outside of a capture."""
         try:
             with torch.no_grad():
                 return bool(self.func(self.recipe.evaluate(values, {})) == self.answer)
@@ -205,9 +213,9 @@ class ConstantQuery:
             return False
 
 
-def _map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
-    """Apply a function to the leaves of a tree, and to the bounds of slices, which `tree_map`
-    treats as leaves."""
+def _map_argument_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
+    """Return a tree of arguments with a function applied to its leaves, and to the bounds of its
+    slices, which `tree_map` treats as leaves."""
 
     def apply(item: Any) -> Any:
         if isinstance(item, slice):
@@ -223,7 +231,7 @@ def _depends_on_symbols(item: Any) -> bool:
     return isinstance(item, (TensorRecipe, torch.SymInt))
 
 
-def _concrete_argument(
+def _concrete_recipe_argument(
     item: Any, values: SymbolValues, results: dict[TensorRecipe, torch.Tensor]
 ) -> Any:
     if isinstance(item, TensorRecipe):
@@ -231,38 +239,40 @@ def _concrete_argument(
     return values.size(item) if isinstance(item, torch.SymInt) else item
 
 
-def _tensors(tree: Any) -> list[torch.Tensor]:
+def _tensors_in_tree(tree: Any) -> list[torch.Tensor]:
     tensors: list[torch.Tensor] = []
-    _add_tensors(tree, tensors)
+    _collect_tensors(tree, tensors)
     return tensors
 
 
 _PLAIN_TYPES = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device})
 
 
-def _add_tensors(tree: Any, tensors: list[torch.Tensor]) -> None:
-    """Add the tensors of a tree. For the types that nearly all arguments have, without torch's
-    functions for all trees, which take ten times as long."""
+def _collect_tensors(tree: Any, tensors: list[torch.Tensor]) -> None:
+    """Append the tensors of a tree to `tensors`. For the types that nearly all arguments have,
+    torch's functions for all trees are not used, which take ten times as long."""
     if isinstance(tree, torch.Tensor):
         tensors.append(tree)
     elif type(tree) is tuple or type(tree) is list:
         for item in tree:
-            _add_tensors(item, tensors)
+            _collect_tensors(item, tensors)
     elif type(tree) is dict:
         for item in tree.values():
-            _add_tensors(item, tensors)
+            _collect_tensors(item, tensors)
     elif type(tree) not in _PLAIN_TYPES:
         tensors += [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
-def _function_name(func: Callable[..., Any]) -> str:
+def _torch_function_name(func: Callable[..., Any]) -> str:
     return str(getattr(func, "__name__", ""))
 
 
-def _is_in_place(func: Callable[..., Any]) -> bool:
-    name = _function_name(func)
+def _is_in_place_function(func: Callable[..., Any]) -> bool:
+    """True for a function that writes into its first argument, by its name."""
+    name = _torch_function_name(func)
     return name in _IN_PLACE_METHODS or (name.endswith("_") and not name.endswith("__"))
 
 
-def _is_nondeterministic(func: Callable[..., Any]) -> bool:
-    return any(name in _function_name(func) for name in _NONDETERMINISTIC_NAMES)
+def _is_nondeterministic_function(func: Callable[..., Any]) -> bool:
+    """True for a function whose name has one of `_NONDETERMINISTIC_NAMES`."""
+    return any(name in _torch_function_name(func) for name in _NONDETERMINISTIC_NAMES)

@@ -42,12 +42,12 @@ def add_gradients(
         )
         stride = _gradient_stride(owner.tensor)
         meta = builder.meta_by_name[name]
-        is_shared = summands and _is_storage_shared(
+        is_shared = summands and _is_gradient_storage_shared(
             builder, name, [*summands, *gradients_of_others(owner.name)]
         )
         has_layout = is_same_layout(meta.shape, meta.stride, stride)
         if builder.storage_by_name[name] in taken or is_shared or not has_layout:
-            name = _add_copy(builder, name, owner, stride)
+            name = _add_gradient_copy(builder, name, owner, stride)
         taken.add(builder.storage_by_name[name])
         for index, summand in enumerate(summands):
             addition = Node(
@@ -67,7 +67,7 @@ def add_gradients(
         )
 
 
-def _is_storage_shared(builder: TraceBuilder, name: str, gradients: Sequence[str]) -> bool:
+def _is_gradient_storage_shared(builder: TraceBuilder, name: str, gradients: Sequence[str]) -> bool:
     """True if another of `gradients` is in the storage of the tensor `name`, or an operation other
     than a view reads that storage. Then nothing may be added to it in place."""
     storage = builder.storage_by_name[name]
@@ -81,7 +81,9 @@ def _is_storage_shared(builder: TraceBuilder, name: str, gradients: Sequence[str
     )
 
 
-def _add_copy(builder: TraceBuilder, name: str, owner: Placeholder, stride: tuple[int, ...]) -> str:
+def _add_gradient_copy(
+    builder: TraceBuilder, name: str, owner: Placeholder, stride: tuple[int, ...]
+) -> str:
     """Add a clone of a gradient in its owner's layout; return the name of the clone."""
     copy = builder.new_dense_result(f"grad_{owner.name}", builder.meta_by_name[name], stride)
     is_contiguous = stride == _contiguous_stride(owner.tensor.shape)
@@ -102,7 +104,8 @@ def _add_copy(builder: TraceBuilder, name: str, owner: Placeholder, stride: tupl
 
 
 def _insert_after_producers(builder: TraceBuilder, node: Node) -> None:
-    """Insert a node after the last one that produces, or adds into, a tensor that it reads."""
+    """Insert a node after the last one that produces, or adds into, a tensor that it reads; at the
+    start if none does."""
     read = set(referenced_names(node.args))
     last = max(
         (
@@ -126,8 +129,9 @@ def _contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def _gradient_stride(owner: TensorMeta) -> tuple[int, ...]:
-    """Return the stride of autograd's gradient layout contract: the parameter's own stride if it is
-    contiguous or channels-last, else the contiguous one."""
+    """Return the stride that the gradient of the parameter `owner` gets: channels-last if the
+    parameter has four dimensions and that layout, else contiguous. (Autograd copies the gradient of
+    a parameter that is dense in another order.)"""
     n = owner.shape
     if len(n) == 4:
         channels_last = (n[1] * n[2] * n[3], 1, n[1] * n[3], n[1])

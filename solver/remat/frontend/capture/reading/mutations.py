@@ -24,18 +24,19 @@ BATCH_NORM_BACKWARDS = (
 )
 
 
-def write_back(builder: TraceBuilder, buffer: Placeholder, new_value: str) -> None:
-    """Copy the tensor named `new_value` into a buffer or input, after the last forward node that
-    reads the old value.
+def add_buffer_write(builder: TraceBuilder, buffer: Placeholder, new_value: str) -> None:
+    """Add a copy of the tensor named `new_value` into a buffer or input, after the last forward
+    node that reads the old value.
 
-    Raises `TraceError` if the step would then compute something else.
+    Raises `TraceError` if the step would then compute something else, or the buffer requires a
+    gradient.
     """
     if buffer.requires_grad:
         raise TraceError(
             f"the model writes in place into {buffer.kind} {buffer.target}, which requires a "
             "gradient; write into a clone"
         )
-    _preserve_old_value(builder, buffer)
+    _preserve_old_buffer_value(builder, buffer)
     last = max(
         (
             i
@@ -57,9 +58,10 @@ def write_back(builder: TraceBuilder, buffer: Placeholder, new_value: str) -> No
     builder.nodes.insert(last + 1, write)
 
 
-def _preserve_old_value(builder: TraceBuilder, buffer: Placeholder) -> None:
+def _preserve_old_buffer_value(builder: TraceBuilder, buffer: Placeholder) -> None:
     """Forbid the recomputation of forward nodes that read the buffer; redirect backward nodes to a
-    copy of it."""
+    copy of it. Batch norms in training mode do not read it. Raises `TraceError` if the backward
+    reads a view of it."""
     copy: Result | None = None
     for i, node in enumerate(builder.nodes):
         if not builder.reads_storage(node, buffer.storage) or is_training_batch_norm(node):
@@ -90,8 +92,9 @@ def _preserve_old_value(builder: TraceBuilder, buffer: Placeholder) -> None:
 
 
 def forbid_batch_norm_recomputation(builder: TraceBuilder) -> None:
-    """Mark batch norms as not recomputable if their new running statistics are read by anything
-    but the write into the buffers: a recomputed batch norm does not return them."""
+    """Mark batch norms as not recomputable if they are not in training mode, or if their new
+    running statistics are read by anything but the write into the buffers: a recomputed batch norm
+    uses the statistics of the batch, and does not return the running ones."""
     readers: dict[str, list[Node]] = {}
     for node in builder.nodes:
         for name in node.operand_names:
@@ -109,8 +112,8 @@ def forbid_batch_norm_recomputation(builder: TraceBuilder) -> None:
 
 
 def is_training_batch_norm(node: Node) -> bool:
-    """True for batch norms in training mode, which update the running statistics without reading
-    them."""
+    """True for batch norms in training mode: they update the running statistics, and what they
+    normalize does not depend on them."""
     if node.target == BATCH_NORM:
         return node.args[BATCH_NORM_TRAINING_INDEX] is True
     return node.target == BATCH_NORM_CUDA

@@ -21,8 +21,8 @@ from remat.frontend.capture.reading.gradients import add_gradients
 from remat.frontend.capture.reading.mutations import (
     BATCH_NORM_BACKWARDS,
     BATCH_NORM_TRAINING_INDEX,
+    add_buffer_write,
     forbid_batch_norm_recomputation,
-    write_back,
 )
 from remat.frontend.capture.reading.trace_builder import TraceBuilder
 from remat.frontend.capture.symbol_values import SymbolValues
@@ -88,7 +88,7 @@ class JointGraphReader:
                 case "call_function":
                     self._read_call(node)
         for node, value in self.joint.writes:
-            write_back(
+            add_buffer_write(
                 self.builder, self._placeholder_by_node[node], self.builder.tensor_name(value)
             )
         forbid_batch_norm_recomputation(self.builder)

@@ -47,11 +47,11 @@ def fake_storage(node: fx.Node, position: int, tensor: torch.Tensor) -> tuple[Ha
 
 
 def identifier(name: str) -> str:
-    """Return a node's name as a trace allows it, without two leading underscores."""
+    """Return a node's name as a trace allows it: after an "n" if it begins with two underscores."""
     return f"n{name}" if name.startswith("__") else name
 
 
-def check_dense(tensor: torch.Tensor) -> None:
+def check_dense_tensor(tensor: torch.Tensor) -> None:
     """Raise `TraceError` for a tensor that is sparse, quantized or of a subclass."""
     if type(tensor).__name__ not in ("Tensor", "Parameter", "FakeTensor", "Buffer"):
         raise TraceError(f"tensors of type {type(tensor).__name__} (subclasses) are not supported")
@@ -96,7 +96,8 @@ class TraceBuilder:
     # -- fx nodes ---------------------------------------------------------------------------
 
     def read_input(self, node: fx.Node, tensor: torch.Tensor, **fields: Any) -> Placeholder:
-        """Add a graph input or a constant with this value."""
+        """Add a graph input or a constant with this value. `fields` are the other fields of its
+        record."""
         placeholder = Placeholder(
             name=identifier(node.name),
             tensor=self.tensor_meta(tensor),
@@ -113,8 +114,9 @@ class TraceBuilder:
     def read_call(
         self, node: fx.Node, target: str = "", *, returns: bool = True, **fields: Any
     ) -> Node:
-        """Return the record of a call, and register its results unless it `returns` nothing new:
-        an operator that writes into an argument returns this argument.
+        """Return the record of a call, with the name `target` of its operator (by default the
+        node's) and other `fields`. Register its results unless it `returns` nothing new: an
+        operator that writes into an argument returns this argument.
 
         Raises `TraceError` for an argument or a result that cannot be written as data. Where
         `allows_opaque`, the call is opaque instead.
@@ -147,8 +149,9 @@ class TraceBuilder:
         return record(OPAQUE_TARGET, read, {})
 
     def read_results(self, node: fx.Node) -> tuple[Result, ...]:
-        """Register the tensors that a node returns. The items of a tuple have the names of the
-        `getitem` nodes that select them."""
+        """Register the tensors that a node returns, and return their records. The items of a tuple
+        have the names of the `getitem` nodes that select them. Raises `TraceError` for a list that
+        is used as a whole."""
         value, name = node.meta.get("val"), identifier(node.name)
         if isinstance(value, torch.Tensor):
             self.arguments[node] = Ref(name)
@@ -219,7 +222,7 @@ class TraceBuilder:
 
     def tensor_meta(self, tensor: torch.Tensor) -> TensorMeta:
         """Return shape, stride, dtype and device of a real or fake tensor."""
-        check_dense(tensor)
+        check_dense_tensor(tensor)
         shape, stride = tuple(map(self.size, tensor.shape)), tuple(map(self.size, tensor.stride()))
         key = (tensor.dtype, shape, stride, self.size(tensor.storage_offset()), tensor.device)
         if key not in self._meta_by_key:
@@ -233,8 +236,8 @@ class TraceBuilder:
         return self._meta_by_key[key]
 
     def new_dense_result(self, name: str, like: TensorMeta, stride: tuple[int, ...]) -> Result:
-        """Register the result of an added operation: shape and dtype of `like`, in a new storage
-        that it fills."""
+        """Return the registered result of an added operation: it has the shape and dtype of `like`
+        and this stride, in a new storage that it fills."""
         elements = 1 + sum((n - 1) * s for n, s in zip(like.shape, stride, strict=True))
         element_bytes = getattr(torch, like.dtype).itemsize
         self.storage_bytes.append(0 if 0 in like.shape else elements * element_bytes)
