@@ -145,7 +145,7 @@ def test_the_link_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_the_link_is_that_of_the_costs() -> None:
     trace = measured(net_case())
     options = OffloadOptions(host_bytes=1 << 20)
-    limits = host_limits(options, trace, remat.Roofline("gh200"), None, is_here=False)
+    limits = host_limits(options, trace, remat.Roofline("gh200"), None, runs_locally=False)
     assert limits is not None
     assert limits.link == remat.Roofline("gh200").link
     assert limits.host_bytes == 1 << 20

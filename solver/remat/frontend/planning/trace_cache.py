@@ -152,7 +152,7 @@ class TraceCache:
         self, model: nn.Module, call: ModelCall, cached: _CachedTraces, varying: Dimensions
     ) -> None:
         """Capture a call with symbols for the varying dimensions, and cache the capture if it gives
-        the first trace at the sizes of the first call. Never raises."""
+        the first trace at the sizes of the first call. Errors of the capture are logged."""
         dimensions = cached.symbolic_dimensions_with(varying)
         cached.attempts.add(dimensions)
         self.capture_count += 1

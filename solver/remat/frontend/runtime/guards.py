@@ -127,7 +127,7 @@ class ModelTracker:
         self.module_types = tuple(f"{cls.__module__}.{cls.__qualname__}" for cls in types)
         self._members = self._list_members()
         self._parameter_tables = [m._parameters for m in self._modules]
-        self._parameter_slots = self._list_parameter_slots()
+        self._parameter_names = self._list_parameter_names()
         self._buffer_tables = [m._buffers for m in self._modules]
         submodules = self._modules[1:]  # hooks of the model itself run around the plan
         self._hook_tables = [getattr(m, kind) for m in submodules for kind in HOOK_KINDS]
@@ -147,12 +147,12 @@ class ModelTracker:
         tables = [m._modules for m in self._modules], [m._parameters for m in self._modules]
         return [*chain.from_iterable(table.values() for table in chain(*tables))]
 
-    def _list_parameter_slots(self) -> list[tuple[str, int]]:
+    def _list_parameter_names(self) -> list[tuple[str, int]]:
         """Return, for each name of a parameter in a module, the name and the index of the first
         name of the same tensor: tied parameters have several names."""
-        first_slot: dict[int, int] = {}
-        slots = ((name, id(p)) for table in self._parameter_tables for name, p in table.items())
-        return [(name, first_slot.setdefault(key, i)) for i, (name, key) in enumerate(slots)]
+        first_index: dict[int, int] = {}
+        names = ((name, id(p)) for table in self._parameter_tables for name, p in table.items())
+        return [(name, first_index.setdefault(key, i)) for i, (name, key) in enumerate(names)]
 
     def refresh(self) -> bool:
         """Walk the model again if a module or parameter was replaced.
@@ -163,10 +163,10 @@ class ModelTracker:
         members = self._list_members()
         if len(members) == len(self._members) and all(map(is_, members, self._members)):
             return False
-        modules, slots = self._modules, self._parameter_slots
+        modules, names = self._modules, self._parameter_names
         self._walk_model()
         same_modules = len(modules) == len(self._modules) and all(map(is_, modules, self._modules))
-        return not same_modules or slots != self._parameter_slots
+        return not same_modules or names != self._parameter_names
 
     def parameter_properties(self) -> tuple[TensorProperties, ...]:
         """Return the properties of all parameters: the same tuple object until one changes."""
