@@ -38,14 +38,14 @@ def min_cut_partition(
     from torch._functorch import config
 
     with config.patch(activation_memory_budget=1.0):
-        halves = partitioners.min_cut_rematerialization_partition(
+        graph_modules = partitioners.min_cut_rematerialization_partition(
             joint,
             inputs,
             num_fwd_outputs=num_fwd_outputs,
             static_lifetime_input_indices=static_lifetime_input_indices,
         )
-    _remove_misplaced_samples(*halves)
-    return halves
+    _remove_misplaced_samples(*graph_modules)
+    return graph_modules
 
 
 def _remove_misplaced_samples(forward: fx.GraphModule, backward: fx.GraphModule) -> None:

@@ -136,8 +136,8 @@ class CompiledJointGraph:
         return self.probe_results[0].layout_copy_bytes if self.probe_results else 0
 
     def strides_in_memory(self, node: fx.Node) -> tuple[int, ...]:
-        """Return the strides in which the forward writes a tensor: those that Inductor selects,
-        where they are known, else those of the graph."""
+        """Return the strides in which the forward writes a tensor: Inductor's for a constant-size
+        output of the forward, else the strides in the graph."""
         saved = self.probe_results[0].output_strides if self.probe_results else {}
         return saved.get(node.name, node.meta["val"].stride())
 
@@ -214,10 +214,12 @@ def build_joint_graph(
     output_meta = dict(module.graph.output_node().meta)
     mutated_names = {node.name for node in inputs_mutated_after_forward(module)}
     old_placeholders = [(n.name, n) for n in module.graph.nodes if n.op == "placeholder"]
-    halves = min_cut_partition(module, inputs, num_fwd_outputs, static_lifetime_input_indices)
+    graph_modules = min_cut_partition(
+        module, inputs, num_fwd_outputs, static_lifetime_input_indices
+    )
     if inductor:
-        for half in halves:
-            fuse_matmul_additions(half)
+        for gm in graph_modules:
+            fuse_matmul_additions(gm)
     graph = fx.Graph()
     by_name: dict[str, fx.Node] = {name: graph.node_copy(node) for name, node in old_placeholders}
     placeholders = tuple(by_name.values())
@@ -231,9 +233,9 @@ def build_joint_graph(
     backward_inputs: InputLifetimes | None = None
     is_plain_correct = True
     mutated = {by_name[name] for name in mutated_names}
-    for is_backward, half in enumerate(halves):
+    for is_backward, gm in enumerate(graph_modules):
         joint_node: dict[fx.Node, fx.Node] = {}
-        for node in half.graph.nodes:
+        for node in gm.graph.nodes:
             if node.op == "placeholder":
                 joint_node[node] = by_name[str(node.target)]
             elif node.op == "get_attr":
@@ -267,7 +269,7 @@ def build_joint_graph(
             backward_inputs = _input_lifetimes(
                 joint_node, placeholders, forward_outputs, returned[-1], retained
             )
-            probes.append(probe_kernels(half, backward_inputs, probes[0] if probes else None))
+            probes.append(probe_kernels(gm, backward_inputs, probes[0] if probes else None))
             nodes = {node.name: joint for node, joint in joint_node.items()}
             kernels += [_kernel_of_joint_nodes(kernel, nodes) for kernel in probes[-1].kernels]
     mutated.update(storage_base(n) for call in operations for n in mutated_args(call))
@@ -283,7 +285,7 @@ def build_joint_graph(
         probe_results=tuple(probes),
         mutated=frozenset(mutated),
         output_meta=output_meta,
-        plain_halves=halves if inductor and is_plain_correct else None,
+        plain_halves=graph_modules if inductor and is_plain_correct else None,
         backward_inputs=backward_inputs,
         batch_copy_bytes=_batch_copy_bytes(placeholders, static_lifetime_input_indices or ()),
     )

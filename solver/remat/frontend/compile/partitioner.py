@@ -132,8 +132,8 @@ class _PlannedForm(NamedTuple):
 class PlanRound(NamedTuple):
     """One of the plans that the backend "remat" tries for a graph.
 
-    The graphs of one `group` share the budget; without the backend there is none. `feedback` is
-    that of the earlier plans of the graph; `number` counts the plans, this one included. With
+    The graphs of one `group` share the budget; without the backend there is none. `feedback` comes
+    from the earlier plans of the graph; `number` counts the plans, this one included. With
     `split`, the largest operations run in pieces. `unbounded`, which all plans of the graph share,
     are the size symbols that had no upper bound before the first one. `log` has the candidates of
     all plans of the graph.
@@ -153,7 +153,7 @@ class Partitioner(CustomPartitionerFn):
 
         torch.compile(model, options=remat.Partitioner("60%").settings())
 
-    Options are those of `torch.compile(backend="remat")`. The backend also replans a graph whose
+    It takes the options of `torch.compile(backend="remat")`. The backend also replans a graph whose
     kernels need more memory than planned, or whose budget needs pieces (`split="auto"`); with a
     partitioner alone this is an error.
     """
@@ -278,9 +278,9 @@ class Partitioner(CustomPartitionerFn):
         compiled, self.split = planned.compiled, planned.form.split
         self._log_solved(compiled)
         if compiled.is_plain:
-            halves = plain_graph_modules(planned.problem, compiled)
+            graph_modules = plain_graph_modules(planned.problem, compiled)
         else:
-            halves = build_graph_modules(
+            graph_modules = build_graph_modules(
                 planned.problem,
                 compiled,
                 num_fwd_outputs,
@@ -291,7 +291,7 @@ class Partitioner(CustomPartitionerFn):
         compiled.planned_s = clock.elapsed_s
         register_plan(compiled)
         self.compiled = compiled
-        return halves
+        return graph_modules
 
     def _log_solved(self, compiled: CompiledPlan) -> None:
         """Log the peak and time of a plan, or that the graph keeps Inductor's own kernels."""

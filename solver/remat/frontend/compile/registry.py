@@ -44,8 +44,8 @@ class CompiledPlan:
     `batch_copy_bytes` the copy of the batch that CUDA graphs read. During the backward, the caller
     retains `retained_bytes` that the backward does not read and the inputs `retained_names` that it
     does read; `layout_copy_bytes` are parameters in another layout; `donated_bytes` are the
-    tangents that are freed once they are read, by name. Only where `is_plain`, `storages` are those
-    that the inputs of the backward show, as in `InputLifetimes`, and `workspace_bytes` is the
+    tangents that are freed once they are read, by name. Only where `is_plain`, `storages` are the
+    storages of the inputs of the backward, as in `InputLifetimes`, and `workspace_bytes` is the
     largest workspace of an extern kernel that cannot be measured in Inductor's layouts.
 
     `infeasible_limits` are the limits of a `Partitioner` that no plan fits, with

@@ -59,8 +59,9 @@ def current_compile_id() -> str:
 def _compiled_object_name(code: CodeType, values: Mapping[str, Any]) -> str:
     """Return the name of the object that runs this code with these local and free variables.
 
-    Decorators replace a function by a wrapper with its own code. The name is then that of the
-    module that the wrapper calls or gets as its first argument, or of the function that it calls.
+    Decorators replace a function by a wrapper with its own code. Then return the
+    name of the module that the wrapper calls or gets as its first argument, or of the function that
+    it calls.
     """
     owner, _, function = code.co_qualname.rpartition(".")
     resumed = _RESUME_FUNCTION.match(function)

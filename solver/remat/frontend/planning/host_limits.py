@@ -84,7 +84,7 @@ def offload_limits_here(
 
 
 def _checked_host_budget(host_bytes: int | None, device: torch.device) -> int | None:
-    """Return the host budget in bytes: `host_bytes`, or for None a half of the memory (or disk)
+    """Return the host budget in bytes: `host_bytes`, or for None half of the memory (or disk)
     that is free now, with a warning if that is too little. None where the system does not report
     the free memory. Raises `BudgetError` if less is free."""
     free_bytes = _free_host_bytes(device)

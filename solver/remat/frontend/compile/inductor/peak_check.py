@@ -210,13 +210,13 @@ class PeakVerifier(SchedulerPass):
             peak_bytes += compiled.retained_bytes + compiled.layout_copy_bytes
         else:
             compiled.layout_copy_bytes = layout_copy_bytes()
-        half = "backward" if is_backward else "forward"
-        compiled.verified_by_half[half] = peak_bytes
+        phase = "backward" if is_backward else "forward"
+        compiled.verified_by_half[phase] = peak_bytes
         budget_bytes = compiled.budget_bytes
         logger.info(
             "%s: verified: the %s's kernels use %s%s",
             compiled.title,
-            half,
+            phase,
             format_bytes(peak_bytes),
             "" if budget_bytes is None else f" of {format_bytes(budget_bytes)}",
         )
@@ -279,7 +279,7 @@ def live_peak_bytes(
     """Return the peak in bytes of a graph's buffers, and of the inputs that the graph may free.
 
     Inputs `retained` stay allocated to the end. `storages` has the name and bytes of the storage
-    that an input shows; it is freed with the last input that shows it. Inputs `overwritable` may be
+    that an input belongs to; it is freed with the last of its inputs. Inputs `overwritable` may be
     overwritten in place; by default those that torch donates. `donated_bytes` are inputs that are
     freed once they are read, although Inductor counts them as owned by the caller. The workspace of
     an extern kernel counts while it runs, and a tensor that comes back from the host from the start

@@ -99,7 +99,7 @@ class InputLifetimes:
     retained: Collection[str] = ()
 
 
-def fuse_matmul_additions(half: fx.GraphModule) -> None:
+def fuse_matmul_additions(gm: fx.GraphModule) -> None:
     """Rewrite the additions to matrix products in a forward or backward graph to `addmm`, as
     Inductor will, where that does not delay a product. Not if Inductor's pattern matcher is off.
 
@@ -107,7 +107,7 @@ def fuse_matmul_additions(half: fx.GraphModule) -> None:
     """
     if not config.pattern_matcher:
         return
-    graph = half.graph
+    graph = gm.graph
     position = {node: index for index, node in enumerate(graph.nodes)}
     for addition in reversed(graph.find_nodes(op="call_function", target=_ADD)):
         for product, addend in _fusible_products(addition):
@@ -117,7 +117,7 @@ def fuse_matmul_additions(half: fx.GraphModule) -> None:
             ):
                 _replace_with_addmm(graph, addition, product, addend)
                 break
-    half.recompile()
+    gm.recompile()
 
 
 def _fusible_products(addition: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
@@ -157,7 +157,7 @@ def _replace_with_addmm(
 
 
 def probe_kernels(
-    half: fx.GraphModule, inputs: InputLifetimes, forward: ProbeResult | None
+    gm: fx.GraphModule, inputs: InputLifetimes, forward: ProbeResult | None
 ) -> ProbeResult:
     """Return the kernels that Inductor would run for a forward or backward graph, and their peak;
     an empty result for a graph without a kernel. `inputs` are the lifetimes of its inputs.
@@ -166,9 +166,9 @@ def probe_kernels(
     """
     from torch._inductor.compile_fx import compile_fx_inner
 
-    placeholders = half.graph.find_nodes(op="placeholder")
+    placeholders = gm.graph.find_nodes(op="placeholder")
     static = [i for i, n in enumerate(placeholders) if str(n.target).startswith("primals")]
-    module = fx.GraphModule(half, copy.deepcopy(half.graph))
+    module = fx.GraphModule(gm, copy.deepcopy(gm.graph))
     settings: dict[str, Any] = {
         "_post_fusion_custom_pass": _ProbePass(inputs),
         "reorder_for_peak_memory": False,

@@ -260,9 +260,9 @@ def moved_bytes(group: FusionGroup) -> int:
 
 
 def set_dependencies(joint: CompiledJointGraph, groups: Sequence[FusionGroup]) -> None:
-    """Set `dependencies` of each group: the groups that write what it reads; where an operation
-    mutates a tensor, the groups that read the tensor before; and where one samples a random
-    generator, the group that samples before it."""
+    """Set `dependencies` of each group: the groups that write the tensors that it reads. Where an
+    operation mutates a tensor, it follows the groups that read the tensor before, and later readers
+    follow it. Operations that sample a random generator follow one another."""
     writer = {node: index for index, group in enumerate(groups) for node in group.written}
     for group in groups:
         group.dependencies = {writer[n] for n in tensors_read(group) if n in writer}

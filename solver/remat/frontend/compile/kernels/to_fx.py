@@ -321,8 +321,8 @@ def plain_graph_modules(
     joint = problem.joint
     assert joint.plain_halves is not None
     assert joint.backward_inputs is not None
-    for half in joint.plain_halves:
-        for node in half.graph.nodes:
+    for gm in joint.plain_halves:
+        for node in gm.graph.nodes:
             node.meta[PLAIN_KEY] = compiled.number
     compiled.storages = joint.backward_inputs.storages
     compiled.workspace_bytes = unmeasured_workspace_bytes(problem)

@@ -48,8 +48,8 @@ from remat.frontend.compile.kernels.inline_producers import inline_producers
 
 
 def reorder_for_peak(joint: CompiledJointGraph, groups: Sequence[FusionGroup]) -> list[FusionGroup]:
-    """Return the groups in their order or in that of the joint graph, whichever has the smaller
-    peak without recomputation."""
+    """Return the groups in their order or in the order of the joint graph, whichever has the
+    smaller peak without recomputation."""
     in_graph_order = sort_by_dependencies(joint, groups, in_graph_order=True)
     return min(
         (list(groups), in_graph_order), key=lambda order: _group_order_peak_bytes(joint, order)
