@@ -44,7 +44,7 @@ def faults() -> list[Fault]:
         ),
         Fault(
             "the loss's gradient taken for 1",
-            patched((autograd_function, "_tangents", _ones)),
+            patched((autograd_function, "_tangents_by_name", _ones)),
             (STEP, Event(loss_factor=3.0)),
         ),
     ]
@@ -104,7 +104,7 @@ def _accumulate_twice(parameter: torch.Tensor | None, gradient: torch.Tensor) ->
     return accumulate_grad(parameter, gradient)
 
 
-_tangents = autograd_function._tangents
+_tangents = autograd_function._tangents_by_name
 
 
 def _ones(*args: Any) -> dict[str, torch.Tensor | None]:

@@ -77,11 +77,11 @@ def faults() -> list[CompiledFault]:
         ),
         CompiledFault(
             "kernels verified for a stale plan",
-            patched((peak_check, "_plan_of", _first_plan)),
+            patched((peak_check, "_plan_of_kernels", _first_plan)),
         ),
         CompiledFault(
             "outputs that the caller retains not counted",
-            patched((peak_check, "_plan_of", _plan_without_retained_bytes)),
+            patched((peak_check, "_plan_of_kernels", _plan_without_retained_bytes)),
         ),
         CompiledFault(
             "all kernels taken for in-place ones",
@@ -89,12 +89,12 @@ def faults() -> list[CompiledFault]:
         ),
         CompiledFault(
             "workspaces of extern kernels not counted",
-            patched((peak_check, "_workspace_bytes", lambda kernel: 0)),
+            patched((peak_check, "_kernel_workspace_bytes", lambda kernel: 0)),
         ),
     ]
 
 
-_plan_of = peak_check._plan_of
+_plan_of = peak_check._plan_of_kernels
 
 
 def _first_plan(kernels: Any) -> CompiledPlan | None:

@@ -205,7 +205,7 @@ def test_a_program_whose_order_was_changed_is_refused(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Copies that start earlier than planned are noticed; then nothing is offloaded."""
-    build = partitioner.build_modules
+    build = partitioner.build_graph_modules
 
     def build_reordered(*args: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
         forward, backward = build(*args, **kwargs)
@@ -216,7 +216,7 @@ def test_a_program_whose_order_was_changed_is_refused(
         backward.recompile()
         return forward, backward
 
-    monkeypatch.setattr(partitioner, "build_modules", build_reordered)
+    monkeypatch.setattr(partitioner, "build_graph_modules", build_reordered)
     case = layers()
     with caplog.at_level(logging.INFO, logger="remat"), without_graph_caches():
         _, plan = compiled_step(case, "50%")

@@ -75,7 +75,7 @@ def test_a_missing_wait_gives_wrong_numbers(fault: str, monkeypatch: pytest.Monk
     elif fault == "arrive":
         monkeypatch.setattr(pinned.StreamCopy, "wait", lambda self: None)
     else:
-        monkeypatch.setattr(pinned, "_wait", lambda stream, event: None)
+        monkeypatch.setattr(pinned, "_wait_for_event", lambda stream, event: None)
     gradients = run(module, x)
     assert not all(map(torch.equal, expected, gradients))
 

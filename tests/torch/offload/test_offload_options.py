@@ -20,7 +20,7 @@ from tests.torch.offload.test_offload_choice import choose, offloaded_tensors
 import remat
 from remat.documents.program import Program, Statement
 from remat.documents.targets import ARRIVE_TARGET, OFFLOAD_TARGET, RELEASE_TARGET
-from remat.frontend.planning.host_limits import host_limits, measured_link, prepare_host
+from remat.frontend.planning.host_limits import host_limits, measured_link, prepare_host_for_trace
 from remat.frontend.runtime.host_file import DIRECTORY_VARIABLE
 from remat.passes.offload.copies import offloaded_values
 from remat.plan_options import OffloadOptions
@@ -72,10 +72,10 @@ def test_a_plan_that_the_host_has_no_room_for_is_an_error_before_the_first_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     trace = choose(measured(net_case()), "70%", FAST).trace
-    prepare_host(trace)
+    prepare_host_for_trace(trace)
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
     with pytest.raises(remat.BudgetError, match=r"the plan offloads .* pass a smaller host_budget"):
-        prepare_host(trace)
+        prepare_host_for_trace(trace)
 
 
 def test_a_directory_that_does_not_exist_is_an_error_of_planning(
@@ -138,14 +138,14 @@ def test_what_is_offloaded_is_explained() -> None:
 def test_the_link_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = tmp_path / "costs.sqlite"
     first = measured_link(torch.device("cpu"), cache)
-    monkeypatch.delattr("remat.frontend.planning.host_limits._seconds_on_cpu")
+    monkeypatch.delattr("remat.frontend.planning.host_limits._file_copy_seconds")
     assert measured_link(torch.device("cpu"), cache) == first
 
 
 def test_the_link_is_that_of_the_costs() -> None:
     trace = measured(net_case())
     options = OffloadOptions(host_bytes=1 << 20)
-    limits = host_limits(options, trace, remat.Roofline("gh200"), None, is_here=False)
+    limits = host_limits(options, trace, remat.Roofline("gh200"), None, runs_locally=False)
     assert limits is not None
     assert limits.link == remat.Roofline("gh200").link
     assert limits.host_bytes == 1 << 20

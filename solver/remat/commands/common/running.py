@@ -58,7 +58,7 @@ def offload_limits(options: CheckedOptions, trace: Trace, *, is_here: bool) -> O
         return None
     from remat.frontend.planning.host_limits import host_limits
 
-    return host_limits(options.offload, trace, roofline_of(trace), None, is_here=is_here)
+    return host_limits(options.offload, trace, roofline_of(trace), None, runs_locally=is_here)
 
 
 def with_costs_of_pieces(trace: Trace) -> Trace:

@@ -48,7 +48,7 @@ from remat.frontend.blocks.selection import Selection, select_blocks
 from remat.frontend.blocks.step_recorder import DryRunCall, DryRunTooLarge
 from remat.frontend.capture.model.attribute_guards import AttributeGuards
 from remat.frontend.capture.model.wrapped_code import checkpointing_disabled
-from remat.frontend.planning.host_limits import host_limits, reserve_host
+from remat.frontend.planning.host_limits import host_limits, reserve_host_memory
 from remat.frontend.planning.schedule_reuse import BlockScheduleCache
 from remat.frontend.runtime.guards import ModelCall
 from remat.graph import Baseline
@@ -146,7 +146,7 @@ def plan_blocks(
     if planned.offloaded_sizes_bytes:
         device = torch.device(next(traces).device)
         host_bytes = sum(planned.offloaded_sizes_bytes)
-        reserve_host(device, planned.offloaded_sizes_bytes, host_bytes)
+        reserve_host_memory(device, planned.offloaded_sizes_bytes, host_bytes)
     return planned
 
 

@@ -23,7 +23,7 @@ from remat.frontend.common.step_outputs import (
     with_dropped_outputs,
 )
 from remat.frontend.compile import disk_cache
-from remat.frontend.compile.candidates import prepare_host
+from remat.frontend.compile.candidates import prepare_host_for_plan
 from remat.frontend.compile.compat import cause_of_type, without_frames
 from remat.frontend.compile.compile_options import (
     UNKNOWN_MODEL,
@@ -52,7 +52,7 @@ from remat.frontend.compile.step_graphs import (
     StepGraphs,
     current_compile_id,
     current_object_name,
-    current_step,
+    current_step_graphs,
     graph_breaks_hint,
 )
 from remat.frontend.runtime.dispatch import CallsInFlight
@@ -82,7 +82,7 @@ def remat_backend(
     Raises `BudgetError` and ValueError for invalid options, `InfeasibleBudget` with the smallest
     feasible budget, and `TraceError` for a graph that cannot be planned.
     """
-    return _compile_graph(gm, example_inputs, UNKNOWN_MODEL, mode, options)
+    return _compile_dynamo_graph(gm, example_inputs, UNKNOWN_MODEL, mode, options)
 
 
 def compile(
@@ -114,18 +114,19 @@ def compile(
     """
     options = {"budget": budget, **options}
     compile_options, inductor_options = read_options(options)
-    check_no_cuda_graphs(compile_options, _with_mode(inductor_options, mode))
+    check_no_cuda_graphs(compile_options, _with_mode_options(inductor_options, mode))
     model_bytes = ModelBytes.of(model)
     _set_default_loss_types(model)
 
     def remat_backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
-        return _compile_graph(gm, example_inputs, model_bytes, mode, options)
+        return _compile_dynamo_graph(gm, example_inputs, model_bytes, mode, options)
 
     return torch.compile(model, backend=remat_backend, dynamic=dynamic, fullgraph=fullgraph)
 
 
 def _set_default_loss_types(model: object) -> None:
-    """Give the models of Transformers that have no loss type the one that they use then.
+    """Set the default loss type in models of Transformers that have none. Does nothing for other
+    models, and where Transformers is not imported.
 
     They warn about it, and Dynamo breaks the graph at the warning: between the logits and the loss,
     so that both have to exist as a whole.
@@ -143,15 +144,17 @@ def _set_default_loss_types(model: object) -> None:
             module.loss_type = _DEFAULT_LOSS_TYPE  # type: ignore[assignment]
 
 
-def _compile_graph(
+def _compile_dynamo_graph(
     gm: fx.GraphModule,
     example_inputs: Sequence[Any],
     model: ModelBytes,
     mode: str | None,
     options: Mapping[str, Any] | None,
 ) -> Any:
+    """Plan and compile one graph of Dynamo, and return its code. `model` has the bytes of the whole
+    model. Raises the errors of `remat_backend`."""
     compile_options, config_patches = read_options(options or {}, model)
-    config_patches = _with_mode(config_patches, mode)
+    config_patches = _with_mode_options(config_patches, mode)
     if not torch.is_grad_enabled() and not compiled_plans():
         # No warning where the process trains, too: such a model may be evaluated without gradients.
         budget = compile_options.limits.budget.requested
@@ -170,7 +173,7 @@ def _compile_graph(
     dropped: dict[int, DroppedOutput] | None = None
     dynamo_graph = gm
     if compile_options.outputs == OUTPUTS_LOSS and torch.is_grad_enabled():
-        gm = _copy_graph(gm)
+        gm = _copy_dynamo_graph(gm)
         dropped = drop_graph_outputs(gm)
         if dropped is None:
             logger.warning(
@@ -179,17 +182,18 @@ def _compile_graph(
                 "torch._dynamo.explain)",
                 graph_title(current_object_name(), current_compile_id()),
             )
-    step = current_step(options, dynamo_graph)
+    step = current_step_graphs(options, dynamo_graph)
     request = _CompileRequest(gm, example_inputs, compile_options, config_patches, step)
     breaks_hint = graph_breaks_hint(list(step.breaks.values()))
     limits = compile_options.limits
 
     def compile_within(budget: Budget) -> tuple[Any, CompiledPlan | None]:
+        """Return the code and the plan for a budget, or raise its error with hints."""
         options = replace(
             compile_options, limits=limits.with_budget(budget), progress=callback or False
         )
         try:
-            return _compile_or_load(replace(request, options=options))
+            return _compile_or_load_graph(replace(request, options=options))
         except Exception as error:
             infeasible = cause_of_type(error, InfeasibleBudget)
             if infeasible is None:
@@ -207,14 +211,15 @@ def _compile_graph(
             compile_within, limits.budget, compile_options.infeasible, peak_bytes=peak_bytes
         )
     if compiled is not None:
-        prepare_host(compiled.plan, device_of(example_inputs))
+        prepare_host_for_plan(compiled.plan, device_of(example_inputs))
         code = _with_calls_counted(code, compiled.title)
     return with_dropped_outputs(code, dropped)
 
 
 def _loss_only_hint(gm: fx.GraphModule, outputs: str) -> str:
-    """Return a sentence without its full stop that recommends `outputs="loss"`; "" where Dynamo's
-    graph has no loss, or no other outputs with a gradient that can be left out."""
+    """Return a sentence without its full stop that recommends `outputs="loss"`; "" where `outputs`
+    is "loss" already, or Dynamo's graph has no loss, or no other outputs with a gradient that can
+    be left out."""
     others = droppable_graph_outputs(gm)
     if outputs == OUTPUTS_LOSS or not others:
         return ""
@@ -251,8 +256,9 @@ def _with_calls_counted(
     return run
 
 
-def _with_mode(inductor_options: dict[str, Any], mode: str | None) -> dict[str, Any]:
-    """Return the options of Inductor with those that a mode of torch.compile stands for."""
+def _with_mode_options(inductor_options: dict[str, Any], mode: str | None) -> dict[str, Any]:
+    """Return the options of Inductor, and those that a mode of torch.compile stands for unless they
+    are set. The options unchanged without a mode."""
     if mode is None or mode == "default":
         return inductor_options
     from torch._inductor import list_mode_options
@@ -272,7 +278,7 @@ class _CompileRequest:
     step: StepGraphs
 
 
-def _compile_or_load(request: _CompileRequest) -> tuple[Any, CompiledPlan | None]:
+def _compile_or_load_graph(request: _CompileRequest) -> tuple[Any, CompiledPlan | None]:
     """Return the code of a graph and its plan, None if it needs none. If torch's cache has the code
     and ours the plan, load both; else plan the graph."""
     options, step = request.options, request.step
@@ -281,8 +287,8 @@ def _compile_or_load(request: _CompileRequest) -> tuple[Any, CompiledPlan | None
         return code, partitioner.compiled
     uuid = Partitioner.of_backend(options, PlanRound(step)).uuid()
     patches = sorted(request.config_patches.items())
-    key = disk_cache.cache_key(request.gm, request.inputs, f"{uuid} {patches!r}")
-    cached = disk_cache.load_plan(key)
+    key = disk_cache.compiled_plan_key(request.gm, request.inputs, f"{uuid} {patches!r}")
+    cached = disk_cache.load_compiled_plan(key)
     hits_before = disk_cache.torch_cache_hits()
     earlier = cached or disk_cache.CachedPlan(None)
     session = PlanSession(options, step, earlier.feedback, earlier.split)
@@ -307,13 +313,13 @@ def _compile_or_load(request: _CompileRequest) -> tuple[Any, CompiledPlan | None
     planned = disk_cache.CachedPlan(
         partitioner.compiled, partitioner.round.feedback, partitioner.planned_split()
     )
-    disk_cache.store_plan(key, planned)
+    disk_cache.save_compiled_plan(key, planned)
     return code, partitioner.compiled
 
 
 def _compile_in_session(request: _CompileRequest, session: PlanSession) -> tuple[Any, Partitioner]:
-    """Compile a graph until its code takes a plan. Return the code, and the partitioner that
-    planned it."""
+    """Compile a graph with one plan of the session after the other until Inductor's kernels fit the
+    budget. Return the code, and the partitioner that planned it."""
     compile_once = _compile_with_inductor if request.options.inductor else _compile_without_inductor
     while True:
         partitioner = session.next_partitioner()
@@ -325,7 +331,8 @@ def _compile_in_session(request: _CompileRequest, session: PlanSession) -> tuple
 
 
 def _compile_with_inductor(request: _CompileRequest, partitioner: Partitioner) -> Any:
-    """Compile a graph with Inductor, forward and backward, so that its kernels are verified."""
+    """Compile a graph with Inductor, the backward together with the forward, and return the code.
+    The kernels of both are verified against the partitioner's plan."""
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
     from torch._inductor.virtualized import V
 
@@ -339,7 +346,7 @@ def _compile_with_inductor(request: _CompileRequest, partitioner: Partitioner) -
 
     with non_lazy_backward(), batched_cpp_files():
         return compile_fx(
-            _copy_graph(request.gm),
+            _copy_dynamo_graph(request.gm),
             request.inputs,
             inner_compile=compile_inner,
             config_patches={
@@ -350,7 +357,7 @@ def _compile_with_inductor(request: _CompileRequest, partitioner: Partitioner) -
         )
 
 
-def _copy_graph(gm: fx.GraphModule) -> fx.GraphModule:
+def _copy_dynamo_graph(gm: fx.GraphModule) -> fx.GraphModule:
     """Return a copy of Dynamo's graph, which a compilation modifies. It keeps what Dynamo attaches
     to the graph: with it, AOTAutograd knows which inputs are parameters, and torch's partitioner
     saves these instead of views of them."""
@@ -365,7 +372,8 @@ def _copy_graph(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def _compile_without_inductor(request: _CompileRequest, partitioner: Partitioner) -> Any:
-    """Compile a graph with AOTAutograd alone: the planned graphs run one operation at a time."""
+    """Compile a graph with AOTAutograd alone, and return the code: the planned graphs run one
+    operation at a time."""
     from torch._dynamo.backends.common import aot_autograd
     from torch._inductor.decomposition import select_decomp_table
 
@@ -387,4 +395,4 @@ def _compile_without_inductor(request: _CompileRequest, partitioner: Partitioner
         decompositions=select_decomp_table,
         keep_inference_input_mutations=True,  # in the graph, where a plan includes them
     )
-    return compiled(_copy_graph(request.gm), request.inputs)
+    return compiled(_copy_dynamo_graph(request.gm), request.inputs)

@@ -35,7 +35,7 @@ from remat.frontend.compile.kernels.problem import (
     with_separate_buffers,
 )
 from remat.frontend.compile.registry import NO_FEEDBACK, ReplanFeedback, UnsplitStep
-from remat.frontend.planning.host_limits import limits_here, reserve_host
+from remat.frontend.planning.host_limits import offload_limits_here, reserve_host_memory
 from remat.graph import Graph
 from remat.limits.budget import missing_percent_sign_hint
 from remat.limits.limits import Limits
@@ -80,7 +80,7 @@ class GraphSolver:
     def solve(self, graph: Graph, budget: int | str, *, num_remaining: int = 1) -> Plan:
         """Solve a graph for a budget in bytes or "min".
 
-        `num_remaining` variants, this one included, share the time that is left. If it is too short
+        `num_remaining` variants, this one included, share the remaining time. If it is too short
         for any schedule, as the capture of a large graph took most of it, the solver gets the whole
         time limit once more.
         """
@@ -111,6 +111,7 @@ class _FormSolver:
         self.choice_limit_s = CHOICE_LIMIT_S if solver.clock is None else solver.clock.limit_s
 
     def solve(self, step: OffloadableProblem, budget_bytes: int | None) -> Plan:
+        """Solve a form within a budget, None for "min", and add the result to the log."""
         try:
             plan = self._solver.solve(step.graph(), "min" if budget_bytes is None else budget_bytes)
         except (InfeasibleBudget, SolverTimeout) as error:
@@ -137,7 +138,8 @@ def cached_plan(
     settings: _SettingsOutsideCacheKey,
     cost_source: str,
 ) -> Plan:
-    """Solve a graph. Identical blocks that torch compiles separately are solved once."""
+    """Solve a graph, or return the cached plan of an equal one: identical blocks that torch
+    compiles separately are solved once. `settings` have the time limit and receive the progress."""
     if settings.limit_s is not None:
         strategy = replace(cast(Auto, strategy), time_limit=settings.limit_s)
     with planning_line(settings.progress) as callback:
@@ -145,10 +147,11 @@ def cached_plan(
     return replace(plan, terms=replace(plan.terms, cost_source=cost_source))
 
 
-def offload_limits(
+def graph_offload_limits(
     options: OffloadOptions | None, joint: CompiledJointGraph, other_host_bytes: int
 ) -> OffloadLimits | None:
-    """Return the limits of offloading for a graph; None if nothing may be offloaded.
+    """Return the limits of offloading for a graph; None if nothing may be offloaded: without the
+    option, with CUDA graphs, on other devices, or without a byte of host memory left.
 
     The step's other graphs have `other_host_bytes` on the host. Raises `BudgetError` for a host
     budget above what is free.
@@ -157,20 +160,20 @@ def offload_limits(
     if options is None or options.host_bytes == 0 or not is_supported:
         return None
     with isolated_modes(joint.device):
-        limits = limits_here(options.host_bytes, options.link, joint.device)
+        limits = offload_limits_here(options.host_bytes, options.link, joint.device)
     if limits.host_bytes is None:
         return limits
     host_bytes = max(0, limits.host_bytes - other_host_bytes)
     return OffloadLimits(limits.link, host_bytes) if host_bytes else None
 
 
-def prepare_host(plan: Plan, device: torch.device) -> None:
-    """Pin memory for the offloaded tensors of a final plan before its first step: plans of earlier
-    rounds do not run."""
+def prepare_host_for_plan(plan: Plan, device: torch.device) -> None:
+    """Pin memory for the offloaded tensors of a plan, if it has any, before its first step. For
+    final plans only: other plans of a graph do not run."""
     sizes_bytes = [plan.graph.values[value].size_bytes for value in plan.graph.renewal]
     if sizes_bytes:
         with isolated_modes(device):
-            reserve_host(device, sizes_bytes, plan.host_bytes)
+            reserve_host_memory(device, sizes_bytes, plan.host_bytes)
 
 
 @dataclass(frozen=True)
@@ -203,12 +206,13 @@ class CandidateSelection:
 
         Tensors are offloaded where that is faster than the plan without, or there is none without.
         """
-        selected = self._select()
+        selected = self._select_candidate()
         plan = selected.plan
         candidates = self.log.results(plan, is_min=self.limits.budget.is_min)
         return selected._replace(plan=replace(plan, candidates=candidates))
 
-    def _select(self) -> VariantPlan:
+    def _select_candidate(self) -> VariantPlan:
+        """Return the best candidate, as `select`, without the log of candidates in its plan."""
         try:
             without = self._select_without_offload()
         except (InfeasibleBudget, SolverTimeout):
@@ -219,8 +223,8 @@ class CandidateSelection:
         return self._select_with_offload(without) or without
 
     def explained(self, error: InfeasibleBudget, title: str, hint: str) -> InfeasibleBudget:
-        """Return the error of `select` for the user: with the smallest budget of the step, what
-        needs the memory then, the graph's title, and a hint if there is one.
+        """Return an error of `select` with a message for the user: the graph's title, the smallest
+        budget of the step, the values that need the memory then, and `hint`, unless it is "".
 
         Plain torch.compile's kernels may need less than any plan. With kernels, a proof is about
         those that remat plans with; without, operations run as planned.
@@ -233,7 +237,7 @@ class CandidateSelection:
                 is_proved = is_proved and plain_bytes >= min_feasible_bytes
                 min_feasible_bytes = min(min_feasible_bytes, plain_bytes)
             has_kernels = self.problems[0].joint.kernels is not None
-            text = self._no_plan_fits(min_feasible_bytes)
+            text = self._infeasible_text(min_feasible_bytes)
             if is_proved:
                 subject = "the kernels that remat plans with" if has_kernels else "the operations"
                 text += f" This is proved of {subject}, in their order."
@@ -247,9 +251,9 @@ class CandidateSelection:
         )
         return explained.with_hint(hint) if hint else explained
 
-    def _no_plan_fits(self, min_feasible_bytes: int) -> str:
-        """Return the text that names the smallest budget, also as a percentage if the budget is
-        one."""
+    def _infeasible_text(self, min_feasible_bytes: int) -> str:
+        """Return the text of an error that names the smallest budget, also as a percentage if the
+        requested budget is one."""
         limits, baseline_bytes = self.limits, self.baseline.peak_bytes
         budget = limits.budget
         smallest = f"{min_feasible_bytes:,} bytes"
@@ -268,10 +272,12 @@ class CandidateSelection:
     # -- with and without tensors on the host -----------------------------------------------------
 
     def _select_with_offload(self, without: VariantPlan | None) -> VariantPlan | None:
-        """Return the best candidate with offloaded tensors; None where there is none, or `without`
-        is as fast."""
+        """Return the best candidate with offloaded tensors; None if nothing may be offloaded, no
+        such plan fits, or `without` recomputes nothing. `without` is the best candidate without
+        offloading, None if none fits. The result may be `without` with another plan, if that is
+        better."""
         is_min = self.limits.budget.is_min
-        may_pay = not is_min if without is None else is_min or _recomputes(without.plan)
+        may_pay = not is_min if without is None else is_min or _has_recomputations(without.plan)
         if self.offload is None or self.feedback.without_offload or not may_pay:
             return None
 
@@ -279,12 +285,14 @@ class CandidateSelection:
             if without is None:
                 raise InfeasibleBudget("no plan without offloading fits")
             problem = replace(without.problem, graph=without.plan.graph)
-            return StepPlan(self._offloadable(problem), without.plan)
+            return StepPlan(self._offloadable_problem(problem), without.plan)
 
-        forms = [self._graphs(problem) for problem in self.problems]
+        forms = [self._graph_forms(problem) for problem in self.problems]
         for index in range(max(map(len, forms))):
             steps = [
-                self._offloadable(replace(problem, graph=graphs[min(index, len(graphs) - 1)]))
+                self._offloadable_problem(
+                    replace(problem, graph=graphs[min(index, len(graphs) - 1)])
+                )
                 for problem, graphs in zip(self.problems, forms, strict=True)
             ]
             if is_min:  # only one of the variants is solved
@@ -304,23 +312,28 @@ class CandidateSelection:
                 return VariantPlan(step.problem, plan)
         return None
 
-    def _offloadable(self, problem: CompileProblem) -> OffloadableProblem:
-        return OffloadableProblem(problem, self._name(problem))
+    def _offloadable_problem(self, problem: CompileProblem) -> OffloadableProblem:
+        """Return the problem, with the name of its variant, as the planner of offloading takes
+        it."""
+        return OffloadableProblem(problem, self._variant_name(problem))
 
-    def _name(self, problem: CompileProblem) -> str:
-        """Return the name of a variant in the log of candidates."""
+    def _variant_name(self, problem: CompileProblem) -> str:
+        """Return the name of a problem's variant in the log of candidates, with its pieces."""
         is_first = problem.groups is self.problems[0].groups
         name = "Inductor's fusion" if is_first else "changed fusion"
         pieces = max((split.pieces for split in problem.graph.splits), default=1)
         return name if pieces == 1 else f"in {pieces} pieces, {name}"
 
     def _select_without_offload(self) -> VariantPlan:
+        """Return the best candidate without offloading: a plan; or Inductor's own kernels where
+        these fit the budget, and either no plan does, or nothing needs to be recomputed and the
+        kernels of an earlier plan exceeded the budget."""
         if self.available_bytes is None:
             return self._select_smallest()
-        if not self._plain_fits(self.available_bytes):
-            return self._solve(self.problems)
+        if not self._plain_kernels_fit(self.available_bytes):
+            return self._solve_variants(self.problems)
         problems = self.problems
-        share_bytes = self._share_bytes()
+        share_bytes = self._saved_share_bytes()
         if share_bytes is None or self.baseline.saved_bytes <= share_bytes:
             # Inductor's own kernels fit, so that nothing needs to be recomputed.
             problems = [
@@ -330,43 +343,43 @@ class CandidateSelection:
                 problems = []  # what Inductor made of the plan did not fit
         with suppress(InfeasibleBudget, SolverTimeout):
             if problems:
-                return self._solve(problems)
-        return self._plain()
+                return self._solve_variants(problems)
+        return self._plain_candidate()
 
     def _select_smallest(self) -> VariantPlan:
         """Return the candidate with the smallest peak."""
         if self.plain_bytes is None:
-            return self._solve(self.problems)
+            return self._solve_variants(self.problems)
         if self.feedback.excess_bytes > 0:  # Inductor's kernels for the smallest plan need more
-            return self._plain()
-        best = self._solve(self.problems)
-        return self._plain() if best.plan.peak_bytes > self.plain_bytes else best
+            return self._plain_candidate()
+        best = self._solve_variants(self.problems)
+        return self._plain_candidate() if best.plan.peak_bytes > self.plain_bytes else best
 
     # -- single candidates ------------------------------------------------------------------------
 
-    def _plain_fits(self, available_bytes: int) -> bool:
-        """True if plain torch.compile's step fits the budget. The feedback's excess was that of
-        other kernels."""
+    def _plain_kernels_fit(self, available_bytes: int) -> bool:
+        """True if the kernels of plain torch.compile are a candidate that fits the budget, without
+        the reduction for the excess of other kernels."""
         if self.plain_bytes is None or self.feedback.plain_exceeds:
             return False
         return self.plain_bytes <= available_bytes + self.limits.excess_bytes
 
-    def _plain(self) -> VariantPlan:
+    def _plain_candidate(self) -> VariantPlan:
         """Return Inductor's own kernels as a candidate: the step without recomputation."""
         problem = self.problems[0]
         plan = self.solver.solve(problem.graph, baseline_of(problem.graph).peak_bytes)
         self.log.add("the kernels of plain torch.compile", plan)
         return VariantPlan(problem, plan, is_plain=True)
 
-    def _solve(self, problems: Sequence[CompileProblem]) -> VariantPlan:
-        """Return the best plan of those variants that have one: for "min" the one with the smallest
-        peak, else preferably one without recomputation; then the fastest. Raises the least
-        demanding error if no variant has one."""
+    def _solve_variants(self, problems: Sequence[CompileProblem]) -> VariantPlan:
+        """Return the best plan among the variants, without offloading: for "min" the one with the
+        smallest peak, else preferably one without recomputation; then the fastest. Raises the error
+        with the smallest feasible budget if no variant has a plan."""
         is_min = self.limits.budget.is_min
 
         def objective(candidate: VariantPlan) -> tuple[float, float]:
             plan = candidate.plan
-            return (plan.peak_bytes if is_min else _recomputes(plan), plan.time_s)
+            return (plan.peak_bytes if is_min else _has_recomputations(plan), plan.time_s)
 
         candidates: list[VariantPlan] = []
         errors: list[InfeasibleBudget | SolverTimeout] = []
@@ -374,10 +387,10 @@ class CandidateSelection:
             for index, problem in enumerate(problems):
                 try:
                     plan = self._solve_variant(problem, num_remaining=len(problems) - index)
-                    self.log.add(self._name(problem), plan)
+                    self.log.add(self._variant_name(problem), plan)
                     candidates.append(VariantPlan(problem, plan))
                 except (InfeasibleBudget, SolverTimeout) as error:
-                    self.log.add(self._name(problem), error)
+                    self.log.add(self._variant_name(problem), error)
                     errors.append(error)
             if not candidates:
                 raise least_demanding_error(errors)
@@ -386,8 +399,9 @@ class CandidateSelection:
             errors.clear()  # their tracebacks have this frame: a reference cycle
 
     def _solve_variant(self, problem: CompileProblem, num_remaining: int) -> Plan:
-        """Solve one variant of a graph, in the first of its forms that has a plan."""
-        *limited_graphs, graph = self._graphs(problem)
+        """Return the plan of one variant, for the first form of its graph that has one.
+        `num_remaining` variants share the remaining time."""
+        *limited_graphs, graph = self._graph_forms(problem)
         budget = "min" if self.available_bytes is None else self.available_bytes
         for limited_graph in limited_graphs:
             with suppress(InfeasibleBudget, SolverTimeout):
@@ -395,23 +409,24 @@ class CandidateSelection:
         with self.limits.infeasible_with_reserve():
             return self.solver.solve(graph, budget, num_remaining=num_remaining)
 
-    def _graphs(self, problem: CompileProblem) -> tuple[Graph, ...]:
-        """Return the forms of a variant's graph, in the order in which they are solved.
+    def _graph_forms(self, problem: CompileProblem) -> tuple[Graph, ...]:
+        """Return the one or two forms of a variant's graph, in the order in which they are solved.
 
         For a percentage, what the graph saves for its backward is first limited to that percentage,
         too, as other graphs of the step may run before its backward. If that is infeasible, only
         the peak is limited.
         """
         graph = with_separate_buffers(problem.graph, self.feedback.separate_buffers)
-        share_bytes = self._share_bytes()
+        share_bytes = self._saved_share_bytes()
         if self.available_bytes is None or share_bytes is None:
             return (graph,)
         budget_bytes = self.available_bytes + self.limits.excess_bytes
         limited = limit_saved_bytes(replace(problem, graph=graph), budget_bytes, share_bytes)
         return (graph,) if limited is graph else (limited, graph)
 
-    def _share_bytes(self) -> int | None:
-        """Return what a percentage allows of the bytes that the step saves for its backward."""
+    def _saved_share_bytes(self) -> int | None:
+        """Return the bytes that the step may save for its backward, by a budget in percent; None
+        for other budgets."""
         return self.limits.share_bytes(self.baseline.saved_bytes, self.baseline.peak_bytes)
 
 
@@ -425,5 +440,6 @@ def least_demanding_error(errors: Sequence[RematError]) -> RematError:
     return min(errors, key=min_budget)
 
 
-def _recomputes(plan: Plan) -> bool:
+def _has_recomputations(plan: Plan) -> bool:
+    """True if a plan runs an operation more than once."""
     return len(plan.schedule) > len(plan.graph)

@@ -33,24 +33,25 @@ def min_cut_partition(
     num_fwd_outputs: int,
     static_lifetime_input_indices: list[int] | None,
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Split a joint graph as torch.compile does without remat. Modifies the joint graph."""
+    """Return the forward and backward graphs of plain torch.compile for a joint graph, which is
+    modified."""
     from torch._functorch import config
 
     with config.patch(activation_memory_budget=1.0):
-        halves = partitioners.min_cut_rematerialization_partition(
+        graph_modules = partitioners.min_cut_rematerialization_partition(
             joint,
             inputs,
             num_fwd_outputs=num_fwd_outputs,
             static_lifetime_input_indices=static_lifetime_input_indices,
         )
-    _remove_misplaced_samples(*halves)
-    return halves
+    _remove_misplaced_samples(*graph_modules)
+    return graph_modules
 
 
 def _remove_misplaced_samples(forward: fx.GraphModule, backward: fx.GraphModule) -> None:
-    """Remove unused random operations from the half that they do not belong to.
+    """Remove unused random operations from the graph, forward or backward, that is not theirs.
 
-    With `fallback_random`, torch leaves them in both halves if their inputs are available there. So
+    With `fallback_random`, torch leaves them in both graphs if their inputs are available there. So
     they would sample a second time, and later operations would get other random numbers.
     """
     from torch._inductor import config
@@ -77,7 +78,8 @@ def extract_forward_backward(
     num_fwd_outputs: int,
     static_inputs: Sequence[fx.Node],
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Split a joint graph at the given saved values. Both halves keep its order."""
+    """Return the forward and backward graphs of a joint graph, in its order, so that the forward
+    saves these tensors, scalars and other objects. `static_inputs` have fixed addresses."""
     extract = partitioners._extract_fwd_bwd_modules
     version_arguments: dict[str, Any] = {}
     if "saved_opaque_nodes" in inspect.signature(extract).parameters:  # torch 2.15
@@ -91,12 +93,13 @@ def extract_forward_backward(
         **version_arguments,
     )
     _remove_misplaced_samples(forward, backward)
-    return _postprocess(forward, is_backward=False), _postprocess(backward, is_backward=True)
+    forward = _postprocess_graph(forward, is_backward=False)
+    return forward, _postprocess_graph(backward, is_backward=True)
 
 
-def _postprocess(module: fx.GraphModule, *, is_backward: bool) -> fx.GraphModule:
-    """Apply the passes that torch's partitioner applies to its own halves: move `getitem` nodes
-    to their producers, and pass RNG states to higher-order operators."""
+def _postprocess_graph(module: fx.GraphModule, *, is_backward: bool) -> fx.GraphModule:
+    """Apply the passes of torch's partitioner to a forward or backward graph, and return it: move
+    `getitem` nodes to their producers, and pass RNG states to higher-order operators."""
     if (raise_getitems := getattr(partitioners, "raise_getitems", None)) is not None:
         module = raise_getitems(module)
     thread_rng = getattr(partitioners, "thread_graphsafe_rng_from_hops", None)
@@ -112,7 +115,7 @@ def cause_of_type(error: BaseException | None, error_type: type[E]) -> E | None:
 
 
 def without_frames(error: E) -> E:
-    """Return an error that is not raised any more without its traceback and causes.
+    """Remove traceback and causes from an error that was handled, and return it.
 
     Their frames reference those of all callers, down to the training loop. In a variable of one of
     them, the error would be in a reference cycle, which keeps their tensors allocated until the

@@ -47,7 +47,7 @@ class ModelBytes:
 
     @classmethod
     def of(cls, model: object) -> ModelBytes:
-        """Return the bytes of a module; zeros for a function."""
+        """Return the bytes of an `nn.Module`, tied tensors counted once; zeros for a function."""
         if not isinstance(model, nn.Module):
             return cls()
         tensors = (*model.parameters(), *model.buffers())
@@ -82,7 +82,7 @@ class CompileOptions(CheckedOptions):
 def read_options(
     options: Mapping[str, Any], model: ModelBytes = UNKNOWN_MODEL
 ) -> tuple[CompileOptions, dict[str, Any]]:
-    """Split options into remat's own, checked, and those that are passed to Inductor.
+    """Return remat's own options, checked, and the other ones, which are passed to Inductor.
 
     Raises `BudgetError` for a missing or invalid budget, and ValueError for an unknown option or
     one of the wrong type.

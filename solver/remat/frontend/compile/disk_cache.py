@@ -57,24 +57,25 @@ class CachedPlan:
     split: PlannedSplit | None = None
 
 
-def cache_key(gm: fx.GraphModule, inputs: Sequence[object], uuid: str) -> str:
-    """Return the key of a graph that torch.compile passes to a backend. `uuid` identifies the
-    options and everything else that decides the plan."""
+def compiled_plan_key(gm: fx.GraphModule, inputs: Sequence[object], uuid: str) -> str:
+    """Return the key of the plan of a graph that torch.compile passes to a backend. `uuid`
+    identifies the options and everything else that decides the plan."""
     code = [m.code for m in gm.modules() if isinstance(m, fx.GraphModule)]
-    signature = [_describe(item) for item in inputs]
-    parts = (_FORMAT, torch.__version__, uuid, _modes(), code, signature)
+    signature = [_graph_input_key(item) for item in inputs]
+    parts = (_FORMAT, torch.__version__, uuid, _grad_and_autocast_modes(), code, signature)
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
-def _modes() -> tuple[object, ...]:
+def _grad_and_autocast_modes() -> tuple[object, ...]:
     """Return the gradient and autocast modes: torch caches separate code for each."""
     kinds = ("cpu", "cuda")
     autocast = [(torch.is_autocast_enabled(k), str(torch.get_autocast_dtype(k))) for k in kinds]
     return (torch.is_grad_enabled(), *autocast)
 
 
-def _describe(item: object) -> object:
-    """Return the layout and type of a tensor; the symbol and hint of a size; else the item."""
+def _graph_input_key(item: object) -> object:
+    """Return the part of a plan's key for an input of the graph: the layout and type of a tensor,
+    the symbol and hint of a size, another input itself."""
     if isinstance(item, torch.Tensor):
         layout = [str(n) for n in (*item.shape, *item.stride(), item.storage_offset())]
         return (layout, str(item.dtype), str(item.device), item.requires_grad, type(item))
@@ -83,10 +84,10 @@ def _describe(item: object) -> object:
     return item
 
 
-def load_plan(key: str) -> CachedPlan | None:
-    """Return the plan with this key; None if there is none or it is unreadable."""
+def load_compiled_plan(key: str) -> CachedPlan | None:
+    """Return the plan on disk with this key; None if there is none or it is unreadable."""
     try:
-        data = json.loads(_path(key).read_text("utf-8"))
+        data = json.loads(_plan_path(key).read_text("utf-8"))
         record = data["compiled"]
         if record is None:
             return CachedPlan(None)
@@ -100,8 +101,8 @@ def load_plan(key: str) -> CachedPlan | None:
         return None
 
 
-def store_plan(key: str, cached: CachedPlan) -> None:
-    """Write a plan. If that fails, a later process plans the graph once more."""
+def save_compiled_plan(key: str, cached: CachedPlan) -> None:
+    """Write a plan to disk. If that fails, nothing is raised: a later process replans the graph."""
     compiled = cached.compiled
     feedback = _FEEDBACK_AND_SPLIT.dump_python((cached.feedback, cached.split), mode="json")
     data: dict[str, Any] = {"compiled": None, "feedback": feedback}
@@ -110,7 +111,7 @@ def store_plan(key: str, cached: CachedPlan) -> None:
             "plan": compiled.plan.to_json(),
             "retained_names": sorted(compiled.retained_names),
         }
-    path = _path(key)
+    path = _plan_path(key)
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
@@ -119,12 +120,13 @@ def store_plan(key: str, cached: CachedPlan) -> None:
         Path(temporary).replace(path)
 
 
-def _path(key: str) -> Path:
+def _plan_path(key: str) -> Path:
+    """Return the path of the file of a plan, next to torch's own cache."""
     return Path(cache_dir()) / "remat" / f"{key}.json"
 
 
 def is_torch_cache_enabled() -> bool:
-    """True if torch caches the graphs that AOTAutograd has partitioned."""
+    """True if torch caches the graphs that AOTAutograd has partitioned, and their code."""
     return bool(functorch_config.enable_autograd_cache and inductor_config.fx_graph_cache)
 
 

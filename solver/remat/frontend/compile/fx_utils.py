@@ -34,17 +34,18 @@ ScopedSymbol = tuple[sympy.Symbol, ShapeEnv]
 
 
 def max_size(size: int | torch.SymInt | torch.SymFloat | torch.SymBool) -> int:
-    """Return the upper bound of a size as an int, its hint if it has no bound. Adds no guard."""
+    """Return the upper bound of a size as an int; its hint if it has no bound, 0 without a hint.
+    Adds no guard."""
     if isinstance(size, int):
         return size
     node = size.node
-    upper = upper_bound(node.expr, node.shape_env)
+    upper = size_upper_bound(node.expr, node.shape_env)
     if upper is not None:
         return upper
     return int(node.hint) if node.hint is not None else 0
 
 
-def upper_bound(expression: sympy.Expr | int, env: ShapeEnv) -> int | None:
+def size_upper_bound(expression: sympy.Expr | int, env: ShapeEnv) -> int | None:
     """Return the largest value that an expression of sizes may have, None if it is unbounded."""
     if isinstance(expression, int) or expression.is_Integer:
         return int(expression)
@@ -56,35 +57,37 @@ def upper_bound(expression: sympy.Expr | int, env: ShapeEnv) -> int | None:
 def add_missing_bounds(placeholders: Iterable[fx.Node]) -> list[ScopedSymbol]:
     """Guard each unbounded symbol in the sizes of these placeholders by an upper bound with
     headroom for larger calls. Return the symbols that had no bound."""
-    symbols = list(_symbols(placeholders))
-    unbounded = [(symbol, env) for symbol, env in symbols if upper_bound(symbol, env) is None]
+    symbols = list(_size_symbols(placeholders))
+    unbounded = [(symbol, env) for symbol, env in symbols if size_upper_bound(symbol, env) is None]
     for symbol, env in unbounded:
         size = _HEADROOM_FACTOR * int(env.backed_var_to_val[symbol])
-        _guard(symbol, env, 1 << (size - 1).bit_length())
+        _guard_size_symbol(symbol, env, 1 << (size - 1).bit_length())
     return unbounded
 
 
 def bound_by_current_size(symbols: Iterable[ScopedSymbol]) -> None:
     """Guard each symbol by its value in the current call: larger calls recompile."""
     for symbol, env in symbols:
-        _guard(symbol, env, int(env.backed_var_to_val[symbol]))
+        _guard_size_symbol(symbol, env, int(env.backed_var_to_val[symbol]))
 
 
-def growth_factor(expression: sympy.Expr | int, env: ShapeEnv) -> float:
-    """Return the upper bound of an expression of sizes divided by its value in the first call."""
+def size_growth_factor(expression: sympy.Expr | int, env: ShapeEnv) -> float:
+    """Return the upper bound of an expression of sizes divided by its value in the first call; 1.0
+    if the bound or the value is unknown or 0."""
     first_values = env.backed_var_to_val
     if isinstance(expression, int) or not expression.free_symbols.issubset(first_values):
         return 1.0
-    upper = upper_bound(expression, env)
+    upper = size_upper_bound(expression, env)
     first = int(str(expression.xreplace(first_values)))
     return upper / first if upper is not None and first else 1.0
 
 
-def _guard(symbol: sympy.Symbol, env: ShapeEnv, upper: int) -> None:
+def _guard_size_symbol(symbol: sympy.Symbol, env: ShapeEnv, upper: int) -> None:
+    """Guard a symbol of a size by an upper bound: calls above it recompile."""
     env.evaluate_expr(sympy.Le(symbol, upper))
 
 
-def _symbols(placeholders: Iterable[fx.Node]) -> Iterator[ScopedSymbol]:
+def _size_symbols(placeholders: Iterable[fx.Node]) -> Iterator[ScopedSymbol]:
     """Yield the symbols in the sizes of placeholders that have a value in the first call."""
     seen: set[sympy.Symbol] = set()
     for node in placeholders:
@@ -141,7 +144,7 @@ def output_tensors(node: fx.Node) -> Iterator[torch.Tensor]:
 
 
 def device_of(items: Iterable[object]) -> torch.device:
-    """Return the GPU of the first tensor that is on one; else the CPU."""
+    """Return the device of the first tensor that is not on the CPU; else the CPU."""
     devices = (item.device for item in items if isinstance(item, torch.Tensor))
     return next((d for d in devices if d.type != "cpu"), torch.device("cpu"))
 
@@ -152,8 +155,8 @@ def num_elements(tensor: torch.Tensor) -> int:
 
 
 def storage_bytes(tensor: torch.Tensor) -> int:
-    """Return the bytes of the storage that a tensor with these strides needs. On CUDA they are
-    rounded as the caching allocator rounds them."""
+    """Return the bytes of the storage that a tensor with its strides needs, at the upper bounds of
+    symbolic sizes. On CUDA they are rounded as the caching allocator rounds them."""
     extent = num_elements(tensor)
     if tensor.layout == torch.strided and extent:
         pairs = zip(tensor.shape, tensor.stride(), strict=True)
@@ -163,7 +166,8 @@ def storage_bytes(tensor: torch.Tensor) -> int:
 
 
 def storage_by_schema(node: fx.Node, position: int, tensor: torch.Tensor) -> tuple[Hashable, int]:
-    """Return the storage that a tensor shows by the schemas of operators: a `StorageOf`."""
+    """Return the key and the bytes of the storage that a tensor belongs to, by the schemas of
+    operators. The tensor is the output of `node` at `position`. For `TraceBuilder`."""
     base = storage_base(node)
     if is_getitem(base):
         return base.args, storage_bytes(tensor)
@@ -194,12 +198,14 @@ def is_operation(node: fx.Node) -> bool:
 
 
 def is_assertion(node: fx.Node) -> bool:
-    """True if the node only raises an error if a condition is false, as an `assert` of the user."""
+    """True if the node is an assertion: it raises an error if a condition is false, and returns
+    nothing."""
     return is_symbolic_scalar(node) and str(node.target).startswith(_ASSERTIONS)
 
 
 def has_side_effect(node: fx.Node) -> bool:
-    """True if the node has to run even if its output is unused."""
+    """True if the node has to run even if its output is unused: an assertion, or an operation that
+    mutates an argument."""
     return is_assertion(node) or bool(mutated_args(node))
 
 
@@ -298,8 +304,8 @@ def is_fusible(node: fx.Node) -> bool:
     return is_fusible_node(node) and not mutated_args(node)
 
 
-def copy_graph(graph: fx.Graph) -> fx.Graph:
-    """Return a copy of a graph; `meta` of its nodes is copied, the fake tensors are not."""
+def copy_fx_graph(graph: fx.Graph) -> fx.Graph:
+    """Return a copy of an fx graph; `meta` of its nodes is copied, the fake tensors are not."""
     copied, nodes = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in graph.nodes:
         nodes[node] = copied.node_copy(node, nodes.__getitem__)

@@ -2,7 +2,7 @@
 
 torch's own partitioner splits AOTAutograd's graph first. So a plan without recomputation is what
 torch.compile runs anyway, including the cheap recomputation that it does in the backward. Then both
-halves are joined again: the backward reads the forward's nodes, so that remat may recompute more of
+graphs are joined again: the backward reads the forward's nodes, so that remat may recompute more of
 the forward.
 """
 
@@ -93,7 +93,8 @@ class CompiledJointGraph:
         return computed_outputs(self.forward_outputs)
 
     def retained_outputs(self, outputs: str) -> frozenset[fx.Node]:
-        """Return the forward's outputs that the caller references until the backward ends."""
+        """Return the storage bases of the outputs that the caller references until the backward
+        ends. `outputs` is "held" or "dropped"."""
         return retained_outputs(self.forward_outputs, outputs)
 
     @property
@@ -135,14 +136,14 @@ class CompiledJointGraph:
         return self.probe_results[0].layout_copy_bytes if self.probe_results else 0
 
     def strides_in_memory(self, node: fx.Node) -> tuple[int, ...]:
-        """Return the strides in which the forward writes a tensor: those that Inductor selects,
-        where they are known, else those of the graph."""
+        """Return the strides in which the forward writes a tensor: Inductor's for a constant-size
+        output of the forward, else the strides in the graph."""
         saved = self.probe_results[0].output_strides if self.probe_results else {}
         return saved.get(node.name, node.meta["val"].stride())
 
     def is_generated(self, operation: fx.Node) -> bool:
-        """True if Inductor generates the operation's kernel, and so may fuse it; False for an
-        extern kernel, and always without Inductor."""
+        """True if Inductor generates the operation's kernel, and so may fuse it. False for an
+        extern kernel, and for every operation without Inductor."""
         if self.kernels is None or (
             has_multiple_outputs(operation) and not is_recomputable(operation)
         ):
@@ -164,7 +165,8 @@ class CompiledJointGraph:
 
 
 def computed_outputs(forward_outputs: Iterable[object]) -> set[fx.Node]:
-    """Return the storage bases of the forward's outputs that are no inputs of the step."""
+    """Return the storage bases of the forward's outputs that the forward computes: no inputs of the
+    step, and no scalars."""
     bases = {storage_base(n) for n in forward_outputs if isinstance(n, fx.Node)}
     return {n for n in bases if n.op == "call_function" and not is_symbolic_scalar(n)}
 
@@ -183,8 +185,9 @@ def retained_outputs(forward_outputs: Iterable[object], outputs: str) -> frozens
 def donated_tangent_bytes(
     tangents: Iterable[fx.Node], gradients: Iterable[object]
 ) -> dict[fx.Node, int]:
-    """Return the tangents that are freed once they are read, with their bytes: those with more
-    than one element that the backward does not return as a gradient."""
+    """Return the tangents that are freed once they are read, with their bytes: tangents with more
+    than one element that the backward does not return as a gradient. Empty for versions of torch
+    that hold all tangents until the backward ends."""
     if not backward_frees_tangents():
         return {}
     returned = {storage_base(n) for n in gradients if isinstance(n, fx.Node)}
@@ -211,10 +214,12 @@ def build_joint_graph(
     output_meta = dict(module.graph.output_node().meta)
     mutated_names = {node.name for node in inputs_mutated_after_forward(module)}
     old_placeholders = [(n.name, n) for n in module.graph.nodes if n.op == "placeholder"]
-    halves = min_cut_partition(module, inputs, num_fwd_outputs, static_lifetime_input_indices)
+    graph_modules = min_cut_partition(
+        module, inputs, num_fwd_outputs, static_lifetime_input_indices
+    )
     if inductor:
-        for half in halves:
-            fuse_matmul_additions(half)
+        for gm in graph_modules:
+            fuse_matmul_additions(gm)
     graph = fx.Graph()
     by_name: dict[str, fx.Node] = {name: graph.node_copy(node) for name, node in old_placeholders}
     placeholders = tuple(by_name.values())
@@ -228,9 +233,9 @@ def build_joint_graph(
     backward_inputs: InputLifetimes | None = None
     is_plain_correct = True
     mutated = {by_name[name] for name in mutated_names}
-    for is_backward, half in enumerate(halves):
+    for is_backward, gm in enumerate(graph_modules):
         joint_node: dict[fx.Node, fx.Node] = {}
-        for node in half.graph.nodes:
+        for node in gm.graph.nodes:
             if node.op == "placeholder":
                 joint_node[node] = by_name[str(node.target)]
             elif node.op == "get_attr":
@@ -264,9 +269,9 @@ def build_joint_graph(
             backward_inputs = _input_lifetimes(
                 joint_node, placeholders, forward_outputs, returned[-1], retained
             )
-            probes.append(probe_kernels(half, backward_inputs, probes[0] if probes else None))
+            probes.append(probe_kernels(gm, backward_inputs, probes[0] if probes else None))
             nodes = {node.name: joint for node, joint in joint_node.items()}
-            kernels += [_with_nodes(kernel, nodes) for kernel in probes[-1].kernels]
+            kernels += [_kernel_of_joint_nodes(kernel, nodes) for kernel in probes[-1].kernels]
     mutated.update(storage_base(n) for call in operations for n in mutated_args(call))
     return CompiledJointGraph(
         module=module,
@@ -280,7 +285,7 @@ def build_joint_graph(
         probe_results=tuple(probes),
         mutated=frozenset(mutated),
         output_meta=output_meta,
-        plain_halves=halves if inductor and is_plain_correct else None,
+        plain_halves=graph_modules if inductor and is_plain_correct else None,
         backward_inputs=backward_inputs,
         batch_copy_bytes=_batch_copy_bytes(placeholders, static_lifetime_input_indices or ()),
     )
@@ -304,8 +309,9 @@ def _input_lifetimes(
     returned: Sequence[object],
     retained: Collection[fx.Node],
 ) -> InputLifetimes:
-    """Return the lifetimes of a half's inputs. `joint_node` has the joint graph's node of each node
-    of the half, `returned` what the half returns; the caller references the storages `retained`."""
+    """Return the lifetimes of the inputs of a forward or backward graph. `joint_node` maps its
+    nodes to nodes of the joint graph, `returned` are its outputs, and `retained` the storage bases
+    that the caller references."""
     bases = {n.name: storage_base(joint_node[n]) for n in joint_node if n.op == "placeholder"}
     # Parameters, and views of them, are allocated during the whole step.
     primals = {n for n in placeholders if not is_tangent(n)}
@@ -326,8 +332,9 @@ def _input_lifetimes(
 def _overwritable_inputs(
     bases: Mapping[str, fx.Node], forward_outputs: Sequence[object]
 ) -> set[str]:
-    """Return the inputs of a half that it may overwrite, by torch's rule for donated buffers:
-    saved tensors that are not outputs of the forward and whose storage no other input shares."""
+    """Return the names of the inputs that a forward or backward graph may overwrite, by torch's
+    rule for donated buffers: saved tensors that are not outputs of the forward and whose storage no
+    other input shares. `bases` has the storage base of each input."""
     returned = {storage_base(n) for n in forward_outputs if isinstance(n, fx.Node)}
     num_inputs = Counter(bases.values())
     return {
@@ -337,9 +344,9 @@ def _overwritable_inputs(
     }
 
 
-def _with_nodes(kernel: Kernel[str], nodes: Mapping[str, fx.Node]) -> Kernel[fx.Node]:
-    """Return a kernel in terms of the joint graph's nodes. `nodes` has them by the names that the
-    half gives them; names of other nodes are left out."""
+def _kernel_of_joint_nodes(kernel: Kernel[str], nodes: Mapping[str, fx.Node]) -> Kernel[fx.Node]:
+    """Return a kernel in terms of the joint graph's nodes. `nodes` has them by their names in the
+    forward or backward graph; names that are not in `nodes` are left out."""
     written, origins = (
         tuple(nodes[name] for name in names if name in nodes and nodes[name].op == "call_function")
         for names in (kernel.written, kernel.origins)

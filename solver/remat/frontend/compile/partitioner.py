@@ -20,8 +20,8 @@ from remat.frontend.compile.candidates import (
     MIN_SOLVE_S,
     CandidateSelection,
     GraphSolver,
-    offload_limits,
-    prepare_host,
+    graph_offload_limits,
+    prepare_host_for_plan,
 )
 from remat.frontend.compile.compat import min_cut_partition
 from remat.frontend.compile.compile_options import COMPILED_PIECES, CompileOptions, read_options
@@ -29,7 +29,7 @@ from remat.frontend.compile.fx_utils import (
     ScopedSymbol,
     add_missing_bounds,
     bound_by_current_size,
-    copy_graph,
+    copy_fx_graph,
 )
 from remat.frontend.compile.inductor.fusion_control import InstallFusionChoices
 from remat.frontend.compile.inductor.peak_check import PeakVerifier
@@ -42,7 +42,7 @@ from remat.frontend.compile.kernels.problem import (
     inductor_baseline_peak_bytes,
     unsplit_step,
 )
-from remat.frontend.compile.kernels.to_fx import build_modules, plain_modules
+from remat.frontend.compile.kernels.to_fx import build_graph_modules, plain_graph_modules
 from remat.frontend.compile.kernels.variants import Variant, find_variants
 from remat.frontend.compile.registry import (
     NO_FEEDBACK,
@@ -54,7 +54,7 @@ from remat.frontend.compile.registry import (
     register_plan,
     saved_by_other_graphs,
     unregister_plan,
-    warn_of_smallest,
+    warn_of_smallest_plan,
 )
 from remat.frontend.compile.split import CannotSplit, split_joint_graph
 from remat.frontend.compile.step_graphs import (
@@ -83,11 +83,11 @@ _CAPTURES_PER_COMPILATION = 4
 torch.compile also generates and compiles their code."""
 
 
-class _Form(NamedTuple):
+class _GraphForm(NamedTuple):
     """A joint graph as it is planned: whole, or with its largest operations in pieces.
 
-    `splits` are these operations, and `obstacle` is the reason why the logits are not among them,
-    "" if that is not known.
+    `split` is None for the whole graph. `splits` are the operations in pieces, and `obstacle` is
+    the reason why the logits are not among them, "" if that is not known.
     """
 
     module: fx.GraphModule
@@ -95,16 +95,17 @@ class _Form(NamedTuple):
     splits: tuple[Split, ...] = ()
     obstacle: str = ""
 
-    def in_pieces(self, num_fwd_outputs: int, split: PlannedSplit) -> _Form:
-        """Return the form in pieces. Raises `CannotSplit`."""
+    def in_pieces(self, num_fwd_outputs: int, split: PlannedSplit) -> _GraphForm:
+        """Return the form in `split.pieces` pieces; its module is a new one. Raises
+        `CannotSplit`."""
         module, splits, obstacle = split_joint_graph(self.module, num_fwd_outputs, split.pieces)
-        return _Form(module, split, splits, obstacle)
+        return _GraphForm(module, split, splits, obstacle)
 
 
 @dataclass(frozen=True)
-class _JointInputs:
+class _PartitionArguments:
     """The arguments of one call of the partitioner, the unbounded size symbols of the joint graph,
-    and the time limit of planning."""
+    and the time limit of planning. `static` are the indices of inputs with a fixed address."""
 
     values: Sequence[object]
     num_fwd_outputs: int
@@ -116,7 +117,7 @@ class _JointInputs:
 class _PlannedForm(NamedTuple):
     """The plan of a form, and the time that the capture of its kernels took."""
 
-    form: _Form
+    form: _GraphForm
     problem: CompileProblem
     compiled: CompiledPlan
     capture_s: float
@@ -131,8 +132,8 @@ class _PlannedForm(NamedTuple):
 class PlanRound(NamedTuple):
     """One of the plans that the backend "remat" tries for a graph.
 
-    The graphs of one `group` share the budget; without the backend there is none. `feedback` is
-    that of the earlier plans of the graph; `number` counts the plans, this one included. With
+    The graphs of one `group` share the budget; without the backend there is none. `feedback` comes
+    from the earlier plans of the graph; `number` counts the plans, this one included. With
     `split`, the largest operations run in pieces. `unbounded`, which all plans of the graph share,
     are the size symbols that had no upper bound before the first one. `log` has the candidates of
     all plans of the graph.
@@ -152,7 +153,7 @@ class Partitioner(CustomPartitionerFn):
 
         torch.compile(model, options=remat.Partitioner("60%").settings())
 
-    Options are those of `torch.compile(backend="remat")`. The backend also replans a graph whose
+    It takes the options of `torch.compile(backend="remat")`. The backend also replans a graph whose
     kernels need more memory than planned, or whose budget needs pieces (`split="auto"`); with a
     partitioner alone this is an error.
     """
@@ -171,6 +172,7 @@ class Partitioner(CustomPartitionerFn):
         self._initialize(compile_options, PlanRound(split=split))
 
     def _initialize(self, options: CompileOptions, plan_round: PlanRound) -> None:
+        """Set the options, the round, and the empty results of a new partitioner."""
         self.options = options
         self.round = plan_round
         self.split = plan_round.split
@@ -219,7 +221,7 @@ class Partitioner(CustomPartitionerFn):
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         static = static_lifetime_input_indices
         # Planning modifies the graph, and may fail afterwards.
-        original = fx.GraphModule(gm, copy_graph(gm.graph)) if self.options.fallback else gm
+        original = fx.GraphModule(gm, copy_fx_graph(gm.graph)) if self.options.fallback else gm
         try:
             return self._partition(gm, joint_inputs, num_fwd_outputs, static)
         except Exception as error:
@@ -245,11 +247,12 @@ class Partitioner(CustomPartitionerFn):
         num_fwd_outputs: int,
         static: list[int] | None,
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        """Plan a joint graph and split it into the forward and backward of the schedule."""
+        """Plan a joint graph, register the plan, and return the forward and backward graphs of its
+        schedule; Inductor's own where the plan keeps these. Modifies `gm`."""
         limit_s = self.options.planning_s
         clock = Clock.of(math.inf if limit_s is None else limit_s)
         self.module, self.compile_id = current_object_name(), current_compile_id()
-        operations = _num_operations(gm)
+        operations = _num_fx_operations(gm)
         feedback = self.round.feedback
         reduced = f", reduced by {format_bytes(feedback.excess_bytes)}"
         not_in_place = f", {len(feedback.separate_buffers)} values not in place"
@@ -265,19 +268,19 @@ class Partitioner(CustomPartitionerFn):
         if self.round.unbounded is not None:
             self.round.unbounded.extend(unbounded)
             unbounded = self.round.unbounded
-        inputs = _JointInputs(joint_inputs, num_fwd_outputs, static, unbounded, clock)
+        inputs = _PartitionArguments(joint_inputs, num_fwd_outputs, static, unbounded, clock)
         form = self._requested_form(gm, inputs)
         if self._may_select_pieces():
-            whole = fx.GraphModule(gm, copy_graph(gm.graph))  # planning modifies the graph
-            planned = self._smallest_with_pieces(self._plan_form(form, inputs), whole, inputs)
+            whole = fx.GraphModule(gm, copy_fx_graph(gm.graph))  # planning modifies the graph
+            planned = self._smallest_plan_with_pieces(self._plan_form(form, inputs), whole, inputs)
         else:
             planned = self._plan_form(form, inputs)
         compiled, self.split = planned.compiled, planned.form.split
         self._log_solved(compiled)
         if compiled.is_plain:
-            halves = plain_modules(planned.problem, compiled)
+            graph_modules = plain_graph_modules(planned.problem, compiled)
         else:
-            halves = build_modules(
+            graph_modules = build_graph_modules(
                 planned.problem,
                 compiled,
                 num_fwd_outputs,
@@ -288,9 +291,10 @@ class Partitioner(CustomPartitionerFn):
         compiled.planned_s = clock.elapsed_s
         register_plan(compiled)
         self.compiled = compiled
-        return halves
+        return graph_modules
 
     def _log_solved(self, compiled: CompiledPlan) -> None:
+        """Log the peak and time of a plan, or that the graph keeps Inductor's own kernels."""
         plan = compiled.plan
         if compiled.is_plain:
             logger.info(
@@ -313,16 +317,17 @@ class Partitioner(CustomPartitionerFn):
 
     # -- the graph whole and in pieces ------------------------------------------------------------
 
-    def _requested_form(self, gm: fx.GraphModule, inputs: _JointInputs) -> _Form:
-        """Return the graph with the requested pieces; whole where it cannot be split and need not
-        be. Sets the step without pieces."""
+    def _requested_form(self, gm: fx.GraphModule, inputs: _PartitionArguments) -> _GraphForm:
+        """Return the form with the requested pieces; whole if none are requested, or where the
+        graph cannot be split and need not be. Sets `unsplit`, the step without pieces, if pieces
+        are requested."""
         split = self.round.split
         self.split, self.unsplit = split, split and split.unsplit
-        whole = _Form(gm)
+        whole = _GraphForm(gm)
         if split is None:
             return whole
         if self.unsplit is None:
-            unsplit = fx.GraphModule(gm, copy_graph(gm.graph))
+            unsplit = fx.GraphModule(gm, copy_fx_graph(gm.graph))
             joint = self._joint_graph(unsplit, inputs)
             ((joint, groups), *_) = find_variants(joint, baseline_only=True)
             cost_model = KernelCostModel(joint, fused=self._has_fused_costs)
@@ -339,22 +344,23 @@ class Partitioner(CustomPartitionerFn):
             return whole
 
     def _may_select_pieces(self) -> bool:
-        """True if the plan for "min" may have pieces. Not in later rounds: the kernels of the plan
-        in pieces exceeded the peak of the plan without."""
+        """True if the backend plans for "min" with `split="auto"`, in the graph's first plan. Not
+        in later ones: the kernels of the plan in pieces exceeded the peak of the plan without."""
         options = self.options
         is_first = self.round.group is not None and self.split is None and self.round.number == 1
         return is_first and options.limits.budget.is_min and options.split == SPLIT_AUTO
 
-    def _smallest_with_pieces(
-        self, planned: _PlannedForm, whole: fx.GraphModule, inputs: _JointInputs
+    def _smallest_plan_with_pieces(
+        self, planned: _PlannedForm, whole: fx.GraphModule, inputs: _PartitionArguments
     ) -> _PlannedForm:
-        """Return the plan with the smallest peak: `planned`, or one with the largest operations in
-        pieces.
+        """Return the plan with the smallest peak: `planned`, or one of the graph `whole` with its
+        largest operations in pieces.
 
         The captures in pieces may take the time limit of the strategy plus the expected time of
         compiling the whole graph. Each solve may take half of the time limit.
         """
-        smallest, whole_bytes, num_operations = planned, planned.peak_bytes, _num_operations(whole)
+        smallest, whole_bytes = planned, planned.peak_bytes
+        num_operations = _num_fx_operations(whole)
         time_limit_s = getattr(self.options.strategy, "time_limit", 0.0)
         strategy = with_limits(self.options.strategy, time_limit=max(MIN_SOLVE_S, time_limit_s / 2))
         captures_s = time_limit_s + _CAPTURES_PER_COMPILATION * planned.capture_s
@@ -362,12 +368,12 @@ class Partitioner(CustomPartitionerFn):
         for pieces in COMPILED_PIECES:
             split = PlannedSplit(pieces, self.unsplit, whole_bytes)
             try:
-                form = _Form(whole).in_pieces(inputs.num_fwd_outputs, split)
+                form = _GraphForm(whole).in_pieces(inputs.num_fwd_outputs, split)
             except CannotSplit as error:
                 logger.info("%s: not split: %s", self.title, one_line(error))
                 break
             elapsed_s = time.perf_counter() - started_s - solves_s
-            capture_s = planned.capture_s * _num_operations(form.module) / max(1, num_operations)
+            capture_s = planned.capture_s * _num_fx_operations(form.module) / max(1, num_operations)
             # Without Inductor a capture is quick; Inductor schedules the kernels of a capture.
             if self.options.inductor and elapsed_s + capture_s > captures_s:
                 logger.info(
@@ -398,9 +404,11 @@ class Partitioner(CustomPartitionerFn):
     # -- the plan of one form ---------------------------------------------------------------------
 
     def _plan_form(
-        self, form: _Form, inputs: _JointInputs, strategy: Strategy | None = None
+        self, form: _GraphForm, inputs: _PartitionArguments, strategy: Strategy | None = None
     ) -> _PlannedForm:
-        """Plan a joint graph. `strategy` overrides `options.strategy`."""
+        """Plan a form of the joint graph within the budget; without the backend, for the smallest
+        peak if nothing fits and `options.infeasible` accepts that. `strategy` overrides
+        `options.strategy`. Raises `InfeasibleBudget`."""
         capture_started_s = time.perf_counter()
         options = self.options
         joint = self._joint_graph(form.module, inputs)
@@ -443,22 +451,23 @@ class Partitioner(CustomPartitionerFn):
         problem, compiled = plan(options.limits.with_budget(Budget.parse("min")))
         compiled.infeasible_limits = options.limits
         if not options.inductor:  # else once the kernels are verified
-            warn_of_smallest(compiled)
+            warn_of_smallest_plan(compiled)
         return _PlannedForm(form, problem, compiled, capture_s)
 
     def _plan_variants(
         self,
-        form: _Form,
+        form: _GraphForm,
         variants: Sequence[Variant],
         cost_model: KernelCostModel,
         unbounded: Sequence[ScopedSymbol],
         solver: GraphSolver,
         limits: Limits,
     ) -> tuple[CompileProblem, CompiledPlan]:
-        """Plan the best variant for the upper bounds of its sizes.
+        """Return the best variant's problem and plan, for the upper bounds of its sizes.
 
-        If sizes had no bound and the budget is in bytes, the bounds that remat added are lowered to
-        the sizes of this call where larger ones do not fit.
+        `unbounded` are the symbols of sizes that had no bound. If there are any and the budget is
+        in bytes, the bounds that remat added are lowered to the sizes of this call where larger
+        ones do not fit.
         """
 
         def selection() -> CandidateSelection:
@@ -466,7 +475,7 @@ class Partitioner(CustomPartitionerFn):
                 build_problem(joint, groups, cost_model, self.options.outputs)
                 for joint, groups in variants
             ]
-            return self._selection(form, problems, solver, limits)
+            return self._candidate_selection(form, problems, solver, limits)
 
         if unbounded and limits.budget.size_bytes is not None:
             with suppress(InfeasibleBudget):
@@ -478,11 +487,12 @@ class Partitioner(CustomPartitionerFn):
         except InfeasibleBudget as error:
             raise bounded.explained(error, self.title, form.obstacle) from error
 
-    def _selection(
-        self, form: _Form, problems: list[CompileProblem], solver: GraphSolver, limits: Limits
+    def _candidate_selection(
+        self, form: _GraphForm, problems: list[CompileProblem], solver: GraphSolver, limits: Limits
     ) -> CandidateSelection:
-        """Return the selection among the candidates for a graph. The first problem is the step that
-        torch.compile would run: the baseline."""
+        """Return the selection among the candidates for a graph. The first of the `problems`, one
+        for each variant, is the step that torch.compile would run: the baseline. Sets `unsplit` if
+        the form is whole."""
         joint = problems[0].joint
         plain_bytes = None
         if form.split is None:
@@ -508,19 +518,20 @@ class Partitioner(CustomPartitionerFn):
             unsplit._replace(peak_bytes=unsplit.peak_bytes + others.baseline_saved_bytes),
             feedback,
             plain_bytes,
-            offload_limits(self.options.offload, joint, others.host_bytes),
+            graph_offload_limits(self.options.offload, joint, others.host_bytes),
             self.round.log or CandidateLog(),
         )
 
     def _compiled_plan(
-        self, form: _Form, selection: CandidateSelection
+        self, form: _GraphForm, selection: CandidateSelection
     ) -> tuple[CompileProblem, CompiledPlan]:
-        """Select a candidate, and return its problem and its plan."""
+        """Select a candidate, and return its problem and its plan. Without the backend, pins host
+        memory for its offloaded tensors."""
         problem, plan, is_plain = selection.select()
         joint, unsplit = problem.joint, self.unsplit
         assert unsplit is not None
         if self.round.group is None:  # the backend calls it once the kernels of a plan are verified
-            prepare_host(plan, joint.device)
+            prepare_host_for_plan(plan, joint.device)
         if form.split is not None and form.split.unsplit_min_bytes is not None:
             figures = SplitFigures(unsplit_min_bytes=form.split.unsplit_min_bytes)
             plan = replace(plan, split=figures)
@@ -545,7 +556,8 @@ class Partitioner(CustomPartitionerFn):
             is_plain=is_plain,
         )
 
-    def _joint_graph(self, gm: fx.GraphModule, inputs: _JointInputs) -> CompiledJointGraph:
+    def _joint_graph(self, gm: fx.GraphModule, inputs: _PartitionArguments) -> CompiledJointGraph:
+        """Build the planned joint graph from AOTAutograd's `gm`, which is modified."""
         return build_joint_graph(
             gm,
             inputs.values,
@@ -556,7 +568,7 @@ class Partitioner(CustomPartitionerFn):
         )
 
     def discard_plan(self) -> None:
-        """Remove the latest plan from the registry: its code does not run."""
+        """Remove the latest plan, if there is one, from the registry: its code does not run."""
         if self.compiled is not None:
             unregister_plan(self.compiled)
 
@@ -579,5 +591,6 @@ class Partitioner(CustomPartitionerFn):
         return f"remat {VERSION} {key!r} {allocated}"
 
 
-def _num_operations(gm: fx.GraphModule) -> int:
+def _num_fx_operations(gm: fx.GraphModule) -> int:
+    """Return the number of operator calls in an fx graph."""
     return sum(node.op == "call_function" for node in gm.graph.nodes)

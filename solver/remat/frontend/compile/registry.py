@@ -44,8 +44,8 @@ class CompiledPlan:
     `batch_copy_bytes` the copy of the batch that CUDA graphs read. During the backward, the caller
     retains `retained_bytes` that the backward does not read and the inputs `retained_names` that it
     does read; `layout_copy_bytes` are parameters in another layout; `donated_bytes` are the
-    tangents that are freed once they are read, by name. Only where `is_plain`, `storages` are those
-    that the inputs of the backward show, as in `InputLifetimes`, and `workspace_bytes` is the
+    tangents that are freed once they are read, by name. Only where `is_plain`, `storages` are the
+    storages of the inputs of the backward, as in `InputLifetimes`, and `workspace_bytes` is the
     largest workspace of an extern kernel that cannot be measured in Inductor's layouts.
 
     `infeasible_limits` are the limits of a `Partitioner` that no plan fits, with
@@ -125,8 +125,9 @@ def graph_title(module: str, compile_id: str) -> str:
     return f"{module or 'a graph'} [{compile_id}]" if compile_id else module or "a graph"
 
 
-def warn_of_smallest(compiled: CompiledPlan) -> None:
-    """Warn of a plan for the smallest peak in place of limits that no plan fits."""
+def warn_of_smallest_plan(compiled: CompiledPlan) -> None:
+    """Warn that a plan has the smallest peak because no plan fits its limits. Does nothing for
+    other plans: those without `infeasible_limits`."""
     if (limits := compiled.infeasible_limits) is not None:
         infeasible.warn_of_smallest(limits.budget, compiled.planned_bytes + limits.reserve_bytes)
 
@@ -178,7 +179,8 @@ class SavedByOtherGraphs(NamedTuple):
 
 
 def saved_by_other_graphs(group: object) -> SavedByOtherGraphs:
-    """Return what the graphs of the same step that were compiled before save for their backwards.
+    """Return the bytes that the earlier compiled graphs of the step `group` save for their
+    backwards; zeros for None.
 
     The graphs of a model with graph breaks are nested in time: forward, forward, backward,
     backward. So these bytes stay allocated while another graph of the step runs.
@@ -194,18 +196,18 @@ def saved_by_other_graphs(group: object) -> SavedByOtherGraphs:
 
 
 def register_plan(compiled: CompiledPlan) -> None:
-    """Add a plan to `compiled_plans`."""
+    """Add a plan to `compiled_plans`, and remove the oldest one if there are more than 1,000."""
     _plans[compiled.number] = compiled
     while len(_plans) > _MAX_PLANS:
         _plans.pop(next(iter(_plans)))
 
 
 def unregister_plan(compiled: CompiledPlan) -> None:
-    """Remove a plan whose code does not run from `compiled_plans`."""
+    """Remove a plan whose code does not run from `compiled_plans`, if it is there."""
     _plans.pop(compiled.number, None)
 
 
-def find_plan(number: int) -> CompiledPlan | None:
+def find_compiled_plan(number: int) -> CompiledPlan | None:
     """Return the registered plan with this number, or None."""
     return _plans.get(number)
 

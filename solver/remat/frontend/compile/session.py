@@ -66,9 +66,10 @@ class PlanSession:
         self._partitioner: Partitioner | None = None
         self._log = CandidateLog()
         self._round = PlanRound(step, unbounded=[], log=self._log)
-        self._start_rounds(feedback, split)
+        self._start_plan_rounds(feedback, split)
 
-    def _start_rounds(self, feedback: ReplanFeedback, split: PlannedSplit | None) -> None:
+    def _start_plan_rounds(self, feedback: ReplanFeedback, split: PlannedSplit | None) -> None:
+        """Count the plans from 1 again, with this feedback and split."""
         self._round = self._round._replace(feedback=feedback, split=split, number=1)
         self._exceeded: PeakOverBudget | None = None
         self._offloading_title = ""
@@ -80,8 +81,8 @@ class PlanSession:
         return self._partitioner
 
     def has_next_plan(self, error: Exception) -> bool:
-        """Return True if another plan may succeed after this error of the latest one. Raises
-        `InfeasibleBudget` if none does; False means that the error is about something else."""
+        """Select the next plan after this error of the latest one, and return True. Return False if
+        the error is not about the budget. Raises `InfeasibleBudget` if no plan is left."""
         assert self._partitioner is not None
         partitioner, compiled = self._partitioner, self._partitioner.compiled
         if compiled is not None and compiled.offloads and not self._offloading_title:
@@ -99,7 +100,7 @@ class PlanSession:
             if self._round.number < _MAX_ROUNDS:
                 feedback = self._round.feedback
                 if partitioner.split is None or self._round.split is not None:
-                    feedback = _with_feedback(feedback, exceeded)
+                    feedback = _with_kernel_feedback(feedback, exceeded)
                 # Else "min" selected pieces: the next round plans the graph without them.
                 number = self._round.number + 1
                 self._round = self._round._replace(feedback=feedback, number=number)
@@ -110,13 +111,16 @@ class PlanSession:
             logger.info(
                 "%s: planning without offloading, as %s", self._offloading_title, one_line(reason)
             )
-            self._start_rounds(NO_FEEDBACK._replace(without_offload=True), self._round.split)
+            self._start_plan_rounds(NO_FEEDBACK._replace(without_offload=True), self._round.split)
             return True
         return self._has_plan_in_more_pieces(error, infeasible)
 
     def _has_plan_in_more_pieces(
         self, error: Exception, infeasible: InfeasibleBudget | None
     ) -> bool:
+        """Select a plan with more pieces, and return True. Return False if `error` is not about the
+        budget (`infeasible` is None). Raises `InfeasibleBudget` if there are no more pieces to try,
+        or the graph cannot be split."""
         assert self._partitioner is not None
         if infeasible is not None:
             self._errors.append(without_frames(infeasible))
@@ -134,7 +138,7 @@ class PlanSession:
             self._partitioner.title,
             number,
         )
-        self._start_rounds(self._first_feedback, split)
+        self._start_plan_rounds(self._first_feedback, split)
         return True
 
     def _infeasible_after_rounds(self, exceeded: PeakOverBudget) -> InfeasibleBudget:
@@ -152,8 +156,8 @@ class PlanSession:
         )
 
 
-def _with_feedback(feedback: ReplanFeedback, exceeded: PeakOverBudget) -> ReplanFeedback:
-    """Return the feedback for the next plan.
+def _with_kernel_feedback(feedback: ReplanFeedback, exceeded: PeakOverBudget) -> ReplanFeedback:
+    """Return the feedback for the next plan, after Inductor's kernels exceeded the limit.
 
     Inductor's own kernels are no candidate once they exceed the budget. For other kernels, first
     disable in-place reuse where Inductor did not apply it: this changes which schedules need more

@@ -49,13 +49,13 @@ def split_joint_graph(
     Raises `CannotSplit` if they have no rule, or the graph has symbolic sizes.
     """
     try:
-        trace = _read_joint_graph(module, num_fwd_outputs)
+        trace = _joint_graph_to_trace(module, num_fwd_outputs)
         split = split_largest_operations(trace, pieces)
     except (RematError, ValueError) as error:  # a ValueError: it cannot be described by a trace
         raise CannotSplit(str(error)) from error
     if split is trace:
         raise CannotSplit(split_obstacle(trace) or "there is no rule for one of them")
-    graph = _GraphOfPieces(module, split).write()
+    graph = _SplitGraphWriter(module, split).write()
     splits = tuple(record.to_split() for record in split.splits)
     return fx.GraphModule(module, graph), splits, split_obstacle(trace)
 
@@ -64,10 +64,10 @@ class CannotSplit(RematError):
     """The largest operations of a graph cannot be split."""
 
 
-def _read_joint_graph(module: fx.GraphModule, num_fwd_outputs: int) -> Trace:
-    """Return a joint graph as a trace. Raises `RematError` for symbolic sizes."""
+def _joint_graph_to_trace(module: fx.GraphModule, num_fwd_outputs: int) -> Trace:
+    """Return the trace that describes a joint graph. Raises `RematError` for symbolic sizes."""
     builder = TraceBuilder(allows_opaque=True)
-    backward = _depending_on_tangents(module.graph)
+    backward = _backward_nodes(module.graph)
     for node in module.graph.nodes:
         if node.op in ("placeholder", "get_attr"):
             value = node.meta.get("val")
@@ -89,10 +89,12 @@ def _read_joint_graph(module: fx.GraphModule, num_fwd_outputs: int) -> Trace:
             builder.nodes.append(record)
     (returned,) = module.graph.output_node().args
     assert isinstance(returned, (tuple, list))
-    return builder.step(_tensors(returned[:num_fwd_outputs]), _tensors(returned[num_fwd_outputs:]))
+    return builder.step(
+        _tensor_nodes(returned[:num_fwd_outputs]), _tensor_nodes(returned[num_fwd_outputs:])
+    )
 
 
-class _GraphOfPieces(GraphWriter):
+class _SplitGraphWriter(GraphWriter):
     """The fx graph of a split trace: copies of the joint graph's nodes that stayed, and new nodes
     for pieces, with the `meta` of the node that was split."""
 
@@ -114,17 +116,17 @@ class _GraphOfPieces(GraphWriter):
         """Write the whole graph, and return it."""
         for node in self.old.nodes:
             if node.op in ("placeholder", "get_attr"):
-                self._copy(node)
+                self._copy_unsplit_node(node)
         for record in self.trace.nodes:
             template = self.templates.get(record.name)
             if template is None or record.piece_of:
-                self._add(record)
+                self._add_split_record(record)
             else:
                 for node in (template, *filter(is_getitem, template.users)):
-                    self._copy(node)
+                    self._copy_unsplit_node(node)
         old_output = self.old.output_node()
         (returned,) = old_output.args
-        output = self.graph.output(fx.map_arg(returned, self._copy_of))
+        output = self.graph.output(fx.map_arg(returned, self._copied_node))
         output.meta.update(old_output.meta)
         self.graph.lint()
         return self.graph
@@ -135,36 +137,41 @@ class _GraphOfPieces(GraphWriter):
         args: Sequence[Any],
         kwargs: Mapping[str, Any] | None = None,
     ) -> fx.Node:
-        """Append a call with its fake result."""
+        """Append a call, with its result on fake tensors and the `meta` of the current record, and
+        return its node."""
         node = super().call(function, args, kwargs)
         fake_args, fake_kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
         with self.fake_mode:  # type: ignore[union-attr]
             node.meta = {**self.meta, "val": function(*fake_args, **fake_kwargs)}
         return node
 
-    def _copy(self, node: fx.Node) -> None:
-        copied = self.graph.node_copy(node, self._copy_of)
+    def _copy_unsplit_node(self, node: fx.Node) -> None:
+        """Copy a node of the joint graph that stays whole."""
+        copied = self.graph.node_copy(node, self._copied_node)
         copied.meta = dict(node.meta)
         self.nodes[identifier(node.name)] = copied
 
-    def _copy_of(self, node: fx.Node) -> fx.Node:
+    def _copied_node(self, node: fx.Node) -> fx.Node:
+        """Return the node of the new graph for a node of the joint graph."""
         return self.nodes[identifier(node.name)]
 
-    def _add(self, record: Node) -> None:
-        """Add the node of a piece, or of a sum of pieces."""
+    def _add_split_record(self, record: Node) -> None:
+        """Add the nodes of a record of the split trace: an operation's call for a piece, or one
+        that adds or joins pieces."""
         source = self.templates.get((record.piece_of or record.name).split(MOVED_SUFFIX)[0])
         meta = {} if source is None else source.meta
         self.meta = {key: meta[key] for key in _COPIED_META if key in meta}
         if record.piece_of:
             self.meta[PIECE_KEY] = (record.piece_of, record.piece)
         if record.target == WRITE_ROWS_TARGET:
-            self._write_rows(record)
+            self._join_written_rows(record)
         else:
             function = resolve_operator(_FUNCTIONAL_TARGETS.get(record.target, record.target))
             self.bind(self.call(function, *self.arguments(record)), record.results)
 
-    def _write_rows(self, record: Node) -> None:
-        """Remember a piece of a buffer; after the last, join all of them."""
+    def _join_written_rows(self, record: Node) -> None:
+        """Remember the piece that a record writes into a buffer; after the last piece, concatenate
+        all of them."""
         (result,) = record.results
         before, piece, shape, _, first, count, _ = record.args
         assert isinstance(piece, Ref)
@@ -182,8 +189,8 @@ class _GraphOfPieces(GraphWriter):
         self.nodes[result.name] = joined
 
 
-def _tensors(values: Any) -> list[fx.Node]:
-    """Return the nodes among values that are tensors."""
+def _tensor_nodes(values: Any) -> list[fx.Node]:
+    """Return the fx nodes among values whose results are tensors."""
     return [
         value
         for value in values
@@ -191,7 +198,7 @@ def _tensors(values: Any) -> list[fx.Node]:
     ]
 
 
-def _depending_on_tangents(graph: fx.Graph) -> set[fx.Node]:
+def _backward_nodes(graph: fx.Graph) -> set[fx.Node]:
     """Return the nodes of the backward: those that depend on a tangent."""
     backward: set[fx.Node] = set()
     for node in graph.nodes:

@@ -35,7 +35,8 @@ _LOCAL = "<locals>"
 
 
 def current_object_name() -> str:
-    """Return the name of what this thread compiles: the class of a module, or a function.
+    """Return the name of what Dynamo compiles in this thread: the class of an `nn.Module`, or a
+    function.
 
     After a graph break the line at which it resumes is added. "" if torch does not report it.
     """
@@ -46,7 +47,7 @@ def current_object_name() -> str:
         code, values = frame.f_code, frame.f_locals
     except (AttributeError, AssertionError):  # AOTAutograd without Dynamo
         return ""
-    return _object_name(code, values)
+    return _compiled_object_name(code, values)
 
 
 def current_compile_id() -> str:
@@ -55,22 +56,23 @@ def current_compile_id() -> str:
     return str(CompileContext.current_compile_id() or "")
 
 
-def _object_name(code: CodeType, values: Mapping[str, Any]) -> str:
+def _compiled_object_name(code: CodeType, values: Mapping[str, Any]) -> str:
     """Return the name of the object that runs this code with these local and free variables.
 
-    Decorators replace a function by a wrapper with its own code. The name is then that of the
-    module that the wrapper calls or gets as its first argument, or of the function that it calls.
+    Decorators replace a function by a wrapper with its own code. Then return the
+    name of the module that the wrapper calls or gets as its first argument, or of the function that
+    it calls.
     """
     owner, _, function = code.co_qualname.rpartition(".")
     resumed = _RESUME_FUNCTION.match(function)
     function = resumed["function"] if resumed else function
     name = f"{owner}.{function}" if owner else function
     is_local = _LOCAL in owner
-    wrapped = _wrapped(code, values)
+    wrapped = _wrapped_callable(code, values)
     if isinstance(wrapped, nn.Module):
         name = type(wrapped).__name__
-    elif function == "forward" or is_local or _takes_all_arguments(code):
-        module = _first_module(code, values, is_resumed=resumed is not None)
+    elif function == "forward" or is_local or _has_args_and_kwargs(code):
+        module = _first_argument_module(code, values, is_resumed=resumed is not None)
         if module is not None:
             name = type(module).__name__
         elif wrapped is not None:
@@ -80,12 +82,12 @@ def _object_name(code: CodeType, values: Mapping[str, Any]) -> str:
     return f"{name} from line {resumed['line']}" if resumed else name
 
 
-def _first_module(
+def _first_argument_module(
     code: CodeType, values: Mapping[str, Any], *, is_resumed: bool
 ) -> nn.Module | None:
-    """Return the module that is the first argument, or the first item of `*args`; None if that is
-    not a module. In resumed code, which has other arguments, it is `self` or the first item of
-    `args`."""
+    """Return the `nn.Module` that is the first argument, or the first item of `*args`; None if that
+    is no module. `values` are the code's local variables. In code that resumes after a graph break
+    (`is_resumed`), which has other arguments, it is `self` or the first item of `args`."""
     for name in ("self", "args") if is_resumed else code.co_varnames[:1]:
         value = values.get(name)
         first = value[0] if isinstance(value, tuple) and value else value
@@ -94,14 +96,14 @@ def _first_module(
     return None
 
 
-def _wrapped(code: CodeType, values: Mapping[str, Any]) -> object:
-    """Return the function or module that a wrapper calls; a module in place of its method.
+def _wrapped_callable(code: CodeType, values: Mapping[str, Any]) -> object:
+    """Return the function or `nn.Module` that a wrapper calls; a module in place of its method.
 
     It is the only callable among the free variables. None if the code is not a wrapper (it lacks
     `*args` or `**kwargs`), or has several callables. If the code has further arguments, only a
     module counts: such a function may call another function without being its wrapper.
     """
-    if not _takes_all_arguments(code):
+    if not _has_args_and_kwargs(code):
         return None
     free_values = map(values.get, code.co_freevars)
     callables = [v for v in free_values if callable(v) and not isinstance(v, type)]
@@ -112,18 +114,19 @@ def _wrapped(code: CodeType, values: Mapping[str, Any]) -> object:
         wrapped = wrapped.func
     if isinstance(wrapped, MethodType) and isinstance(wrapped.__self__, nn.Module):
         wrapped = wrapped.__self__
-    has_own_arguments = _original(code).co_argcount > 0
+    has_own_arguments = _original_code(code).co_argcount > 0
     return None if has_own_arguments and not isinstance(wrapped, nn.Module) else wrapped
 
 
-def _takes_all_arguments(code: CodeType) -> bool:
+def _has_args_and_kwargs(code: CodeType) -> bool:
     """True if the code has `*args` and `**kwargs`, as a wrapper has."""
-    flags = _original(code).co_flags
+    flags = _original_code(code).co_flags
     return bool(flags & inspect.CO_VARARGS and flags & inspect.CO_VARKEYWORDS)
 
 
-def _original(code: CodeType) -> CodeType:
-    """Return the original code of resumed code; other code unchanged."""
+def _original_code(code: CodeType) -> CodeType:
+    """Return the code of the whole function if `code` resumes it after a graph break; other code
+    unchanged."""
     from torch._dynamo.resume_execution import ContinueExecutionCache
 
     resumed = ContinueExecutionCache.generated_code_metadata.get(code)
@@ -198,8 +201,9 @@ _steps: list[StepGraphs] = []
 """The latest step of each options object; the one that was compiled last is at the end."""
 
 
-def current_step(options: object, gm: fx.GraphModule) -> StepGraphs:
-    """Return the step that the graph which is now compiled, `gm` of Dynamo, belongs to."""
+def current_step_graphs(options: object, gm: fx.GraphModule) -> StepGraphs:
+    """Return the graphs of the step that Dynamo's graph `gm`, which is now compiled, belongs to.
+    Add `gm` to them. With gradients disabled, return a new step that is not retained."""
     context = CompileContext.try_get()  # compared by identity: ids repeat after a reset of Dynamo
     frame_id = getattr(context and context.compile_id, "frame_id", None) or 0
     if not torch.is_grad_enabled():
@@ -216,8 +220,8 @@ def current_step(options: object, gm: fx.GraphModule) -> StepGraphs:
 
 
 def _step_from_frame(old_step: StepGraphs, frame_id: int) -> StepGraphs:
-    """Return a new step that begins with the old step's frames before this one, and move their
-    plans to it."""
+    """Return a new step with the old step's frames before `frame_id`, which is recompiled. Move
+    their plans to the new step."""
     frame_ids = list(old_step.compilations)
     unchanged = frame_ids[: frame_ids.index(frame_id)]
     step = StepGraphs(
@@ -234,8 +238,9 @@ def _step_from_frame(old_step: StepGraphs, frame_id: int) -> StepGraphs:
 def external_memory_bytes(
     joint: CompiledJointGraph, model: ModelBytes, saved_by_others_bytes: int
 ) -> int:
-    """Return the bytes that other modules use while a graph runs. `saved_by_others_bytes` are those
-    that other graphs of the step save; they are counted elsewhere."""
+    """Return the external memory of a graph in bytes: the model's other parameters and their
+    gradients; on CUDA, all other allocated memory. `saved_by_others_bytes` are saved tensors of the
+    step's other graphs, which do not count here."""
     gradients = {storage_base(n) for n in joint.gradients if isinstance(n, fx.Node)}
     gradients_bytes = max(0, model.trainable_bytes - sum(map(node_bytes, gradients)))
     resident_bytes = model.resident_bytes
@@ -247,8 +252,8 @@ def external_memory_bytes(
 
 def allocated_share(budget_bytes: int | None) -> float:
     """Return the bytes that are allocated on CUDA as a share of the budget, for the key of torch's
-    caches. It is rounded, so that small changes find the same plan, and 0 if no plan depends on
-    it."""
+    caches. It is rounded, so that small changes find the same plan. 0 if no plan depends on it:
+    for budgets that are not in bytes, and before CUDA is initialized."""
     if budget_bytes is None or not torch.cuda.is_initialized():
         return 0.0
     return round(torch.cuda.memory_allocated() / budget_bytes, 2)

@@ -43,30 +43,35 @@ def host_limits(
     costs: str | Roofline | None,
     cache: CostCache | str | os.PathLike[str] | None,
     *,
-    is_here: bool = True,
+    runs_locally: bool = True,
 ) -> OffloadLimits | None:
     """Return the limits of offloading for a trace; None if nothing may be offloaded.
 
-    Without a link in the options, it is that of a data sheet if the costs are, or the GPU is
-    absent; else it is measured on this machine, once. `is_here` says that the step will run on this
-    machine: its free memory limits the host budget. Raises `BudgetError` for a host budget above
-    what is free, and
-    `RematError` for a directory in which no file can be created.
+    If the options have no link, it comes from a data sheet if `costs` do or the GPU is absent; else
+    it is measured on this machine, once. With `runs_locally`, the step will run on this machine:
+    the free memory limits the host budget. Raises `BudgetError` for a host budget above what is
+    free, and `RematError` for a directory in which no file can be created.
     """
     if offload is None:
         return None
     host_bytes, link = offload.host_bytes, offload.link
     if trace.gpu and not torch.cuda.is_available():
-        is_here = False
+        runs_locally = False
         if not isinstance(costs, Roofline):
             costs = Roofline(trace.gpu)
     device = torch.device(trace.device)
     if link is None:
         link = costs.link if isinstance(costs, Roofline) else measured_link(device, cache)
-    return limits_here(host_bytes, link, device) if is_here else OffloadLimits(link, host_bytes)
+    return (
+        offload_limits_here(host_bytes, link, device)
+        if runs_locally
+        else OffloadLimits(link, host_bytes)
+    )
 
 
-def limits_here(host_bytes: int | None, link: Link | None, device: torch.device) -> OffloadLimits:
+def offload_limits_here(
+    host_bytes: int | None, link: Link | None, device: torch.device
+) -> OffloadLimits:
     """Return the limits of offloading on this machine. Without `link`, it is measured, once; the
     free memory limits `host_bytes`.
 
@@ -74,13 +79,14 @@ def limits_here(host_bytes: int | None, link: Link | None, device: torch.device)
     no file can be created.
     """
     if host_bytes != 0:
-        host_bytes = _checked_host_bytes(host_bytes, device)
+        host_bytes = _checked_host_budget(host_bytes, device)
     return OffloadLimits(link or measured_link(device), host_bytes)
 
 
-def _checked_host_bytes(host_bytes: int | None, device: torch.device) -> int | None:
-    """Return the host budget in bytes: by default a half of what is free now; None where the system
-    does not report that."""
+def _checked_host_budget(host_bytes: int | None, device: torch.device) -> int | None:
+    """Return the host budget in bytes: `host_bytes`, or for None half of the memory (or disk)
+    that is free now, with a warning if that is too little. None where the system does not report
+    the free memory. Raises `BudgetError` if less is free."""
     free_bytes = _free_host_bytes(device)
     if free_bytes is None:
         return host_bytes
@@ -88,23 +94,24 @@ def _checked_host_bytes(host_bytes: int | None, device: torch.device) -> int | N
         host_bytes = int(_FREE_SHARE * free_bytes)
         if host_bytes < MIN_BYTES:
             warnings.warn(
-                f"nothing is offloaded: {format_bytes(free_bytes)} {_host_name(device)} are free; "
-                "free some host memory, or pass host_budget",
+                f"nothing is offloaded: {format_bytes(free_bytes)} {_host_place_text(device)} are "
+                "free; free some host memory, or pass host_budget",
                 stacklevel=2,
             )
         return host_bytes
     if host_bytes > free_bytes:
         raise BudgetError(
             f"the host budget is {format_bytes(host_bytes)}, and {format_bytes(free_bytes)} "
-            f"{_host_name(device)} are free: pass a smaller host_budget"
+            f"{_host_place_text(device)} are free: pass a smaller host_budget"
         )
     return host_bytes
 
 
 def _free_host_bytes(device: torch.device) -> int | None:
-    """Return the bytes that offloaded tensors can take: on the disk of the file for a CPU, else in
-    memory. What earlier plans have pinned counts as free: their steps do not run at the same
-    time."""
+    """Return the free bytes for offloaded tensors: on the file's disk where steps run on a CPU,
+    else of the host's memory; None where the system does not report them. Memory that earlier plans
+    have pinned counts as free: their steps do not run at the same time. Raises `RematError` if the
+    file cannot be created."""
     if device.type == "cpu":
         new_host_file().close()  # raises an error that names the directory
         return shutil.disk_usage(offload_directory()).free
@@ -114,15 +121,17 @@ def _free_host_bytes(device: torch.device) -> int | None:
     return free + pinned_memory(device).pinned_bytes
 
 
-def _host_name(device: torch.device) -> str:
+def _host_place_text(device: torch.device) -> str:
+    """Return the text for the host of a device in messages: "in /tmp", "of this machine's
+    memory"."""
     return f"in {offload_directory()}" if device.type == "cpu" else "of this machine's memory"
 
 
 def measured_link(
     device: torch.device, cache: CostCache | str | os.PathLike[str] | None = None
 ) -> Link:
-    """Return the bandwidth of copies between a device and its host, from the cache of measured
-    costs, or measured: a fraction of a second."""
+    """Return the bandwidth of copies between a device and its host, each way: from the cache of
+    measured costs, else measured, which takes a fraction of a second."""
     place = ""
     if device.type == "cpu":
         place = str(Path(offload_directory()).resolve()) + (", direct" if is_io_direct() else "")
@@ -136,24 +145,25 @@ def measured_link(
         }
         for direction in ("to_host", "to_device")
     ]
-    store = cache if isinstance(cache, CostCache) else CostCache(cache)
+    costs = cache if isinstance(cache, CostCache) else CostCache(cache)
     try:
-        cached = [store.get(key) for key in keys]
+        cached = [costs.get(key) for key in keys]
         if all(cost is not None for cost in cached):
             seconds = [cost.cost_s for cost in cached if cost is not None]
         else:
-            seconds = _seconds_on_cpu() if device.type == "cpu" else _seconds_on_cuda(device)
+            seconds = _file_copy_seconds() if device.type == "cpu" else _pinned_copy_seconds(device)
             for key, copy_s in zip(keys, seconds, strict=True):
-                store.put(key, MeasuredCost(copy_s, 0))
+                costs.put(key, MeasuredCost(copy_s, 0))
     finally:
-        if store is not cache:
-            store.close()
+        if costs is not cache:
+            costs.close()
     return Link(_COPY_BYTES / seconds[0], _COPY_BYTES / seconds[1])
 
 
-def _seconds_on_cpu() -> list[float]:
-    """Return the median seconds to write a tensor to the file, and to read it. It is written to the
-    same place each time, as by all steps but the first: new pages take ten times as long."""
+def _file_copy_seconds() -> list[float]:
+    """Return the median seconds to write 64 MiB to the file of offloaded tensors, and to read them.
+    They are written to the same offset each time, as in all steps but the first: new pages take ten
+    times as long."""
     file = new_host_file()
     tensor = torch.ones(_COPY_BYTES, dtype=torch.uint8, device="cpu")
     written_s: list[float] = []
@@ -173,8 +183,8 @@ def _seconds_on_cpu() -> list[float]:
     return [statistics.median(written_s[1:]), statistics.median(read_s[1:])]
 
 
-def _seconds_on_cuda(device: torch.device) -> list[float]:
-    """Return the median seconds of a copy to pinned memory, and of one from it."""
+def _pinned_copy_seconds(device: torch.device) -> list[float]:
+    """Return the median seconds to copy 64 MiB from a GPU to pinned memory, and back."""
     pinned = torch.empty(_COPY_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True)
     on_device = torch.empty(_COPY_BYTES, dtype=torch.uint8, device=device)
 
@@ -194,9 +204,10 @@ def _seconds_on_cuda(device: torch.device) -> list[float]:
     ]
 
 
-def prepare_host(trace: Trace) -> None:
-    """Pin memory for the offloaded tensors of a plan's trace, before its first step. Raises
-    `BudgetError` if less is free on the host, and `RematError` if it cannot be pinned."""
+def prepare_host_for_trace(trace: Trace) -> None:
+    """Pin memory for the offloaded tensors of a plan's trace, before its first step. Does nothing
+    without offloaded tensors; on a CPU, only checks what is free. Raises `BudgetError` if less is
+    free on the host, and `RematError` if it cannot be pinned."""
     sizes_bytes: list[int] = []
     host_bytes = most_bytes = 0
     for node in trace.nodes:
@@ -206,20 +217,20 @@ def prepare_host(trace: Trace) -> None:
             most_bytes = max(most_bytes, host_bytes)
         elif node.target == ARRIVE_TARGET:
             host_bytes -= trace.storage_bytes[node.results[0].storage]
-    reserve_host(torch.device(trace.device), sizes_bytes, most_bytes)
+    reserve_host_memory(torch.device(trace.device), sizes_bytes, most_bytes)
 
 
-def reserve_host(device: torch.device, sizes_bytes: Sequence[int], most_bytes: int) -> None:
+def reserve_host_memory(device: torch.device, sizes_bytes: Sequence[int], most_bytes: int) -> None:
     """Pin memory for tensors of these sizes, of which at most `most_bytes` are on the host at once,
-    before the first step. Raises `BudgetError` if less is free on the host, and `RematError` if it
-    cannot be pinned."""
+    before the first step. On a CPU, only checks what is free. Raises `BudgetError` if less is free
+    on the host, and `RematError` if it cannot be pinned."""
     if not sizes_bytes:
         return
     free_bytes = _free_host_bytes(device)
     if free_bytes is not None and most_bytes > free_bytes:
         raise BudgetError(
             f"the plan offloads {format_bytes(most_bytes)}, and {format_bytes(free_bytes)} "
-            f"{_host_name(device)} are free: pass a smaller host_budget"
+            f"{_host_place_text(device)} are free: pass a smaller host_budget"
         )
     if device.type == "cuda" and torch.cuda.is_available():
         pinned_memory(device).reserve(sizes_bytes)

@@ -20,7 +20,7 @@ from torch import nn
 from remat.documents.trace import Trace
 from remat.frontend.capture.model.attribute_guards import AttributeGuards, BoundGuards
 from remat.frontend.runtime.dispatch import PlannedStep
-from remat.frontend.runtime.guards import ACCUMULATION, CallSignature, changes_between
+from remat.frontend.runtime.guards import ACCUMULATION, CallSignature, signature_changes
 from remat.frontend.runtime.lower import LoweredProgram
 from remat.frontend.runtime.module import BoundProgram
 from remat.passes.trace_equality import topology_key
@@ -128,7 +128,7 @@ class ReplanReport:
         if not entries:
             logger.info("planned%s: %r (%s)", purpose, plan, phases)
             return
-        changes = min((changes_between(k.signature, signature) for k in entries), key=len)
+        changes = min((signature_changes(k.signature, signature) for k in entries), key=len)
         value = self.count_value(signature, entries, timings_s)
         if ACCUMULATION in changes:
             purpose = ""
@@ -145,9 +145,10 @@ class ReplanReport:
         entries: OrderedDict[EntryKey, PlanEntry],
         timings_s: Mapping[str, float],
     ) -> str:
-        """Return the one Python value that differs from the latest plan of such calls, as text; ""
-        without one. Count its plans, and warn once if it has several."""
-        changes = min((changes_between(k.signature, signature) for k in entries), key=len)
+        """Return the Python values in which a call differs from the latest plan of such calls, as
+        text; "" if there are none, or other properties differ. Count the plans for these values,
+        and warn at the third. `timings_s` are the seconds of the latest planning."""
+        changes = min((signature_changes(k.signature, signature) for k in entries), key=len)
         value = self._changed_value(signature, entries) if changes in ([], ["inputs"]) else ""
         if value:
             name = value.split(" is ")[0]
@@ -176,13 +177,13 @@ class ReplanReport:
                 if any(before == now for _, before, now in values):
                     return ""
                 return " and ".join(
-                    f"the argument {_argument(path)} is {now} instead of {before}"
+                    f"the argument {_argument_label(path)} is {now} instead of {before}"
                     for path, before, now in values
                 )
         return ""
 
 
-def _argument(path: tuple[str | int, ...]) -> str:
-    """Return the text for an argument with this path in the pair (args, kwargs)."""
+def _argument_label(path: tuple[str | int, ...]) -> str:
+    """Return the name of an argument with this path in the pair (args, kwargs): "args[0]"."""
     text = f"args[{path[1]}]" if path[0] == 0 else str(path[1])
     return text + "".join(f"[{step!r}]" for step in path[2:])

@@ -28,7 +28,7 @@ from remat.frontend.common.planning_line import planning_line
 from remat.frontend.common.torch_modes import checkpoints_suspended
 from remat.frontend.memory.device_memory import auto_limits, reserve_size
 from remat.frontend.memory.meter import unique_bytes
-from remat.frontend.planning.host_limits import prepare_host
+from remat.frontend.planning.host_limits import prepare_host_for_trace
 from remat.frontend.planning.plan_cache import (
     EntryKey,
     ModelRecord,
@@ -39,7 +39,7 @@ from remat.frontend.planning.plan_cache import (
 from remat.frontend.planning.schedule_reuse import (
     ScheduleReuse,
     largest_budget,
-    superseded_keys,
+    superseded_entry_keys,
 )
 from remat.frontend.planning.solving import PlanningResult, plan_trace, with_measured_costs
 from remat.frontend.planning.trace_cache import TraceCache
@@ -75,14 +75,15 @@ _COLLECTION = {
 
 
 def _derived_parameter_bytes(model: nn.Module) -> int:
-    """Return the bytes of non-leaf parameters, as in `functional_call`. The tensors that they are
-    computed from are assumed to have the same size, and are in memory, too."""
+    """Return the bytes of parameters that are computed from other tensors, as in `functional_call`.
+    These other tensors are in memory, too, and are assumed to have the same size."""
     return unique_bytes(p for p in model.parameters() if p.grad_fn is not None)
 
 
 @contextmanager
 def accumulation_explained(accumulates_gradients: bool) -> Iterator[None]:
-    """Add to an `InfeasibleBudget` that gradients to accumulate into are in memory."""
+    """If `accumulates_gradients`, add to an `InfeasibleBudget` that is raised inside of this
+    context that gradients to accumulate into are in memory."""
     try:
         yield
     except InfeasibleBudget as error:
@@ -169,7 +170,7 @@ class Planner:
             if current is None:
                 with checkpoints_suspended(), self._progress_shown():
                     current = self._plan(tracker.model, call, signature)
-                self._add(signature, current)
+                self._add_entry(signature, current)
             self._current, self._current_signature = current, signature
         return current.step
 
@@ -183,8 +184,8 @@ class Planner:
         self._calls.add(outputs)
 
     def _count_calls(self, model: nn.Module) -> None:
-        """Plan for as many calls in flight as an earlier step had. Warn once if a step has more
-        calls in flight than its plan."""
+        """Set the number of calls in flight to plan for to the number that an earlier step had.
+        Warn once if a step has more calls in flight than its plan."""
         calls, name = self._calls, type(model).__name__
         may_replan = self.options.costs != MEASURED_BY_SERVICE
         if may_replan and calls.ended_in_a_row and calls.most > self._in_flight:
@@ -226,7 +227,8 @@ class Planner:
     # -- planning ---------------------------------------------------------------------------
 
     def _plan(self, model: nn.Module, call: ModelCall, key: CallSignature) -> PlanEntry:
-        """Plan a call's step. Subclasses override this to plan a model block by block."""
+        """Return a new entry with the plan of a call's step, for calls with the signature `key`.
+        Subclasses override this to plan a model block by block."""
         self.timings_s = {}
         accumulates_gradients = key.accumulates_gradients
         with self._timed("trace"):
@@ -241,7 +243,7 @@ class Planner:
         captured = traced
         traced, plan, program, is_reused = self._plan_trace(traced, accumulates_gradients)
         plan = self._with_option_terms(plan)
-        prepare_host(traced)
+        prepare_host_for_trace(traced)
         if program is None:
             with self._timed("rewrite"):
                 program = rewrite(traced, plan.schedule)
@@ -259,7 +261,8 @@ class Planner:
         ).bind(model)
 
     def _plan_trace(self, traced: Trace, accumulates_gradients: bool) -> PlanningResult:
-        """Reuse a schedule if one is good enough; else measure the trace and solve it."""
+        """Return the plan of a trace: with a schedule that was solved for other sizes if one is
+        good enough, or the solver has no time; else measure the trace and solve it."""
         limits = self._limits(traced)
         budget = limits.budget_after_reserve
         reuse = None
@@ -295,14 +298,15 @@ class Planner:
         return max((plan.requested_budget_bytes for plan in plans), default=0)
 
     def _measure(self, traced: Trace, budget: Budget) -> Trace:
-        """Return the trace with costs, unless the service measures them."""
+        """Return the trace with measured costs; unchanged if the service measures them."""
         if self.options.costs == MEASURED_BY_SERVICE:
             return traced
         with self._timed("measure"):
             return with_measured_costs(self.options, traced, budget)
 
     def _limits(self, traced: Trace) -> Limits:
-        """Return the limits that budget and reserve set for a step."""
+        """Return the limits that budget and reserve set for a step; without a budget, the free
+        memory of the device."""
         reserve = reserve_size(self.options.reserve)
         if self.options.budget is None:
             return auto_limits(traced, reserve)
@@ -311,7 +315,8 @@ class Planner:
     def _plan_measured(
         self, traced: Trace, budget: Budget, limits: Limits, accumulates_gradients: bool
     ) -> PlanningResult:
-        """Solve a trace within `budget`, in this process or by the service."""
+        """Return the plan of a trace with costs within `budget`, solved in this process or by the
+        service."""
         if limits.budget_after_reserve != budget:  # earlier steps had a larger one
             limits = limits.with_budget(budget)
         options = replace(self.options, in_flight=self._in_flight)
@@ -330,19 +335,19 @@ class Planner:
 
     @contextmanager
     def _timed(self, phase: str) -> Iterator[None]:
-        """Record the seconds spent inside of this context in `timings_s`. The cyclic garbage
-        collector, which would search the captured graph several times, is off in phases that take
-        seconds and no tensors, and leaves out older objects while solving."""
+        """Record the seconds of a phase, spent inside of this context, in `timings_s`. The cyclic
+        garbage collector, which would search the captured graph several times, is off in phases
+        that run no model, and leaves out older objects while solving."""
         start = time.perf_counter()
         with _COLLECTION.get(phase, nullcontext)():
             yield
         self.timings_s[phase] = time.perf_counter() - start
 
-    def _add(self, signature: CallSignature, entry: PlanEntry) -> None:
+    def _add_entry(self, signature: CallSignature, entry: PlanEntry) -> None:
         """Add an entry to the plan cache; remove entries that it replaces, or that are too many."""
         budget = self.options.budget
         if budget is not None and budget.size_bytes is None:  # a budget in bytes suits all sizes
-            for superseded_key in superseded_keys(entry, self._entries):
+            for superseded_key in superseded_entry_keys(entry, self._entries):
                 del self._entries[superseded_key]
         self._entry_count += 1
         self._entries[EntryKey(signature, self._in_flight, self._entry_count)] = entry

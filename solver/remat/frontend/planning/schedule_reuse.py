@@ -66,7 +66,7 @@ class ScheduleReuse:
         """
         records = [entry.record for entry in entries]
         solved = [record for record in records if not record.is_reused]
-        same_step = _latest_of_same_step(trace, solved)
+        same_step = _latest_record_of_step(trace, solved)
         if same_step is None:
             return None
         latest, split = same_step
@@ -106,7 +106,7 @@ class ScheduleReuse:
             (simulate(graph, schedule).time_s, strategy, schedule)
             for strategy, group in schedules.items()
             for schedule in group
-            if _allocated_peak_bytes(trace, schedule) <= budget_bytes
+            if _schedule_peak_bytes(trace, schedule) <= budget_bytes
         ]
         if not fitting:
             return None
@@ -126,12 +126,14 @@ class ScheduleReuse:
 
     @cached_property
     def _baseline_bytes(self) -> int:
+        """The peak of the step without recomputation."""
         return baseline_of(self.trace.graph()).peak_bytes
 
 
 def largest_budget(requested: Budget, trace: Trace, max_budget_bytes: int) -> Budget:
-    """Return the larger of a percentage of this step's peak and of `max_budget_bytes`, the largest
-    budget of earlier steps: smaller steps may use as much. Other budgets stay as they are."""
+    """Return the larger one of a budget in percent for this step and `max_budget_bytes`, the
+    largest budget of earlier steps: smaller steps may use as much. Budgets that are no percentages
+    are returned unchanged."""
     if requested.share is None:
         return requested
     baseline_bytes = baseline_of(trace.graph()).peak_bytes
@@ -140,9 +142,12 @@ def largest_budget(requested: Budget, trace: Trace, max_budget_bytes: int) -> Bu
     return requested if budget_bytes >= max_budget_bytes else Budget.parse(max_budget_bytes)
 
 
-def superseded_keys(entry: PlanEntry, entries: Mapping[EntryKey, PlanEntry]) -> list[EntryKey]:
+def superseded_entry_keys(
+    entry: PlanEntry, entries: Mapping[EntryKey, PlanEntry]
+) -> list[EntryKey]:
     """Return the keys of plans for smaller sizes that recompute more than they need to: with a
-    relative budget they may use as much memory as `entry`, the plan of a larger step."""
+    relative budget they may use as much memory as `entry`, the plan of a larger step. None for a
+    model that is planned block by block."""
     if entry.record.trace is None:
         return []
     budget_bytes = entry.plan.requested_budget_bytes
@@ -167,7 +172,8 @@ class _SolvedBlock:
     plans: tuple[Plan, ...]
 
     def is_similar_in_size(self, trace: Trace) -> bool:
-        """True if neither all storages together are 8 times as large as the other trace's."""
+        """True if all storages of the block together are at most 8 times as large as the storages
+        of `trace`, and at least an eighth."""
         size_bytes, solved_bytes = sum(trace.storage_bytes), sum(self.captured_storage_bytes)
         smaller_bytes, larger_bytes = sorted((size_bytes, solved_bytes))
         return larger_bytes <= _MAX_SIZE_RATIO * smaller_bytes
@@ -211,13 +217,14 @@ class BlockScheduleCache:
 def _reused_plan(
     trace: Trace, schedule: Schedule, budget_bytes: int, strategy: str = REUSED_SCHEDULE
 ) -> Plan:
-    """Return the plan of a schedule that the solver did not find for this trace."""
+    """Return a plan for this trace with a schedule that was not solved for it. `strategy` says
+    where the schedule comes from."""
     terms = PlanTerms(cost_source=trace.cost_source)
     stats = {"strategy": strategy}
     return Plan.of(trace.graph(), budget_bytes, Solution(schedule), stats, terms)
 
 
-def _latest_of_same_step(
+def _latest_record_of_step(
     trace: Trace, records: Sequence[PlanRecord]
 ) -> tuple[PlanRecord, Trace] | None:
     """Return the latest plan for the same operations, and the trace with its splits; None without
@@ -240,8 +247,9 @@ def _latest_of_same_step(
 
 
 def _with_scaled_baseline(scaled: Trace, unsplit: Trace, solved: Trace) -> Trace:
-    """Return the trace with the peak and time of the step before its operations were split: the
-    peak at its own sizes, the time in proportion to that of the trace that was solved."""
+    """Return the trace `scaled` with the peak and time of its unsplit step: the peak from
+    `unsplit`, the time scaled from the trace that was solved. Unchanged if that one was not
+    split."""
     if solved.unsplit is None:
         return scaled
     graph = unsplit.graph_of_sizes
@@ -251,8 +259,9 @@ def _with_scaled_baseline(scaled: Trace, unsplit: Trace, solved: Trace) -> Trace
     return scaled.replace(unsplit=BaselineRecord(peak_bytes=peak_bytes, time_s=time_s))
 
 
-def _allocated_peak_bytes(trace: Trace, schedule: Schedule) -> int:
-    """Return the peak of a schedule; on CUDA as torch's allocator counts it."""
+def _schedule_peak_bytes(trace: Trace, schedule: Schedule) -> int:
+    """Return the peak of a schedule in bytes: simulated, or on CUDA as torch's allocator counts
+    it."""
     if not is_on_cuda(trace):
         return simulate(trace.graph(), schedule).peak_bytes
     return predict_allocator_peaks(trace, schedule).allocated(

@@ -41,14 +41,14 @@ def with_measured_costs(options: CheckedOptions, trace: Trace, budget: Budget) -
     memory of the step (`step_measurement_limit_bytes`)."""
     return measure(
         trace,
-        device=_cost_source(options, trace),
+        device=_cost_source_of_options(options, trace),
         cache=options.cache,
         limit_bytes=_measuring_limit_bytes(trace, budget),
     )
 
 
 def _measuring_limit_bytes(trace: Trace, budget: Budget) -> int:
-    """Return the bytes that measuring a step may take."""
+    """Return the bytes that measuring a step's operations may take (`step_limit_bytes`)."""
     baseline_bytes = baseline_of(trace.graph_of_sizes).peak_bytes
     return step_measurement_limit_bytes(trace, budget.in_bytes(baseline_bytes, trace.library_bytes))
 
@@ -60,13 +60,13 @@ def plan_trace(options: CheckedOptions, trace: Trace, limits: Limits) -> Plannin
     Raises `InfeasibleBudget`, `SolverTimeout` and the errors of the service.
     """
     if options.costs == MEASURED_BY_SERVICE:
-        return _answer_of_measuring_service(options, trace, limits)
+        return _plan_from_measuring_service(options, trace, limits)
     programs: dict[tuple[tuple[str, ...], Schedule], Program] = {}
 
     def plan_by_service(step: Trace, budget: Budget, _: Strategy) -> Plan:
         def plan_once(budget: Budget) -> Plan:
-            plan, program = _answer_of_service(options, step, budget)
-            programs[_node_names(step), plan.schedule] = program
+            plan, program = _plan_from_service(options, step, budget)
+            programs[_trace_node_names(step), plan.schedule] = program
             return plan
 
         return _within_allocator_budget(step, budget, plan_once, limits)
@@ -80,36 +80,40 @@ def plan_trace(options: CheckedOptions, trace: Trace, limits: Limits) -> Plannin
         plan_form=None if options.service is None else plan_by_service,
         progress=options.progress_callback,
     )
-    return PlanningResult(trace, plan, programs.get((_node_names(trace), plan.schedule)))
+    return PlanningResult(trace, plan, programs.get((_trace_node_names(trace), plan.schedule)))
 
 
-def _node_names(trace: Trace) -> tuple[str, ...]:
+def _trace_node_names(trace: Trace) -> tuple[str, ...]:
+    """Return the names of a trace's operations, which differ between its forms."""
     return tuple(node.name for node in trace.nodes)
 
 
-def _cost_source(options: CheckedOptions, trace: Trace) -> str | torch.device | Roofline:
+def _cost_source_of_options(options: CheckedOptions, trace: Trace) -> str | torch.device | Roofline:
+    """Return the source of costs in the options; by default the type of the trace's device, on
+    which operations are measured."""
     return options.costs or trace.device.split(":")[0]
 
 
 def _with_costs_of_pieces(options: CheckedOptions, trace: Trace, limit_bytes: int) -> Trace:
-    source = _cost_source(options, trace)
+    """Return a split trace with costs of its pieces. Measuring may take `limit_bytes`."""
+    source = _cost_source_of_options(options, trace)
     return measure_pieces(trace, device=source, cache=options.cache, limit_bytes=limit_bytes)
 
 
-def _answer_of_measuring_service(
+def _plan_from_measuring_service(
     options: CheckedOptions, trace: Trace, limits: Limits
 ) -> PlanningResult:
-    """Return the plan of a trace that the service measures and splits."""
+    """Return the plan and the program of a trace that the service measures and splits."""
 
     def plan_within(budget: Budget) -> PlanningResult:
-        first_plan, first_program = _answer_of_service(options, trace, budget)
+        first_plan, first_program = _plan_from_service(options, trace, budget)
         programs = {first_plan.schedule: first_program}
         split = with_recorded_splits(trace, first_plan.graph.splits)
 
         def plan_once(lower: Budget) -> Plan:
             if lower == budget:
                 return first_plan
-            plan, programs[plan.schedule] = _answer_of_service(options, split, lower)
+            plan, programs[plan.schedule] = _plan_from_service(options, split, lower)
             return plan
 
         measured = _with_costs_of_plan(split, first_plan)
@@ -126,9 +130,10 @@ def _answer_of_measuring_service(
         )
 
 
-def _answer_of_service(
+def _plan_from_service(
     options: CheckedOptions, trace: Trace, budget: Budget
 ) -> tuple[Plan, Program]:
+    """Return the plan of a trace and the rewritten program, from the service in the options."""
     assert options.service is not None
     assert not isinstance(budget.requested, float)
     return options.service(trace, budget.requested)
@@ -137,6 +142,7 @@ def _answer_of_service(
 def _within_allocator_budget(
     trace: Trace, budget: Budget, plan_once: Callable[[Budget], Plan], limits: Limits
 ) -> Plan:
+    """Return a plan by `plan_once` whose peak in torch's allocator is within `budget`."""
     return plan_within_allocator_budget(
         trace, budget, plan_once, reserved_bytes=limits.segments_bytes
     )

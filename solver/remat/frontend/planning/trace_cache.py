@@ -77,12 +77,13 @@ class TraceCache:
         """In order of use, the latest last."""
 
     def step(self, model: nn.Module, call: ModelCall, key: CallSignature) -> CapturedStep:
-        """Return the captured training step of a call. Raises `TraceError`."""
+        """Return the training step of a call: from the cache, read from the symbolic capture, or
+        captured. Raises `TraceError`."""
         shapes = tuple(tuple(leaf.shape) for leaf in call.leaves)
         kind = _call_kind(call.leaves, key)
-        cached = self._find(kind)
+        cached = self._find_traces(kind)
         if cached is None:
-            step = self._capture(model, call)
+            step = self._capture_call(model, call)
             self._cached.append(_CachedTraces(kind, shapes, step, step.guards.bind(model)))
             del self._cached[: -self._options.max_plans]
             return step
@@ -90,15 +91,15 @@ class TraceCache:
             return cached.step
         varying = frozenset(_differing_dimensions(cached.shapes, shapes))
         trace = self._symbolic_trace(cached, varying, shapes)
-        if trace is None and self._may_be_symbolic(cached, varying, call):
+        if trace is None and self._may_capture_symbolically(cached, varying, call):
             self._capture_symbolically(model, call, cached, varying)
             trace = self._symbolic_trace(cached, varying, shapes)
         if trace is None:
-            return self._capture(model, call)
+            return self._capture_call(model, call)
         assert cached.symbolic is not None
         return CapturedStep(trace, cached.symbolic.guards)
 
-    def _find(self, kind: _CallKind) -> _CachedTraces | None:
+    def _find_traces(self, kind: _CallKind) -> _CachedTraces | None:
         """Return the traces of a kind of call whose guards hold, and move them to the end; None
         without such traces."""
         for number, cached in enumerate(reversed(self._cached), start=1):
@@ -107,8 +108,8 @@ class TraceCache:
                 return cached
         return None
 
-    def _capture(self, model: nn.Module, call: ModelCall) -> CapturedStep:
-        """Capture a call with its sizes as constants."""
+    def _capture_call(self, model: nn.Module, call: ModelCall) -> CapturedStep:
+        """Return a new capture of a call, with its sizes as constants."""
         self.capture_count += 1
         options = self._options
         return capture(
@@ -122,8 +123,8 @@ class TraceCache:
     def _symbolic_trace(
         self, cached: _CachedTraces, varying: Dimensions, shapes: Shapes
     ) -> Trace | None:
-        """Return the trace at other sizes from the symbolic capture; None where there is none, or
-        its guards do not hold."""
+        """Return the trace at the sizes `shapes` from the symbolic capture; None where there is
+        none, one of the `varying` dimensions has no symbol, or its guards do not hold."""
         if cached.symbolic is None or not varying <= cached.symbolic.symbolic_dimensions:
             return None
         return self._trace_at(cached.symbolic, shapes)
@@ -134,21 +135,24 @@ class TraceCache:
         trace = symbolic.trace_at(shapes)
         return None if trace is None else with_outputs(trace, self._options.outputs)
 
-    def _may_be_symbolic(self, cached: _CachedTraces, varying: Dimensions, call: ModelCall) -> bool:
-        """True if a symbolic capture for these dimensions was not tried before and may succeed."""
+    def _may_capture_symbolically(
+        self, cached: _CachedTraces, varying: Dimensions, call: ModelCall
+    ) -> bool:
+        """True if a symbolic capture with symbols for the `varying` dimensions may succeed, and was
+        not tried before. It needs dense tensors, and sizes that are not too small."""
         if cached.symbolic_dimensions_with(varying) in cached.attempts:
             return False
         return all(
             min(cached.shapes[n][d], call.leaves[n].shape[d]) >= MIN_SYMBOLIC_SIZE
-            and _is_dense(call.leaves[n])
+            and _is_dense_tensor(call.leaves[n])
             for n, d in varying
         )
 
     def _capture_symbolically(
         self, model: nn.Module, call: ModelCall, cached: _CachedTraces, varying: Dimensions
     ) -> None:
-        """Capture with symbols for the varying dimensions; store the capture if it gives the first
-        trace at the sizes of the first call."""
+        """Capture a call with symbols for the varying dimensions, and cache the capture if it gives
+        the first trace at the sizes of the first call. Errors of the capture are logged."""
         dimensions = cached.symbolic_dimensions_with(varying)
         cached.attempts.add(dimensions)
         self.capture_count += 1
@@ -168,8 +172,8 @@ class TraceCache:
 
 
 def _call_kind(leaves: Sequence[torch.Tensor], key: CallSignature) -> _CallKind:
-    """Return the kind of a call with these input tensors."""
-    inputs = ((t.dim(), t.dtype, t.device, t.requires_grad, _layout(t)) for t in leaves)
+    """Return the kind of a call with these input tensors and this signature."""
+    inputs = ((t.dim(), t.dtype, t.device, t.requires_grad, _non_dense_layout(t)) for t in leaves)
     # Gradients that exist before the step do not change a capture.
     return _CallKind(key._replace(inputs=(), accumulates_gradients=False), tuple(inputs))
 
@@ -182,13 +186,13 @@ def _differing_dimensions(first: Shapes, second: Shapes) -> Iterator[InputDimens
                 yield number, dimension
 
 
-def _layout(tensor: torch.Tensor) -> Layout | None:
-    """Return the layout of a tensor; None if it is dense."""
-    if _is_dense(tensor):
+def _non_dense_layout(tensor: torch.Tensor) -> Layout | None:
+    """Return the sizes, strides and storage bytes of a tensor; None if it is dense."""
+    if _is_dense_tensor(tensor):
         return None
     return tuple(tensor.shape), tensor.stride(), tensor.untyped_storage().nbytes()
 
 
-def _is_dense(tensor: torch.Tensor) -> bool:
+def _is_dense_tensor(tensor: torch.Tensor) -> bool:
     """True if the tensor is contiguous, and its storage has no other elements."""
     return tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes

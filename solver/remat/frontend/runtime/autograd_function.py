@@ -35,11 +35,12 @@ class SavedTensorCopies(Protocol):
     programs. Both methods change the list, which has the saved tensors in their order."""
 
     def start_offload(self, saved: list[torch.Tensor]) -> None:
-        """Start copies to the host, and put handles in place of the tensors."""
+        """Start copies of some tensors to the host, and put handles in their places in the list."""
         ...
 
     def restore(self, saved: list[torch.Tensor]) -> None:
-        """Put tensors in place of their handles, before the backward reads them."""
+        """Put the tensors in the places of their handles in the list, before the backward reads
+        them."""
         ...
 
 
@@ -87,6 +88,7 @@ class _StepFunction(torch.autograd.Function):
         copies: SavedTensorCopies | None,
         *tensors: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
+        """Run the forward graph, save tensors for the backward, and return the outputs."""
         ctx.set_materialize_grads(False)
         ctx.lowered = lowered
         ctx.monitor = monitor
@@ -96,7 +98,7 @@ class _StepFunction(torch.autograd.Function):
         with autocast_disabled():
             results = lowered.launch_forward(boxed)
         program = lowered.program
-        outputs = tuple(map(_without_view, results[: len(program.outputs)]))
+        outputs = tuple(map(_detached_if_view, results[: len(program.outputs)]))
         ctx.output_refs = monitor.weak_refs(outputs)
         ctx.outputs = [weakref.ref(output) for output in outputs]
         first_state = len(results) - len(program.rng_states)
@@ -117,6 +119,8 @@ class _StepFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[torch.Tensor | None, ...]:
+        """Run the backward graph for the gradients of the outputs, and return the gradients of the
+        arguments of `forward`. Raises `GuardError` for a use that the plan does not support."""
         match grads:
             case (list(boxed_grads),):
                 pass
@@ -131,8 +135,8 @@ class _StepFunction(torch.autograd.Function):
             )
         lowered: LoweredProgram = ctx.lowered
         ctx.monitor.check_released(ctx.output_refs)
-        _check_observed(lowered, ctx.outputs, boxed_grads)
-        tangents = _tangents(lowered, boxed_grads)
+        _check_observed_outputs(lowered, ctx.outputs, boxed_grads)
+        tangents = _tangents_by_name(lowered, boxed_grads)
         boxed_grads.clear()
         del grads
         boxed = [*ctx.saved_tensors]
@@ -177,21 +181,23 @@ def _launch_backward(
     return [g if reached else None for g, reached in zip(computed, is_reached, strict=True)]
 
 
-def _without_view(output: torch.Tensor) -> torch.Tensor:
-    """Detach a view: autograd forbids the caller to write into a view that a function returns."""
+def _detached_if_view(output: torch.Tensor) -> torch.Tensor:
+    """Return an output, detached if it is a view: autograd forbids the caller to write into a view
+    that a function returns."""
     return output.detach() if output is not None and output._is_view() else output
 
 
 def _detached_unless_output(tensor: torch.Tensor, output_ids: Container[int]) -> torch.Tensor:
     """Return the tensor to save for the backward: an output unchanged, since autograd tracks it
-    already; another view detached, so that autograd does not track it."""
+    already; another view detached, so that autograd does not track it; other tensors, and None,
+    unchanged. `output_ids` are the ids of the outputs."""
     if id(tensor) in output_ids:
         return tensor
     # A kernel may return None where its fake kernel returned a tensor (an unused workspace).
     return tensor.detach() if tensor is not None and tensor._is_view() else tensor
 
 
-def _check_observed(
+def _check_observed_outputs(
     lowered: LoweredProgram,
     outputs: Sequence[weakref.ref[torch.Tensor]],
     grads: Sequence[torch.Tensor | None],
@@ -210,7 +216,7 @@ def _check_observed(
             )
 
 
-def _tangents(
+def _tangents_by_name(
     lowered: LoweredProgram, grads: list[torch.Tensor | None]
 ) -> dict[str, torch.Tensor | None]:
     """Return the tangents by name, in the layout that the backward graph expects; None for the
@@ -240,8 +246,9 @@ def _tangents(
 
 
 def _with_planned_layout(grad: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
-    """Return the gradient with the planned strides, in a storage of its size: a copy if the layout
-    differs. Autograd ensures its shape and dtype."""
+    """Return the gradient with the strides of `meta`, in a storage of its own size: a copy if its
+    layout differs. Autograd ensures its shape and dtype. Raises `GuardError` for batched
+    gradients."""
     dtype = getattr(torch, meta.dtype)
     try:
         grad.untyped_storage()
@@ -303,15 +310,17 @@ class StepMonitor:
         self._consecutive_releases = 0
 
     def weak_refs(self, outputs: Sequence[torch.Tensor]) -> dict[StorageWeakRef, int]:
-        """Return weak references to the outputs that only the caller holds, with their bytes."""
+        """Return weak references to the storages of the outputs that the backward does not read, so
+        that only the caller references them, with their bytes. Empty if released outputs are not
+        checked any more, or never were."""
         if not self._is_active:
             return {}
         storages = [outputs[index].untyped_storage() for index in self._unsaved_outputs]
         return {StorageWeakRef(storage): storage.nbytes() for storage in storages}
 
     def check_graph(self, saved: Sequence[torch.Tensor]) -> None:
-        """Warn if the backward that starts retains its graph, and with it the saved tensors, which
-        include no inputs."""
+        """Warn if the backward that starts retains its graph, and with it the saved tensors, if
+        they take much memory. `saved` must not contain inputs of the step."""
         if not _is_graph_retained() or type(self._model) in _reported_graphs:
             return
         storages = {
@@ -331,7 +340,8 @@ class StepMonitor:
             )
 
     def check_released(self, refs: dict[StorageWeakRef, int]) -> None:
-        """Count the outputs that are freed when the backward starts, and warn if they often are."""
+        """Count a backward that starts after outputs of `weak_refs` were freed, and warn after
+        three such backwards in a row."""
         released_bytes = sum(size_bytes for ref, size_bytes in refs.items() if ref.expired())
         if released_bytes > self._min_bytes:
             self._consecutive_releases += 1

@@ -37,7 +37,7 @@ def unplanned_reason(tensors: Sequence[torch.Tensor]) -> str:
         or torch.compiler.is_exporting()
         or get_proxy_mode() is not None
     )
-    if is_traced or any(map(_is_symbolic, tensors)):
+    if is_traced or any(map(_is_traced_tensor, tensors)):
         return CAPTURED
     return ""
 
@@ -53,7 +53,8 @@ def has_lazy_parameters(model: nn.Module) -> bool:
     return any(isinstance(t, lazy) for t in (*model.parameters(), *model.buffers()))
 
 
-def _is_symbolic(tensor: torch.Tensor) -> bool:
+def _is_traced_tensor(tensor: torch.Tensor) -> bool:
+    """True if a tensor is a fake or functional one, as in a capture."""
     return isinstance(tensor, FakeTensor) or torch._is_functional_tensor(tensor)
 
 
@@ -75,18 +76,19 @@ class CallsInFlight:
         """`pending` when the latest backward started."""
 
     def add(self, outputs: Any) -> None:
-        """Count a call with these outputs. A call inside of saved-tensor hooks does not count:
+        """Count a call with these outputs, until its backward starts or its autograd graph is
+        freed. Calls without a gradient and calls inside of saved-tensor hooks do not count:
         `torch.utils.checkpoint` recomputes its saved tensors, `save_on_cpu` moves them."""
         if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:  # type: ignore[attr-defined]
             return
         nodes = {t.grad_fn for t in tensors_in(outputs) if t.grad_fn is not None}
         if nodes:
-            call = _Call(self)
+            call = _CallInFlight(self)
             for node in nodes:
                 node.register_prehook(call.end)
 
     def note_end(self) -> None:
-        """Count the end of a call, which is still pending."""
+        """Count the start of the backward of a call, which is still in `pending`."""
         self.ended_in_a_row += 1
         self.most = max(self.most, self.ended_in_a_row)
         if self.ended_in_a_row == 1:
@@ -95,7 +97,7 @@ class CallsInFlight:
             self._pending_at_backward = self.pending
 
 
-class _Call:
+class _CallInFlight:
     """A call in flight. Only hooks of its outputs' autograd nodes refer to it."""
 
     def __init__(self, calls: CallsInFlight) -> None:
@@ -105,15 +107,16 @@ class _Call:
         calls.ended_in_a_row = 0
 
     def end(self, gradients: object) -> None:
-        """End the call: its backward starts."""
+        """End the call, because its backward starts. A hook: `gradients` are not used."""
         if self._is_pending:
             self._calls.note_end()
-            self._forget()
+            self._remove_from_pending()
 
     def __del__(self) -> None:
-        self._forget()
+        self._remove_from_pending()
 
-    def _forget(self) -> None:
+    def _remove_from_pending(self) -> None:
+        """Count the call as not pending, once."""
         if self._is_pending:
             self._is_pending = False
             self._calls.pending -= 1
@@ -131,7 +134,8 @@ class PlannedStep(Protocol):
         ...
 
     def run(self, call: ModelCall, original_forward: Callable[..., Any]) -> Any:
-        """Return the outputs of one call; a plan of blocks runs them in `original_forward`."""
+        """Return the outputs of one call; a plan of blocks runs its blocks in
+        `original_forward`."""
         ...
 
 
@@ -182,20 +186,24 @@ class StepDispatcher:
         self._lock = threading.RLock()
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the outputs of one call of the model, without running its own hooks."""
+        """Return the outputs of one call of the model, by the planned step or its own forward. The
+        model's own hooks do not run."""
         if not torch.is_grad_enabled():  # torch.compile compiles this
             return self._run_original(*args, **kwargs)
         return self._run_with_grad(args, kwargs)
 
     @exclude_from_compile
     def _run_with_grad(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the outputs of a call with gradients enabled. One thread runs at a time."""
         with self._lock:
             return self._run_planned(args, kwargs)
 
     def _run_planned(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the outputs of the planned step; of the original forward, with a log message, if
+        the call cannot be planned."""
         if self._tracker is None:
             if has_lazy_parameters(self.model):
-                self._report(
+                self._log_unplanned_once(
                     "has lazy modules, which this call initializes: it runs without a plan, and "
                     "the next call is planned",
                     logging.INFO,
@@ -223,7 +231,9 @@ class StepDispatcher:
                 self._run_original(*args, **kwargs)  # raises the error, if it is the model's own
                 raise
         if reason:
-            self._report(f"{reason}: such calls run the model's own forward without a plan", level)
+            self._log_unplanned_once(
+                f"{reason}: such calls run the model's own forward without a plan", level
+            )
         if step is None or call is None:
             return self._run_original(*args, **kwargs)
         outputs = step.run(call, self._run_original)
@@ -231,18 +241,19 @@ class StepDispatcher:
         return outputs
 
     def _step_for(self, tracker: ModelTracker, call: ModelCall) -> PlannedStep | None:
-        """Return the planned step for a call; None if there is nothing to differentiate."""
+        """Return the planned step for a call; None if no parameter or input requires a gradient."""
         if tracker.refresh():
             self.provider.rebind(self.model)
         if not tracker.has_trainable_parameters and not any(t.requires_grad for t in call.leaves):
             return None
         return self.provider.step_for(tracker, call)
 
-    def _report(self, reason: str, level: int) -> None:
-        """Log once why a call runs without a plan."""
+    def _log_unplanned_once(self, reason: str, level: int) -> None:
+        """Log the reason why a call runs without a plan, unless it was logged before."""
         if reason not in self._reported:
             self._reported.add(reason)
             logger.log(level, "this %s %s", type(self.model).__name__, reason)
 
     def _run_original(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the outputs of the model's original forward."""
         return (self._original_forward or self.model.forward)(*args, **kwargs)

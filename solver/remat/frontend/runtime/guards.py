@@ -72,8 +72,9 @@ _CHANGES = {
 }
 
 
-def changes_between(one: CallSignature, other: CallSignature) -> list[str]:
-    """Return what differs between two signatures, in words: "inputs", "autocast"."""
+def signature_changes(one: CallSignature, other: CallSignature) -> list[str]:
+    """Return the kinds of differences between two signatures, in words: "inputs", "autocast"; none
+    for equal ones."""
     names = [n for n, a, b in zip(one._fields, one, other, strict=True) if a != b]
     return list(dict.fromkeys(_CHANGES[name] for name in names))
 
@@ -115,9 +116,10 @@ class ModelTracker:
     def __init__(self, model: nn.Module, *, sees_replaced_methods: bool = False) -> None:
         self.model = model
         self._sees_replaced_methods = sees_replaced_methods
-        self._walk()
+        self._walk_model()
 
-    def _walk(self) -> None:
+    def _walk_model(self) -> None:
+        """List the model's modules, parameters, buffers and hooks, and forget their properties."""
         modules = dict(self.model.named_modules())
         self._module_names, self._modules = list(modules), list(modules.values())
         self.parameters = list(self.model.parameters())
@@ -125,7 +127,7 @@ class ModelTracker:
         self.module_types = tuple(f"{cls.__module__}.{cls.__qualname__}" for cls in types)
         self._members = self._list_members()
         self._parameter_tables = [m._parameters for m in self._modules]
-        self._parameter_slots = self._list_parameter_slots()
+        self._parameter_names = self._list_parameter_names()
         self._buffer_tables = [m._buffers for m in self._modules]
         submodules = self._modules[1:]  # hooks of the model itself run around the plan
         self._hook_tables = [getattr(m, kind) for m in submodules for kind in HOOK_KINDS]
@@ -141,15 +143,16 @@ class ModelTracker:
         self._training_exceptions: tuple[str, ...] = ()
 
     def _list_members(self) -> list[object]:
-        """Return the submodules and parameters of every module."""
+        """Return the submodules and parameters of every module, one after the other."""
         tables = [m._modules for m in self._modules], [m._parameters for m in self._modules]
         return [*chain.from_iterable(table.values() for table in chain(*tables))]
 
-    def _list_parameter_slots(self) -> list[tuple[str, int]]:
-        """Return each parameter's name and the index of the first slot with the same tensor."""
-        first_slot: dict[int, int] = {}
-        slots = ((name, id(p)) for table in self._parameter_tables for name, p in table.items())
-        return [(name, first_slot.setdefault(key, i)) for i, (name, key) in enumerate(slots)]
+    def _list_parameter_names(self) -> list[tuple[str, int]]:
+        """Return, for each name of a parameter in a module, the name and the index of the first
+        name of the same tensor: tied parameters have several names."""
+        first_index: dict[int, int] = {}
+        names = ((name, id(p)) for table in self._parameter_tables for name, p in table.items())
+        return [(name, first_index.setdefault(key, i)) for i, (name, key) in enumerate(names)]
 
     def refresh(self) -> bool:
         """Walk the model again if a module or parameter was replaced.
@@ -160,10 +163,10 @@ class ModelTracker:
         members = self._list_members()
         if len(members) == len(self._members) and all(map(is_, members, self._members)):
             return False
-        modules, slots = self._modules, self._parameter_slots
-        self._walk()
+        modules, names = self._modules, self._parameter_names
+        self._walk_model()
         same_modules = len(modules) == len(self._modules) and all(map(is_, modules, self._modules))
-        return not same_modules or slots != self._parameter_slots
+        return not same_modules or names != self._parameter_names
 
     def parameter_properties(self) -> tuple[TensorProperties, ...]:
         """Return the properties of all parameters: the same tuple object until one changes."""
@@ -209,7 +212,8 @@ class ModelTracker:
         return self._hook_ids
 
     def replaced_methods(self) -> tuple[Code, ...]:
-        """Return the methods that instances replace, but for the forwards of enabled models."""
+        """Return the methods that instances replace, with their code, but for the forwards of
+        enabled models. None without `sees_replaced_methods`."""
         return tuple(
             Code(f"{module_name}.{name}", attributes[name])
             for module_name, (attributes, names) in zip(
@@ -236,13 +240,14 @@ class ModelTracker:
 
     @property
     def has_gradients(self) -> bool:
-        """True if any trainable parameter has a `.grad` already."""
+        """True if any trainable leaf parameter has a `.grad` already."""
         return any(p.is_leaf and p.grad is not None for p in self.parameters if p.requires_grad)
 
 
 @cache
 def _method_names(cls: type) -> frozenset[str]:
-    """Return the names of a module class's own methods, and "forward"."""
+    """Return the names of the methods of an `nn.Module` class that `nn.Module` does not have, and
+    "forward"."""
     names = {
         name
         for base in cls.__mro__
@@ -294,7 +299,8 @@ class PlaceholderBinding:
     def _locate(
         placeholder: Placeholder, model: nn.Module
     ) -> tuple[Mapping[str, torch.Tensor | None], str]:
-        """Return the table of the module that owns a parameter or buffer, and its name there."""
+        """Return the dictionary of the module that owns a parameter or buffer, and its name there.
+        Raises `GuardError` where the model has none, it differs, or tied ones are not tied."""
         path, _, name = placeholder.target.rpartition(".")
         try:
             owner = model.get_submodule(path)
@@ -308,7 +314,7 @@ class PlaceholderBinding:
                 f"the program was made for a model with a {placeholder.kind} "
                 f"{placeholder.target!r}; this {type(model).__name__} has none. Trace this model"
             )
-        check_tensor(f"{placeholder.kind} {placeholder.target}", tensor, placeholder)
+        check_planned_tensor(f"{placeholder.kind} {placeholder.target}", tensor, placeholder)
         for alias in placeholder.aliases:
             if model.get_parameter(alias) is not tensor:
                 raise GuardError(
@@ -320,7 +326,7 @@ class PlaceholderBinding:
     def tensors(self, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return the parameters, buffers and inputs of a call in the order of the placeholders.
 
-        `leaves` are the input tensors of the call."""
+        `leaves` are the input tensors of the call. Raises `GuardError` if one was removed."""
         tensors: list[torch.Tensor] = []
         for source in self._sources:
             if isinstance(source, int):
@@ -334,8 +340,9 @@ class PlaceholderBinding:
         return tensors
 
 
-def check_tensor(label: str, tensor: torch.Tensor, placeholder: Placeholder) -> None:
-    """Raise `GuardError` if a tensor differs from the planned one; `label` names the tensor."""
+def check_planned_tensor(label: str, tensor: torch.Tensor, placeholder: Placeholder) -> None:
+    """Raise `GuardError` if a tensor differs from the planned one in dtype, shape, stride, device
+    or, for parameters and buffers, `requires_grad`; `label` names the tensor."""
     planned = placeholder.tensor
     differences = [
         f"{field} {actual} instead of {expected}"
@@ -376,7 +383,7 @@ def check_call(
         if placeholder.kind == "input":
             index = int(placeholder.target)
             leaf, path = leaves[index], structure.path_of(index)
-            check_tensor(f"input {path}", leaf, placeholder)
+            check_planned_tensor(f"input {path}", leaf, placeholder)
             is_differentiated = placeholder.requires_grad or placeholder.name in has_gradient
             if leaf.requires_grad and not is_differentiated:
                 raise GuardError(

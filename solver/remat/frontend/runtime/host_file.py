@@ -29,9 +29,9 @@ DIRECT_VARIABLE = "REMAT_OFFLOAD_DIRECT"
 
 
 @dataclass
-class _Slot:
-    """A part of the file, and the tensor that is in it. `references` counts its handles, `pending`
-    its copies that have not ended."""
+class _FileTensor:
+    """A tensor in the file, at an offset. `references` counts its handles, `pending` its copies
+    that have not ended."""
 
     offset: int
     size_bytes: int
@@ -56,23 +56,25 @@ class FileCopy:
         """Start `copy`, which takes the address of the tensor's memory and its bytes."""
         self._tensor: torch.Tensor | None = tensor
         self._future = executor.submit(copy, tensor.data_ptr(), tensor.nbytes)
-        self._future.add_done_callback(self._forget)
+        self._future.add_done_callback(self._drop_tensor)
 
     def wait(self) -> None:
         """Wait until the copy has ended. Raises its error."""
         error = self._future.exception()
-        self._forget()
+        self._drop_tensor()
         if error is not None:
-            # A new error: the slot refers to this one, which would refer to the frames of the step,
-            # and with them to the handle that keeps the slot.
+            # A new error: `_FileTensor` refers to this one, which would refer to the frames of the
+            # step, and with them to the handle that keeps the tensor in the file.
             raise RematError(str(error))
 
-    def _forget(self, _: object = None) -> None:
+    def _drop_tensor(self, _: object = None) -> None:
+        """Drop the reference to the tensor: the copy has ended."""
         self._tensor = None
 
 
 class HostFile:
-    """A file of slots. A slot can be reused when nothing refers to it and its copies have ended.
+    """A file of tensors, each with a number. The space of a tensor can be reused when it has no
+    handle and its copies have ended.
 
     `write` and `read` return at once. The tensor that is written must not change until `wait`
     returns. The tensor that `read` returns is complete when its copy's `wait` returns.
@@ -102,95 +104,103 @@ class HostFile:
         self._writer = ThreadPoolExecutor(1, "remat-offload")
         self._reader = ThreadPoolExecutor(1, "remat-reload")
         self._lock = threading.RLock()
-        self._slots: dict[int, _Slot] = {}
+        self._tensors: dict[int, _FileTensor] = {}
         self._free: dict[int, list[int]] = defaultdict(list)  # offsets by size
         self._end_bytes = self._next_number = 0
 
     def close(self) -> None:
-        """End the threads and free the file's space. For files without slots in use."""
+        """End the threads and free the file's space. No tensor of the file must be in use."""
         self._writer.shutdown()
         self._reader.shutdown()
         os.close(self._descriptor)
 
     @property
     def used_bytes(self) -> int:
-        """The bytes of all slots that cannot be reused."""
+        """The bytes of the file that cannot be reused."""
         with self._lock:
-            return sum(slot.size_bytes for slot in self._slots.values())
+            return sum(placed.size_bytes for placed in self._tensors.values())
 
     def write(self, tensor: torch.Tensor) -> int:
-        """Start to write a dense tensor, and return the number of its slot, with one reference."""
-        size_bytes = _rounded_bytes(tensor.nbytes)
+        """Start to write a dense tensor to the file, and return its number, with one reference."""
+        size_bytes = _rounded_file_bytes(tensor.nbytes)
         with self._lock:
             number, self._next_number = self._next_number, self._next_number + 1
             if self._free[size_bytes]:
                 offset = self._free[size_bytes].pop()
             else:
                 offset, self._end_bytes = self._end_bytes, self._end_bytes + size_bytes
-            slot = _Slot(offset, size_bytes, tuple(tensor.shape), tensor.stride(), tensor.dtype)
-            self._slots[number] = slot
-        slot.written = self._start(self._writer, self._io.write, number, tensor)
+            placed = _FileTensor(
+                offset, size_bytes, tuple(tensor.shape), tensor.stride(), tensor.dtype
+            )
+            self._tensors[number] = placed
+        placed.written = self._start_file_copy(self._writer, self._io.write, number, tensor)
         return number
 
     def wait(self, number: int) -> None:
-        """Wait until a slot is written. Raises the error of writing it."""
-        written = self._slot(number).written
+        """Wait until the tensor with this number is written. Raises the error of writing it."""
+        written = self._tensor_of(number).written
         assert written is not None
         written.wait()
 
     def read(self, number: int) -> tuple[torch.Tensor, FileCopy]:
-        """Start to read a slot into a new tensor of the same strides."""
-        slot = self._slot(number)
-        tensor = torch.empty_strided(slot.shape, slot.stride, dtype=slot.dtype, device="cpu")
-        return tensor, self._start(self._reader, self._io.read, number, tensor)
+        """Start to read a tensor of the file into a new tensor of the same strides. Return the new
+        tensor and the copy."""
+        placed = self._tensor_of(number)
+        tensor = torch.empty_strided(placed.shape, placed.stride, dtype=placed.dtype, device="cpu")
+        return tensor, self._start_file_copy(self._reader, self._io.read, number, tensor)
 
     def add_reference(self, number: int) -> None:
-        """Count one more handle of a slot."""
+        """Count one more handle of a tensor."""
         with self._lock:
-            self._slot(number).references += 1
+            self._tensor_of(number).references += 1
 
     def drop_reference(self, number: int) -> None:
-        """Count one handle less. Without any, the slot is free once its copies have ended."""
+        """Count one handle less of a tensor. Without any, its space is free once its copies have
+        ended."""
         with self._lock:
-            self._slots[number].references -= 1
+            self._tensors[number].references -= 1
             self._free_if_unused(number)
 
-    def _slot(self, number: int) -> _Slot:
-        if number not in self._slots:
+    def _tensor_of(self, number: int) -> _FileTensor:
+        """Return the file's tensor with this number. Raises `RematError` if its space was freed."""
+        if number not in self._tensors:
             raise RematError(
                 "an offloaded tensor is no longer in the file: its handle was copied, by "
                 "saved_tensors_hooks or in another process, and the original was freed; run the "
                 'step outside of these hooks, or plan it with offload="off"'
             )
-        return self._slots[number]
+        return self._tensors[number]
 
-    def _start(
+    def _start_file_copy(
         self,
         executor: ThreadPoolExecutor,
         copy: Callable[[int, int, int], None],
         number: int,
         tensor: torch.Tensor,
     ) -> FileCopy:
-        """Start a copy between a tensor and its slot."""
-        slot = self._slots[number]
+        """Start `copy` between a tensor in memory and the file's tensor with this number, on a
+        thread of the executor."""
+        placed = self._tensors[number]
         with self._lock:
-            slot.pending += 1
+            placed.pending += 1
 
         def run(address: int, size_bytes: int) -> None:
             try:
-                self._copy(copy, address, size_bytes, slot.offset)
+                self._copy(copy, address, size_bytes, placed.offset)
             finally:
                 with self._lock:
-                    slot.pending -= 1
+                    placed.pending -= 1
                     self._free_if_unused(number)
 
         return FileCopy(tensor, executor, run)
 
     def _free_if_unused(self, number: int) -> None:
-        slot = self._slots.get(number)
-        if slot is not None and not slot.references and not slot.pending:
-            del self._slots[number]
-            self._free[slot.size_bytes].append(slot.offset)
+        """Free the space of a tensor without handles and pending copies. Does nothing for
+        others."""
+        placed = self._tensors.get(number)
+        if placed is not None and not placed.references and not placed.pending:
+            del self._tensors[number]
+            self._free[placed.size_bytes].append(placed.offset)
 
     def _copy(
         self,
@@ -199,6 +209,7 @@ class HostFile:
         size_bytes: int,
         offset: int,
     ) -> None:
+        """Copy between memory and the file. Raises `RematError` with a remedy if that fails."""
         try:
             copy(address, size_bytes, offset)
         except OSError as error:
@@ -211,9 +222,9 @@ class HostFile:
             raise RematError(f"the file in {self._directory} has lost its end") from None
 
 
-def _rounded_bytes(size_bytes: int) -> int:
-    """Return the size of a slot: one of eight for each power of two, so that slots can be reused
-    for tensors of similar sizes."""
+def _rounded_file_bytes(size_bytes: int) -> int:
+    """Return the bytes of the file for a tensor: rounded up to one of eight sizes for each power of
+    two, so that they can be reused for tensors of similar sizes, and to whole blocks."""
     unit = max(BLOCK_BYTES, 1 << max(0, size_bytes.bit_length() - 4))
     return -(-size_bytes // unit) * unit
 
@@ -224,7 +235,8 @@ def offload_directory() -> str:
 
 
 def is_io_direct() -> bool:
-    """Return True if `REMAT_OFFLOAD_DIRECT` is 1: copies bypass the page cache."""
+    """Return True if `REMAT_OFFLOAD_DIRECT` is 1: copies bypass the page cache. Raises `RematError`
+    for a value that is neither 1, 0 nor empty."""
     value = os.environ.get(DIRECT_VARIABLE, "0")
     if value not in ("", "0", "1"):
         raise RematError(f"{DIRECT_VARIABLE} is {value!r}: set it to 1 or 0")
@@ -232,18 +244,20 @@ def is_io_direct() -> bool:
 
 
 def new_host_file() -> HostFile:
-    """Return a new file as the environment variables say. Raises `RematError` if it cannot be
-    created."""
+    """Return a new file for offloaded tensors, as the environment variables say. Raises
+    `RematError` if it cannot be created."""
     return HostFile(offload_directory(), is_direct=is_io_direct())
 
 
 def host_file() -> HostFile:
-    """Return the file of this process, created at the first call. A forked process has its own."""
+    """Return this process's file for offloaded tensors, created at the first call. A forked process
+    has its own."""
     return _host_file(os.getpid())
 
 
 @cache
 def _host_file(process: int) -> HostFile:
+    """Return the file of a process, by its id."""
     return new_host_file()
 
 
@@ -266,7 +280,7 @@ class FileIo(Protocol):
         ...
 
 
-class CachedIo:
+class CachedFileIo:
     """Copies through the page cache. The system writes to the disk when it needs the memory."""
 
     def __init__(self, descriptor: int) -> None:
@@ -274,14 +288,16 @@ class CachedIo:
 
     def write(self, address: int, size_bytes: int, offset: int) -> None:
         """Write from memory to the file."""
-        _transfer(os.pwrite, self._descriptor, _bytes_at(address, size_bytes), offset)
+        _transfer_all_bytes(os.pwrite, self._descriptor, _memory_at(address, size_bytes), offset)
 
     def read(self, address: int, size_bytes: int, offset: int) -> None:
         """Read from the file into memory."""
-        _transfer(_read_into, self._descriptor, _bytes_at(address, size_bytes), offset)
+        _transfer_all_bytes(
+            _read_file_into, self._descriptor, _memory_at(address, size_bytes), offset
+        )
 
 
-class DirectIo:
+class DirectFileIo:
     """Copies between memory and the disk without the page cache (O_DIRECT).
 
     The disk reads and writes whole blocks at aligned addresses, so the data goes through an aligned
@@ -289,7 +305,8 @@ class DirectIo:
     """
 
     def __init__(self, descriptor: int) -> None:
-        """Raise `OSError`, `ImportError` or `AttributeError` if there is no direct I/O here."""
+        """Switch the file to direct I/O. Raises `OSError`, `ImportError` or `AttributeError` if
+        the system has none."""
         import fcntl  # Windows has no such module
 
         flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
@@ -300,21 +317,21 @@ class DirectIo:
     def write(self, address: int, size_bytes: int, offset: int) -> None:
         """Write from memory to the file, rounded up to whole blocks."""
         buffer = memoryview(self._write_buffer)
-        buffer_address = _address(self._write_buffer)
+        buffer_address = _buffer_address(self._write_buffer)
         for start in range(0, size_bytes, _BUFFER_BYTES):
             count = min(_BUFFER_BYTES, size_bytes - start)
             ctypes.memmove(buffer_address, address + start, count)
             blocks = buffer[: rounded_to_blocks(count)]
-            _transfer(os.pwrite, self._descriptor, blocks, offset + start)
+            _transfer_all_bytes(os.pwrite, self._descriptor, blocks, offset + start)
 
     def read(self, address: int, size_bytes: int, offset: int) -> None:
         """Read from the file into memory."""
         buffer = memoryview(self._read_buffer)
-        buffer_address = _address(self._read_buffer)
+        buffer_address = _buffer_address(self._read_buffer)
         for start in range(0, size_bytes, _BUFFER_BYTES):
             count = min(_BUFFER_BYTES, size_bytes - start)
             blocks = buffer[: rounded_to_blocks(count)]
-            _transfer(_read_into, self._descriptor, blocks, offset + start)
+            _transfer_all_bytes(_read_file_into, self._descriptor, blocks, offset + start)
             ctypes.memmove(address + start, buffer_address, count)
 
 
@@ -323,10 +340,11 @@ def rounded_to_blocks(size_bytes: int) -> int:
     return -(-size_bytes // BLOCK_BYTES) * BLOCK_BYTES
 
 
-def _transfer(
+def _transfer_all_bytes(
     call: Callable[[int, memoryview, int], int], descriptor: int, data: memoryview, offset: int
 ) -> None:
-    """Repeat a system call until it has copied everything."""
+    """Repeat the system call `call` until all bytes of `data` are copied. Raises `EOFError` where
+    the file ends before."""
     copied = 0
     while copied < len(data):
         count = call(descriptor, data[copied:], offset + copied)
@@ -335,25 +353,28 @@ def _transfer(
         copied += count
 
 
-def _read_into(descriptor: int, data: memoryview, offset: int) -> int:
+def _read_file_into(descriptor: int, data: memoryview, offset: int) -> int:
+    """Read from the file into `data`, and return the number of bytes that were read."""
     return os.preadv(descriptor, [data], offset)
 
 
-def _bytes_at(address: int, size_bytes: int) -> memoryview:
-    """Return the memory of a dense tensor on the CPU."""
+def _memory_at(address: int, size_bytes: int) -> memoryview:
+    """Return the memory at an address, as bytes that can be written."""
     array = (ctypes.c_char * size_bytes).from_address(address)
     return memoryview(array).cast("B")
 
 
-def _address(buffer: mmap.mmap) -> int:
+def _buffer_address(buffer: mmap.mmap) -> int:
+    """Return the address of a buffer's memory."""
     return ctypes.addressof(ctypes.c_char.from_buffer(buffer))
 
 
 def open_file_io(descriptor: int, *, is_direct: bool) -> FileIo:
-    """Return the copies of a file. Raises `RematError` if direct I/O is not available."""
+    """Return the object that copies between memory and an open file: direct, or through the page
+    cache. Raises `RematError` if direct I/O is not available."""
     if not is_direct:
-        return CachedIo(descriptor)
+        return CachedFileIo(descriptor)
     try:
-        return DirectIo(descriptor)
+        return DirectFileIo(descriptor)
     except (AttributeError, ImportError, OSError) as error:
         raise RematError(f"there is no direct I/O here ({error})") from None

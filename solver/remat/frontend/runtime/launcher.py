@@ -57,7 +57,8 @@ name. For arguments of the types in the schema, each dispatches to that very ove
 
 
 def generate_launcher(graph: fx.Graph) -> Launcher:
-    """Return a function that runs a graph, and frees each value and input after its last use."""
+    """Return a function that runs an fx graph, and frees each value and input after its last
+    use."""
     source = _LauncherSource()
     body = "\n    ".join(source.statements(graph))
     # No text of a document is in the code: variables are numbered, constants are globals.
@@ -66,8 +67,9 @@ def generate_launcher(graph: fx.Graph) -> Launcher:
 
 
 def _below_autograd(launch: Launcher) -> Launcher:
-    """Return a launcher that skips autograd's dispatch keys. Its callers have gradients disabled,
-    where these would only pass the calls on. Views and tensor versions are tracked all the same.
+    """Return a launcher that runs `launch` without autograd's dispatch keys. Its callers have
+    gradients disabled, where these would only pass the calls on. Views and tensor versions are
+    tracked all the same.
     """
     guard = torch._C._AutoDispatchBelowAutograd
 
@@ -108,7 +110,7 @@ class _LauncherSource:
         return name
 
     def _call(self, node: fx.Node) -> str:
-        """Return the expression that runs a node."""
+        """Return the Python expression that runs a node."""
         if node.target is operator.getitem:
             return f"{self._expression(node.args[0])}[{self._expression(node.args[1])}]"
         arguments = [self._expression(item) for item in node.args]
@@ -119,12 +121,12 @@ class _LauncherSource:
         return f"{self._global(_fastest_function(node))}({', '.join(arguments)})"
 
     def _expression(self, item: object) -> str:
-        """Return the expression of an argument."""
+        """Return the Python expression of an argument, of nodes and constants."""
         if isinstance(item, fx.Node):
             return self._variables[item]
         if item is None or type(item) in (bool, int):
             return repr(item)
-        if not any(True for _ in _nodes_in(item)):
+        if not any(True for _ in _nodes_in_argument(item)):
             return self._global(_builtin_containers(item))
         if isinstance(item, dict):
             return f"{{{', '.join(f'{k!r}: {self._expression(i)}' for k, i in item.items())}}}"
@@ -132,7 +134,8 @@ class _LauncherSource:
         return f"[{', '.join(self._expression(inner) for inner in item)}]"
 
     def _global(self, item: object) -> str:
-        """Return the name of the global variable for a function or a constant argument."""
+        """Return the name of the global variable for a function or a constant argument. Define it
+        if there is none."""
         key = item if callable(item) else (type(item), repr(item))
         if key not in self._global_names:
             name = self._global_names[key] = f"g{len(self._global_names)}"
@@ -141,7 +144,8 @@ class _LauncherSource:
 
 
 def _fastest_function(node: fx.Node) -> Callable[..., Any]:
-    """Return the fastest function that runs the same operation as a node."""
+    """Return the fastest function that runs the same operation as a node: a Python function of
+    torch with the same overload, the overload's C++ function, or the node's target."""
     target = node.target
     assert callable(target)
     # An overload that takes script objects has a subclass of its own, with another `__call__`.
@@ -156,17 +160,17 @@ def _fastest_function(node: fx.Node) -> Callable[..., Any]:
     return target._op
 
 
-def _nodes_in(item: object) -> Iterable[fx.Node]:
+def _nodes_in_argument(item: object) -> Iterable[fx.Node]:
     """Yield the nodes of an argument, inside of containers too."""
     if isinstance(item, fx.Node):
         yield item
     elif isinstance(item, (list, tuple, dict)):
         for inner in item.values() if isinstance(item, dict) else item:
-            yield from _nodes_in(inner)
+            yield from _nodes_in_argument(inner)
 
 
 def _builtin_containers(item: object) -> object:
-    """Return an argument with lists and dicts in place of fx's immutable containers."""
+    """Return an argument with lists and dicts in place of fx's immutable containers and tuples."""
     if isinstance(item, dict):
         return {key: _builtin_containers(inner) for key, inner in item.items()}
     if isinstance(item, (list, tuple)):

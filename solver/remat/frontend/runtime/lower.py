@@ -125,7 +125,7 @@ def lower_program(program: Program, namespaces: Collection[str] = NAMESPACES) ->
     Raises `DocumentError` for an operation or an output type that is not allowed or not there.
     """
     placeholders = {p.name: p for p in program.placeholders}
-    inputs = _input_names(program)
+    inputs = _program_input_names(program)
     gradient_index = {g.placeholder: index for index, g in enumerate(program.gradients)}
     return LoweredProgram(
         program=program,
@@ -135,7 +135,9 @@ def lower_program(program: Program, namespaces: Collection[str] = NAMESPACES) ->
         unflatten_outputs=unflattener(program.result),
         input_names=tuple(inputs),
         saved_inputs=tuple(inputs.index(name) for name in program.saved if name in placeholders),
-        accumulated_inputs=tuple(inputs.index(name) for name in _accumulated_names(program)),
+        accumulated_inputs=tuple(
+            inputs.index(name) for name in _accumulated_parameter_names(program)
+        ),
         gradient_of_input=tuple(gradient_index.get(name) for name in inputs),
         tangent_metas={
             o.tangent: placeholders[o.tangent].tensor for o in program.outputs if o.tangent
@@ -146,7 +148,8 @@ def lower_program(program: Program, namespaces: Collection[str] = NAMESPACES) ->
 
 def program_on_model_device(program: Program, model: nn.Module) -> Program:
     """Return the program for the GPU that `model` is on, whichever GPU it was planned for: "cuda:0"
-    in a program is the device of the step, not the first of a machine.
+    in a program is the device of the step, not the first of a machine. Unchanged for a model
+    without parameters and buffers.
 
     Raises `GuardError` where the model is on another type of device, or on several GPUs.
     """
@@ -168,15 +171,17 @@ def program_on_model_device(program: Program, model: nn.Module) -> Program:
     return program_on_device(program, candidates[0]) if candidates else program
 
 
-def _input_names(program: Program) -> list[str]:
+def _program_input_names(program: Program) -> list[str]:
+    """Return the names of a program's parameters, buffers and inputs."""
     return [p.name for p in program.placeholders if p.kind not in ("tangent", "constant")]
 
 
-def _constant_names(program: Program) -> list[str]:
+def _program_constant_names(program: Program) -> list[str]:
+    """Return the names of the constants whose data a program contains."""
     return [p.name for p in program.placeholders if p.kind == "constant"]
 
 
-def _accumulated_names(program: Program) -> list[str]:
+def _accumulated_parameter_names(program: Program) -> list[str]:
     """Return the names of the parameters into whose `.grad` the backward accumulates."""
     return [
         n
@@ -187,38 +192,44 @@ def _accumulated_names(program: Program) -> list[str]:
 
 
 def _forward_graph(program: Program, namespaces: Collection[str]) -> fx.Graph:
+    """Return the forward of a program as an fx graph, with the inputs and outputs of
+    `LoweredProgram.launch_forward`."""
     placeholders = {p.name for p in program.placeholders}
     saved = [name for name in program.saved if name not in placeholders]
-    return _build_graph(
+    return _build_program_graph(
         program.forward,
-        inputs=[*_input_names(program), *_constant_names(program)],
+        inputs=[*_program_input_names(program), *_program_constant_names(program)],
         outputs=[*(o.name for o in program.outputs), *saved, *program.rng_states],
         namespaces=namespaces,
     )
 
 
 def _backward_graph(program: Program, namespaces: Collection[str]) -> fx.Graph:
+    """Return the backward of a program as an fx graph, with the inputs and outputs of
+    `LoweredProgram.launch_backward`."""
     placeholders = {p.name for p in program.placeholders}
-    return _build_graph(
+    return _build_program_graph(
         program.backward,
         inputs=[
             *sorted(program.saved, key=lambda name: name not in placeholders),  # inputs first
             *program.rng_states,
             *(o.tangent for o in program.outputs if o.tangent),
-            *_constant_names(program),
-            *(f"into_{name}" for name in _accumulated_names(program)),
+            *_program_constant_names(program),
+            *(f"into_{name}" for name in _accumulated_parameter_names(program)),
         ],
         outputs=[g.name for g in program.gradients],
         namespaces=namespaces,
     )
 
 
-def _build_graph(
+def _build_program_graph(
     statements: Sequence[Statement],
     inputs: Sequence[str],
     outputs: Sequence[str],
     namespaces: Collection[str],
 ) -> fx.Graph:
+    """Return the fx graph of statements, with these names of inputs and outputs. Only
+    operators of these namespaces may be called."""
     graph = fx.Graph()
     # The boxed calling convention empties its argument list, so that each value is freed after its
     # last use; the ordinary one would keep every saved tensor alive through the backward.
@@ -240,7 +251,8 @@ class _ProgramGraph(GraphWriter):
         self.namespaces = namespaces
 
     def append(self, statement: Statement) -> None:
-        """Append the calls of a statement."""
+        """Append the calls of a statement. Raises `DocumentError` for an operation that is not
+        allowed or overwrites an input."""
         if statement.target == ACCUMULATE_TARGET:
             parameter, gradient = referenced_names(statement.args)
             addends = (self.nodes[f"into_{parameter}"], self.nodes[gradient])
@@ -249,9 +261,9 @@ class _ProgramGraph(GraphWriter):
             operation: Any = resolve_operator(statement.target, self.namespaces)
             args, kwargs = self.arguments(statement)
             if statement.target == WRITE_TARGET:
-                _check_write(statement, self.namespaces)
+                _check_write_operator(statement, self.namespaces)
             if statement.overwrites:
-                _check_temporary(self.nodes[statement.overwrites])
+                _check_not_input_view(self.nodes[statement.overwrites])
             if statement.overwrites and statement.target == WRITE_TARGET:
                 operation = write
             elif statement.overwrites:
@@ -259,7 +271,7 @@ class _ProgramGraph(GraphWriter):
                 kwargs[OUT_VARIANTS[statement.target].out_name] = self.nodes[statement.overwrites]
             if statement.rng_action == "save":
                 state = self.call(generator_state, (statement.device,))
-                self.nodes[statement.rng_state] = _named(state, statement.rng_state)
+                self.nodes[statement.rng_state] = _renamed_node(state, statement.rng_state)
             if statement.rng_action == "replay":
                 state = self.nodes[statement.rng_state]
                 call = self.call(
@@ -275,20 +287,21 @@ class _ProgramGraph(GraphWriter):
         }
         self.bind(call, statement.results)
         for binding in statement.results:
-            _named(self.nodes[binding.name], binding.name)
+            _renamed_node(self.nodes[binding.name], binding.name)
 
 
-def _check_write(statement: Statement, namespaces: Collection[str]) -> None:
-    """Raise `DocumentError` unless a write calls an operator that writes into one tensor."""
+def _check_write_operator(statement: Statement, namespaces: Collection[str]) -> None:
+    """Raise `DocumentError` unless a statement of `WRITE_TARGET` names an operator that may write
+    into one tensor."""
     target = statement.args[1] if len(statement.args) > 1 else None
     if not isinstance(target, str):
         raise DocumentError(f"{WRITE_TARGET} needs the name of an operator")
     resolve_writer(target, namespaces)
 
 
-def _check_temporary(node: fx.Node) -> None:
-    """Raise `DocumentError` if a node views an input of the graph: a saved tensor, or one of the
-    caller's."""
+def _check_not_input_view(node: fx.Node) -> None:
+    """Raise `DocumentError` if a node, which the program overwrites, is or views an input of the
+    graph: a saved tensor, or one of the caller's."""
     base = node
     while base.op == "call_function" and (is_view(base) or is_getitem(base)):
         base = base.all_input_nodes[0]
@@ -296,13 +309,15 @@ def _check_temporary(node: fx.Node) -> None:
         raise DocumentError(f"the program writes over {node.name}, which is a view of {base.name}")
 
 
-def _named(node: fx.Node, name: str) -> fx.Node:
+def _renamed_node(node: fx.Node, name: str) -> fx.Node:
+    """Give a node this name, and return it."""
     node._rename(name)
     return node
 
 
 def _decode_constant(placeholder: Placeholder) -> torch.Tensor:
-    """Return the tensor whose data a program contains. Raises `DocumentError`."""
+    """Return the tensor of a placeholder whose data a program contains. Raises `DocumentError` for
+    damaged data."""
     meta = placeholder.tensor
     dtype = literal_to_torch("dtype", meta.dtype)
     assert isinstance(dtype, torch.dtype)

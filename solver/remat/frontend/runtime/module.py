@@ -71,7 +71,8 @@ class BoundProgram:
         return self.lowered.program.environment.training
 
     def run(self, call: ModelCall, original_forward: Callable[..., Any]) -> Any:
-        """Return the outputs of one call of the model, computed by the program."""
+        """Return the outputs of one call of the model, computed by the program, and write the
+        values that it stores. `original_forward` is not used."""
         return self(call)
 
 
@@ -95,7 +96,7 @@ class FixedStepProvider:
         return self._step
 
     def current_step(self) -> BoundProgram | None:
-        """Return the program."""
+        """Return the program: there is one from the start."""
         return self._step
 
     def note_call(self, outputs: Any) -> None:
@@ -151,7 +152,8 @@ class RematModule(fx.GraphModule):
         self.training = model.training
 
     def recompile(self) -> PythonCode:
-        """Generate the forward as `GraphModule.recompile`, with the signature of the model's."""
+        """Generate the code of the forward as `GraphModule.recompile` does, with the signature of
+        the model's forward, and return the code."""
         code = super().recompile()
         with contextlib.suppress(TypeError, ValueError):  # a forward without a signature
             signature = inspect.signature(self.__dict__["_model"].forward)
@@ -203,9 +205,11 @@ class RematModule(fx.GraphModule):
 
     @property
     def _provider(self) -> StepProvider:
+        """The provider of planned steps: a planner, or one fixed program."""
         return self.__dict__["step"].provider
 
     def _current_program(self) -> BoundProgram | None:
+        """Return the step that ran or was planned last; None before, and for a plan of blocks."""
         step = self._provider.current_step()
         return step if isinstance(step, BoundProgram) else None
 

@@ -1,9 +1,10 @@
 """The operations that copy tensors to the host and back while other operations run.
 
 The host is pinned memory for a GPU (`pinned_memory`), and a file where steps run on a CPU
-(`host_file`). A handle is an int64 tensor with the number of a slot, so that it can be saved for
-the backward like any other tensor. The slot lives as long as a handle of it: through a second
-backward (`retain_graph=True`), and not beyond a step that fails or has no backward.
+(`host_file`). A handle is an int64 tensor with the number of a tensor on the host, so that it can
+be saved for the backward like any other tensor. That tensor lives as long as a handle of it:
+through a second backward (`retain_graph=True`), and not beyond a step that fails or has no
+backward.
 """
 
 from __future__ import annotations
@@ -26,44 +27,48 @@ from remat.frontend.runtime.host_file import host_file
 from remat.frontend.runtime.pinned_memory import pinned_memory, pinned_memory_of
 
 
-class _Copy(Protocol):
+class _HostCopy(Protocol):
+    """A copy from the host that can be awaited."""
+
     def wait(self) -> None: ...
 
 
-class _Host(Protocol):
-    """Slots for tensors on the host: see `HostFile` and `PinnedMemory`."""
+class _OffloadHost(Protocol):
+    """Tensors on the host, by number: see `HostFile` and `PinnedMemory`."""
 
     def write(self, tensor: torch.Tensor) -> int: ...
 
     def wait(self, number: int) -> None: ...
 
-    def read(self, number: int) -> tuple[torch.Tensor, _Copy]: ...
+    def read(self, number: int) -> tuple[torch.Tensor, _HostCopy]: ...
 
     def add_reference(self, number: int) -> None: ...
 
     def drop_reference(self, number: int) -> None: ...
 
 
-_reading: dict[int, _Copy] = {}
+_reading: dict[int, _HostCopy] = {}
 """Copies from the host that `arrive` has not awaited, by the address of the tensor."""
 
 
 def offload(tensor: torch.Tensor) -> torch.Tensor:
-    """Start the copy of a tensor to the host, and return a handle of it."""
+    """Start the copy of a tensor to the host, and return a handle of it. Raises `RematError` for a
+    device without copies."""
     if tensor.device.type not in ("cpu", "cuda"):
         raise RematError(f'tensors on {tensor.device} cannot be offloaded: pass offload="off"')
-    host: _Host = pinned_memory(tensor.device) if tensor.is_cuda else host_file()
+    host: _OffloadHost = pinned_memory(tensor.device) if tensor.is_cuda else host_file()
     is_dense = torch.ops.aten.is_non_overlapping_and_dense(tensor)
-    return _handle(host, host.write(tensor if is_dense else tensor.contiguous()))
+    return _new_handle(host, host.write(tensor if is_dense else tensor.contiguous()))
 
 
 def release(handle: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """Wait until a tensor's copy to the host has ended, and return a handle of the copy."""
+    """Wait until the copy of `tensor` to the host has ended, and return a further handle of the
+    copy."""
     number = int(handle)
     host = _host_of(number)
     host.wait(number)
     host.add_reference(number)
-    return _handle(host, number)
+    return _new_handle(host, number)
 
 
 def reload(handle: torch.Tensor) -> torch.Tensor:
@@ -72,7 +77,7 @@ def reload(handle: torch.Tensor) -> torch.Tensor:
     tensor, copy = _host_of(number).read(number)
     _reading[tensor.data_ptr()] = copy
     # A step that fails may free the tensor before the copy into it has ended.
-    weakref.finalize(tensor, _wait_if_reading, tensor.data_ptr(), copy)
+    weakref.finalize(tensor, _wait_for_freed_reload, tensor.data_ptr(), copy)
     return tensor
 
 
@@ -82,20 +87,24 @@ def arrive(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _wait_if_reading(address: int, copy: _Copy) -> None:
+def _wait_for_freed_reload(address: int, copy: _HostCopy) -> None:
+    """Wait for the copy into a reloaded tensor that is freed, unless it has arrived. `address` is
+    the tensor's."""
     if _reading.get(address) is copy:
         del _reading[address]
         with suppress(RematError):  # the step has failed already
             copy.wait()
 
 
-def _host_of(number: int) -> _Host:
-    """Return the host of a slot: numbers of pinned memory are negative."""
+def _host_of(number: int) -> _OffloadHost:
+    """Return the host that has the tensor with this number: pinned memory for negative numbers,
+    else the file."""
     return pinned_memory_of(number) if number < 0 else host_file()
 
 
-def _handle(host: _Host, number: int) -> torch.Tensor:
-    """Return a handle that has one of the slot's references."""
+def _new_handle(host: _OffloadHost, number: int) -> torch.Tensor:
+    """Return a handle of the tensor with this number, with one of its references: freeing the
+    handle drops it."""
     handle = torch.full((1,), number, device="cpu")
     weakref.finalize(handle, host.drop_reference, number)
     return handle

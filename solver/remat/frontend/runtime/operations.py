@@ -37,8 +37,8 @@ def accumulate_grad(parameter: torch.Tensor | None, gradient: torch.Tensor) -> t
     """Add `gradient` into `parameter.grad` and return None. If `.grad` is None, set it to the
     gradient, so that the next call of the same step adds to it.
 
-    Returns the gradient instead where autograd must process it: `parameter` is None, has a `.grad`
-    of another dtype, or has hooks.
+    Returns the gradient instead where autograd must process it: `parameter` is None, has hooks, or
+    has a `.grad` of another dtype or a sparse one.
     """
     if (
         parameter is None
@@ -69,12 +69,12 @@ def accumulation_target(parameter: torch.Tensor) -> torch.Tensor | None:
 
 
 def add(total: torch.Tensor, summand: torch.Tensor) -> torch.Tensor:
-    """Add a summand of the same shape to a sum, in place, and return the sum."""
+    """Add a summand of the same shape to `total`, in place, and return `total`."""
     return total.add_(summand)
 
 
 def add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """Add the product of two matrices to a sum, in place, and return the sum."""
+    """Add the product of two matrices to `total`, in place, and return `total`."""
     return total.addmm_(left, right)
 
 
@@ -87,8 +87,9 @@ def write_rows(
     count: int,
     start: int,
 ) -> torch.Tensor:
-    """Write rows into a buffer of this shape and stride from row `start` on, in place, and return
-    it. The rows are `count` dimensions of the buffer from `first` on, as one dimension."""
+    """Write the rows of a piece into a buffer from row `start` on, in place, and return the buffer.
+    If it is None, allocate it with this shape and stride. Its rows are the `count` dimensions from
+    dimension `first` on, as one dimension."""
     if buffer is None:
         buffer = rows.new_empty_strided(shape, stride)
     last = first + count - 1
@@ -103,8 +104,8 @@ RngState = torch.Tensor | tuple[int, int]
 
 
 def generator_state(device: str) -> RngState:
-    """Return the state of the default generator of `device`. Raises `GuardError` inside a CUDA
-    graph capture."""
+    """Return the state of the default generator of `device`. Raises `GuardError` on a GPU inside a
+    CUDA graph capture."""
     if not device.startswith("cuda"):
         return torch.get_rng_state()
     if torch.cuda.is_current_stream_capturing():

@@ -24,7 +24,8 @@ _OWN_ATTRIBUTES = frozenset(nn.Module().__dict__) - {"training"}
 
 
 class StoreWriter:
-    """Stores the values of a program's calls in one model and in the calls' arguments."""
+    """Writes the values that a program stores at each call, into one model and into the call's
+    arguments."""
 
     def __init__(self, program: Program, model: nn.Module) -> None:
         self._model = model
@@ -33,7 +34,7 @@ class StoreWriter:
             for store in program.stores
         ]
         for store in program.stores:
-            _check(store, model)
+            _check_store(store, model)
 
     def write(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], arguments: Any
@@ -47,7 +48,7 @@ class StoreWriter:
             if store.kind == "attribute":
                 root, steps = self._model.get_submodule(str(steps[0])), steps[1:]
             try:
-                _write(root, steps, build(leaves), store.is_content)
+                _write_store(root, steps, build(leaves), store.is_content)
             except (LookupError, AttributeError, TypeError) as error:
                 raise GuardError(
                     f"the planned step sets {path_label(store.place)}, and what contains it was "
@@ -56,15 +57,17 @@ class StoreWriter:
 
 
 def _with_inputs_after(value: Structure, output_count: int) -> Structure:
-    """Return the structure with input number i as leaf number `output_count` + i."""
+    """Return the structure of a stored value with input number i as leaf number `output_count` + i,
+    so that its leaves are numbers of outputs, then inputs."""
     if value.kind == "input":
         return Structure(kind="leaf", leaf=output_count + value.leaf)
     children = tuple(_with_inputs_after(child, output_count) for child in value.children)
     return value.model_copy(update={"children": children})
 
 
-def _check(store: Store, model: nn.Module) -> None:
-    """Raise `DocumentError` for a store that would replace a method or private data."""
+def _check_store(store: Store, model: nn.Module) -> None:
+    """Raise `DocumentError` for a store that would replace a method of a module, or an attribute
+    that every module has."""
     if store.kind != "attribute" or store.is_content:
         return
     name = str(store.place[-1])
@@ -74,18 +77,20 @@ def _check(store: Store, model: nn.Module) -> None:
         raise DocumentError(f"a program must not set {path_label(store.place)} of a model")
 
 
-def _write(root: Any, steps: tuple[str | int, ...], value: Any, is_content: bool) -> None:
+def _write_store(root: Any, steps: tuple[str | int, ...], value: Any, is_content: bool) -> None:
+    """Write a value at the place `steps` below `root`; with `is_content`, into the object there."""
     owner = value_at_place(root, steps if is_content else steps[:-1])
     if is_content:
-        _set_content(owner, value)
+        _replace_items(owner, value)
     elif has_items(owner):
         owner[steps[-1]] = value
     else:
         vars(owner)[steps[-1]] = value
 
 
-def _set_content(owner: Any, value: Any) -> None:
-    """Replace the items of a container, or the attributes of an object."""
+def _replace_items(owner: Any, value: Any) -> None:
+    """Replace the items of a container by the items of `value`, or set the attributes of an object
+    that `value` has."""
     if isinstance(owner, list):
         owner[:] = value
     elif isinstance(owner, deque):

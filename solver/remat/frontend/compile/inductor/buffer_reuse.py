@@ -26,7 +26,7 @@ Readers = Mapping[str, Sequence[Any]]
 """The scheduler nodes that read a buffer, by the buffer's name."""
 
 
-def readers_by_name(kernels: Sequence[Any]) -> dict[str, list[Any]]:
+def buffer_readers(kernels: Sequence[Any]) -> dict[str, list[Any]]:
     """Return the scheduler nodes that read each buffer, by the buffer's name. A kernel that reads
     a buffer in several of its fused nodes is listed with each of them."""
     readers: dict[str, list[Any]] = {}
@@ -46,7 +46,7 @@ def donated_inputs() -> set[str]:
 def in_place_buffers(kernels: Sequence[Any], overwritable: Collection[str]) -> dict[str, str]:
     """Return the buffers that kernels write in place: output name -> name of the input buffer
     whose memory it takes. Graph inputs are overwritten only if they are `overwritable`."""
-    readers = readers_by_name(kernels)
+    readers = buffer_readers(kernels)
     graph_outputs = set(V.graph.get_output_names())
     finished: set[str] = set()
     in_place: dict[str, str] = {}
@@ -74,7 +74,7 @@ def in_place_candidates(kernel: Any, readers: Readers) -> Iterator[tuple[str, st
     kernel_parts = {part.get_name() for part in kernel.get_nodes()}
     internal = internal_buffers(kernel)
     for part in kernel.get_nodes():
-        if not isinstance(part, SchedulerNode) or not _allows_in_place(part):
+        if not isinstance(part, SchedulerNode) or not _backend_allows_in_place(part):
             continue
         for buffer in part.get_outputs():
             output: Any = buffer.node
@@ -100,17 +100,17 @@ def in_place_candidates(kernel: Any, readers: Readers) -> Iterator[tuple[str, st
 
 
 def internal_buffers(kernel: Any) -> set[str]:
-    """Return the buffers that only the kernel itself reads. They are never allocated, apart from
-    those in `cpu_reduction_buffers`."""
+    """Return the names of the buffers that only the kernel itself reads; none for a kernel of one
+    scheduler node. They are never allocated, except those in `cpu_reduction_buffers`."""
     parts = {part.get_name() for part in kernel.get_nodes()}
     outputs = kernel.get_outputs() if len(parts) > 1 else ()
     return {b.get_name() for b in outputs if all(user.get_name() in parts for user in b.users)}
 
 
 def cpu_reduction_buffers(kernel: Any) -> set[str]:
-    """Return the internal buffers that hold reduction results on CPUs: one loop of the kernel may
-    store them for its next loop. On GPUs they stay in registers."""
-    reductions = (p for p in kernel.get_nodes() if p.is_reduction() and _is_on_cpu(p))
+    """Return the names of the internal buffers with results of reductions on the CPU: one loop of
+    the kernel may write them for its next loop. On GPUs they stay in registers: no names."""
+    reductions = (p for p in kernel.get_nodes() if p.is_reduction() and _runs_on_cpu(p))
     return internal_buffers(kernel) & {b.get_name() for p in reductions for b in p.get_outputs()}
 
 
@@ -128,17 +128,20 @@ def concat_buffer_of(name: str) -> str | None:
 
 
 def _outermost_concat(buffer: Any) -> str:
+    """Return the name of the concatenated buffer that no other one contains."""
     while isinstance(buffer.layout, ir.NonOwningLayout):  # a slice of another concatenation
         buffer = V.graph.get_buffer(buffer.layout.view.get_name())
     return buffer.get_name()
 
 
-def _is_on_cpu(part: Any) -> bool:
+def _runs_on_cpu(part: Any) -> bool:
+    """True if a scheduler node runs on the CPU."""
     device = part.get_device()
     return device is not None and device.type == "cpu"
 
 
-def _allows_in_place(part: SchedulerNode) -> bool:
+def _backend_allows_in_place(part: SchedulerNode) -> bool:
+    """True if Inductor may write in place on the device of a scheduler node."""
     device = part.get_device()
     return config.inplace_buffers and V.graph.has_feature(device, BackendFeature.INPLACE_BUFFERS)
 
@@ -164,6 +167,7 @@ def _overwritable_buffer(name: str) -> Any:
 
 
 def _has_equal_indices(read: MemoryDep, parts: Sequence[Any]) -> bool:
-    """True if all of a kernel's nodes that read or write this buffer do so at the same indices."""
+    """True if the scheduler nodes `parts` read and write the buffer of `read` at the same
+    indices."""
     deps = {d for p in parts for d in p.read_writes.reads_and_writes() if d.name == read.name}
     return len(deps) <= 1

@@ -46,7 +46,7 @@ _arriving: dict[int, torch.Tensor] = {}
 """Tensors on their way back, by the number in their handle."""
 
 
-def _reload(handle: torch.Tensor) -> torch.Tensor:
+def _reload_with_handle(handle: torch.Tensor) -> torch.Tensor:
     """Allocate a tensor, start the copy from the host into it, and return a handle of it. The
     tensor is freed with the handle unless it has arrived."""
     number = next(_numbers)
@@ -56,13 +56,15 @@ def _reload(handle: torch.Tensor) -> torch.Tensor:
     return reloading
 
 
-def _arrive(
+def _arrive_from_handle(
     handle: torch.Tensor,
     size: list[int],
     stride: list[int],
     dtype: torch.dtype,
     device: torch.device,
 ) -> torch.Tensor:
+    """Wait for the copy of a `reload`, and return its tensor. The layout is only for the
+    compiler."""
     return runtime.arrive(_arriving.pop(int(handle)))
 
 
@@ -78,14 +80,15 @@ def _fake_arrive(
     dtype: torch.dtype,
     device: torch.device,
 ) -> torch.Tensor:
+    """Return a fake tensor in this layout."""
     return torch.empty_strided(size, stride, dtype=dtype, device=device)
 
 
 for _name, _function, _fake in (
     ("offload", runtime.offload, fake_handle),
     ("release", runtime.release, fake_handle),
-    ("reload", _reload, fake_handle),
-    ("arrive", _arrive, _fake_arrive),
+    ("reload", _reload_with_handle, fake_handle),
+    ("arrive", _arrive_from_handle, _fake_arrive),
 ):
     _library.impl(_name, _function, "CompositeExplicitAutograd")
     torch.library.register_fake(f"remat::{_name}", _fake, lib=_library)
@@ -116,15 +119,16 @@ class ReloadingTensor(NamedTuple):
     size_bytes: int
 
 
-def check_order(kernels: Sequence[Any]) -> None:
-    """Raise `CopiesOutOfOrder` unless all kernels before a copy are of earlier runs of the
-    schedule, and all after it of later ones."""
+def check_copy_order(kernels: Sequence[Any]) -> None:
+    """Raise `CopiesOutOfOrder` unless all kernels before a copy operator are of earlier runs of the
+    schedule, and all after it of later ones. Kernels without a run do not count."""
     latest_run, latest_copy = -1, -1
     for kernel in kernels:
         runs = [run for _, run in schedule_runs_in(kernel)]
         if not runs:
             continue
-        run, name = max(runs), _copy_name(kernel)  # it may compute cheap tensors of earlier runs
+        run = max(runs)  # the kernel may compute cheap tensors of earlier runs
+        name = _copy_operator_name(kernel)
         previous = latest_run if name else latest_copy
         if run < previous:
             raise CopiesOutOfOrder(
@@ -138,12 +142,13 @@ def check_order(kernels: Sequence[Any]) -> None:
 
 
 def reloading_tensors(kernels: Sequence[Any]) -> list[ReloadingTensor]:
-    """Return the tensors that have memory before Inductor knows them: from `reload` to `arrive`."""
+    """Return the tensors that have memory before Inductor knows them, each from its `reload` to its
+    `arrive`."""
     started: dict[str, int] = {}  # by the names of handles
     reloading: list[ReloadingTensor] = []
     for step, kernel in enumerate(kernels):
         reads = [read.name for read in kernel.read_writes.reads]
-        name = _copy_name(kernel)
+        name = _copy_operator_name(kernel)
         if name == "reload":
             started.update((buffer.get_name(), step) for buffer in kernel.get_outputs())
         elif name == "arrive":
@@ -163,6 +168,6 @@ def reloading_tensors(kernels: Sequence[Any]) -> list[ReloadingTensor]:
     return reloading
 
 
-def _copy_name(kernel: Any) -> str:
-    """Return which of the four operators a kernel calls; "" for all other kernels."""
+def _copy_operator_name(kernel: Any) -> str:
+    """Return the name of the copy operator that a kernel calls; "" for all other kernels."""
     return _NAMES.get(kernel.node.op_overload, "") if kernel.is_extern() else ""

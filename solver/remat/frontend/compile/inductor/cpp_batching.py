@@ -98,7 +98,8 @@ class _PendingKernel(CodeCacheFuture):
     compile_alone: Callable[[], Any]
 
     def result(self, timeout: float | None = None) -> Any:
-        """Return the compiled function, for code that does not wait for the whole graph."""
+        """Compile the kernel in a file of its own and return the function, for code that does not
+        wait for the whole graph."""
         function = self.compile_alone()
         return function.result() if isinstance(function, CodeCacheFuture) else function
 
@@ -118,7 +119,7 @@ def batched_cpp_files() -> Iterator[None]:
 
     def wait_for_all(self: Any, scope: dict[str, Any]) -> None:
         pending = {name: item for name, item in scope.items() if isinstance(item, _PendingKernel)}
-        scope.update(zip(pending, _compile(list(pending.values())), strict=True))
+        scope.update(zip(pending, _compile_cpp_kernels(list(pending.values())), strict=True))
         original_wait(self, scope)
 
     compiler.cpp_pybinding, compiler.wait = bind_later, wait_for_all
@@ -128,8 +129,9 @@ def batched_cpp_files() -> Iterator[None]:
         compiler.cpp_pybinding, compiler.wait = original_bind, original_wait
 
 
-def _compile(kernels: Sequence[_PendingKernel]) -> list[Any]:
-    """Return the compiled functions of the kernels, in their order."""
+def _compile_cpp_kernels(kernels: Sequence[_PendingKernel]) -> list[Any]:
+    """Compile C++ kernels, up to 16 in a file, and return their functions in the same order. If a
+    file fails, its kernels are compiled separately."""
     threads = config.compile_threads or config.decide_compile_threads()
     per_file = min(_MAX_KERNELS_PER_FILE, max(_MIN_KERNELS_PER_FILE, -(-len(kernels) // threads)))
     num_files = -(-len(kernels) // per_file)
@@ -138,7 +140,7 @@ def _compile(kernels: Sequence[_PendingKernel]) -> list[Any]:
     # while torch holds the lock that the compilation needs.
     submit = AsyncCompile.submit if threads > 1 else None
     loaders: list[Any] = [
-        CppPythonBindingsCodeCache.load_async(batched_source(file), submit_fn=submit)
+        CppPythonBindingsCodeCache.load_async(batched_cpp_source(file), submit_fn=submit)
         for file in files
     ]
     functions: dict[_PendingKernel, Any] = {}
@@ -152,18 +154,18 @@ def _compile(kernels: Sequence[_PendingKernel]) -> list[Any]:
             functions.update((kernel, kernel.result()) for kernel in file)
         else:
             functions.update(
-                (kernel, getattr(module, _function_name(n))) for n, kernel in enumerate(file)
+                (kernel, getattr(module, _cpp_function_name(n))) for n, kernel in enumerate(file)
             )
     return [functions[kernel] for kernel in kernels]
 
 
-def batched_source(kernels: Sequence[_PendingKernel]) -> str:
-    """Return the C++ source of a Python module with one function for each kernel."""
+def batched_cpp_source(kernels: Sequence[_PendingKernel]) -> str:
+    """Return the C++ source of a Python extension module with one function for each kernel."""
     includes: dict[str, None] = {}
     bodies: list[str] = []
     wrappers: list[str] = []
     for index, kernel in enumerate(kernels):
-        name = _function_name(index)
+        name = _cpp_function_name(index)
         start = _KERNEL_START.match(kernel.source)
         assert start is not None
         includes[start[1]] = None
@@ -174,7 +176,7 @@ def batched_source(kernels: Sequence[_PendingKernel]) -> str:
             f"static PyObject* call_{name}(PyObject*, PyObject* args) {{\n"
             f"    return call(args, {len(types)}, [&] {{ {name}({arguments}); }});\n}}"
         )
-    names = map(_function_name, range(len(kernels)))
+    names = map(_cpp_function_name, range(len(kernels)))
     rows = [f'    {{"{name}", call_{name}, METH_VARARGS, ""}},' for name in names]
     methods = ["static PyMethodDef methods[] = {", *rows, "    {nullptr, nullptr, 0, nullptr}};"]
     return "\n".join(
@@ -182,5 +184,5 @@ def batched_source(kernels: Sequence[_PendingKernel]) -> str:
     )
 
 
-def _function_name(index: int) -> str:
+def _cpp_function_name(index: int) -> str:
     return f"kernel{index}"

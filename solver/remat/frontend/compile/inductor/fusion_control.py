@@ -31,16 +31,18 @@ _library = torch.library.Library("remat", "FRAGMENT")
 _library.define("materialize(Tensor x, bool separate=False) -> Tensor")
 
 
-def _eager(x: torch.Tensor, separate: bool = False) -> torch.Tensor:
+def _materialize_eagerly(x: torch.Tensor, separate: bool = False) -> torch.Tensor:
+    """Return a copy: an operator must not return its argument."""
     return x.clone()
 
 
-def _fake(x: torch.Tensor, separate: bool = False) -> torch.Tensor:
+def _materialize_fake(x: torch.Tensor, separate: bool = False) -> torch.Tensor:
+    """Return a fake tensor in the layout of `x`."""
     return torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device=x.device)
 
 
-_library.impl("materialize", _eager, "CompositeExplicitAutograd")
-torch.library.register_fake("remat::materialize", _fake, lib=_library)
+_library.impl("materialize", _materialize_eagerly, "CompositeExplicitAutograd")
+torch.library.register_fake("remat::materialize", _materialize_fake, lib=_library)
 
 materialize = torch.ops.remat.materialize.default
 """Operator that returns its argument and makes Inductor write it to memory. With `separate`, it is
@@ -50,6 +52,7 @@ result, and a slice that has other readers keeps the whole result alive."""
 
 @register_lowering(materialize, type_promotion_kind=None)
 def _lower_materialize(x: Any, separate: bool = False) -> Any:
+    """Lower `materialize` to Inductor's IR: write `x` to memory, and return it."""
     x.realize()
     if separate:
         buffer: Any = V.graph.try_get_buffer(x.get_name())
@@ -64,7 +67,8 @@ class PlannedFusionChoices(InductorChoices):
 
     @staticmethod
     def can_fuse(scheduler: Any, node1: Any, node2: Any, shared_data_score: int) -> bool:
-        """True if two scheduler nodes may become one kernel."""
+        """True if two scheduler nodes may become one kernel: if they contain nodes of the same run,
+        or have no plan, and Inductor would fuse them."""
         runs1, runs2 = schedule_runs_in(node1), schedule_runs_in(node2)
         if (runs1 or runs2) and runs1.isdisjoint(runs2):
             return False
@@ -104,8 +108,8 @@ def plan_number_of(kernels: Iterable[Any]) -> int | None:
 
 
 def schedule_runs_in(kernel: Any) -> frozenset[tuple[int, int]]:
-    """Return the runs of schedules that a scheduler node contains nodes of, each as (number of the
-    plan, index of the run)."""
+    """Return the runs of schedules whose nodes a scheduler node contains, each as (number of the
+    plan, index of the run); none without a plan."""
     runs: set[tuple[int, int]] = set()
     for part in kernel.get_nodes():
         for origin in getattr(part.node, "origins", None) or ():
@@ -116,7 +120,8 @@ def schedule_runs_in(kernel: Any) -> frozenset[tuple[int, int]]:
 
 @contextmanager
 def non_lazy_backward() -> Iterator[None]:
-    """Compile the backward together with the forward instead of at the first `backward()` call.
+    """Inside of this context, let torch compile the backward together with the forward instead of
+    at the first `backward()` call.
 
     Its peak is then verified before a training step runs.
     """
@@ -128,7 +133,7 @@ def non_lazy_backward() -> Iterator[None]:
 
 @contextmanager
 def separate_cpu_kernel_calls() -> Iterator[None]:
-    """Generate one call for each C++ kernel, as Inductor does on a GPU.
+    """Inside of this context, let Inductor generate one call for each C++ kernel, as on a GPU.
 
     On the CPU, Inductor merges all kernels between two extern kernels into one call. Then what the
     first kernel reads is freed only after the last one, and what the last one writes is allocated
@@ -147,7 +152,8 @@ def separate_cpu_kernel_calls() -> Iterator[None]:
 
 @contextmanager
 def immediate_buffer_reuse() -> Iterator[None]:
-    """Let only the next kernel reuse a dead buffer; free the buffer otherwise, as planned.
+    """Inside of this context, let only the next kernel reuse a dead buffer; without such a kernel,
+    Inductor frees the buffer, as planned.
 
     Inductor keeps a dead buffer for a later one of the same size, as long as its own estimate of
     the peak allows.

@@ -34,7 +34,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from remat.frontend.common.torch_modes import isolated_modes
 from remat.frontend.compile.compat import SchedulerPass
-from remat.frontend.compile.fx_utils import growth_factor, node_bytes
+from remat.frontend.compile.fx_utils import node_bytes, size_growth_factor
 from remat.frontend.compile.inductor.buffer_reuse import (
     concat_buffer_of,
     cpu_reduction_buffers,
@@ -42,9 +42,9 @@ from remat.frontend.compile.inductor.buffer_reuse import (
     in_place_buffers,
     internal_buffers,
 )
-from remat.frontend.compile.inductor.copy_operators import check_order, reloading_tensors
+from remat.frontend.compile.inductor.copy_operators import check_copy_order, reloading_tensors
 from remat.frontend.compile.inductor.fusion_control import plan_number_of, schedule_runs_in
-from remat.frontend.compile.registry import CompiledPlan, find_plan, warn_of_smallest
+from remat.frontend.compile.registry import CompiledPlan, find_compiled_plan, warn_of_smallest_plan
 from remat.frontend.costs.timers import output_storage_bytes
 from remat.frontend.memory.meter import allocated_peak, cuda_peak
 from remat.limits.units import format_bytes
@@ -56,16 +56,17 @@ _measured_bytes: dict[str, int] = {}
 def extern_workspace_bytes(kernel: object) -> int | None:
     """Return the bytes that an extern kernel allocates only while it runs, its outputs excluded.
 
-    None where it cannot be run standalone: it mutates an argument, a size is symbolic, or memory
-    is insufficient.
+    Each distinct call runs once, on zeros. None where it cannot run standalone (it mutates an
+    argument, a size is symbolic, or memory is insufficient), and where the planned workspace counts
+    instead: matmuls, except in half precision on CPUs.
     """
     try:
         call = _extern_call(kernel)
         if call is None:
             return None
-        key = repr((str(call.operator), tree_map(_argument_key, (call.args, call.kwargs))))
+        key = repr((str(call.operator), tree_map(_extern_argument_key, (call.args, call.kwargs))))
         if key not in _measured_bytes:
-            _measured_bytes[key] = _measure(call)
+            _measured_bytes[key] = _measure_extern_workspace(call)
         return _measured_bytes[key]
     except Exception:  # a call on zeros may raise anything; then the planned workspace counts
         return None
@@ -80,6 +81,8 @@ class _ExternCall(NamedTuple):
 
 
 def _extern_call(kernel: object) -> _ExternCall | None:
+    """Return the operator call of an extern kernel, for measuring its workspace; None where that is
+    not measured."""
     operator = getattr(kernel, "op_overload", None)
     if not isinstance(operator, OpOverload) or operator.namespace != "aten":
         return None
@@ -97,37 +100,41 @@ def _extern_call(kernel: object) -> _ExternCall | None:
 
 
 def _is_half_precision_on_cpu(kernel: Any) -> bool:
+    """True if a kernel writes bfloat16 or float16 on the CPU."""
     device = kernel.get_device()
     half_precision = (torch.bfloat16, torch.float16)
     return device is not None and device.type == "cpu" and kernel.get_dtype() in half_precision
 
 
-def _argument_key(item: object) -> object:
+def _extern_argument_key(item: object) -> object:
+    """Return the device, dtype and layout of an IR node, and other arguments unchanged."""
     if not isinstance(item, IRNode):
         return item
-    return (str(item.get_device()), item.get_dtype(), *_layout(item))
+    return (str(item.get_device()), item.get_dtype(), *_ir_node_layout(item))
 
 
-def _layout(item: Any) -> tuple[list[int], list[int]]:
+def _ir_node_layout(item: Any) -> tuple[list[int], list[int]]:
+    """Return the sizes and strides of an IR node. Raises TypeError if one is symbolic."""
     return [int(n) for n in item.get_size()], [int(n) for n in item.get_stride()]
 
 
-def _zeros_like(item: object) -> object:
+def _zeros_like_ir_node(item: object) -> object:
     """Return zeros in the layout of an IR node, and other arguments unchanged."""
     if not isinstance(item, IRNode):
         return item
-    size, stride = _layout(item)
+    size, stride = _ir_node_layout(item)
     tensor = torch.empty_strided(size, stride, dtype=item.get_dtype(), device=item.get_device())
     return tensor.zero_()
 
 
-def _measure(call: _ExternCall) -> int:
-    """Run a call and return the peak of its allocations, its outputs excluded."""
+def _measure_extern_workspace(call: _ExternCall) -> int:
+    """Run a call on zeros, and return the peak of its allocations in bytes, its outputs
+    excluded."""
     items = tree_leaves((call.args, call.kwargs))
     device = next(x.get_device() for x in items if isinstance(x, IRNode))
     assert device is not None
     with isolated_modes(device):
-        args, kwargs = tree_map(_zeros_like, (call.args, call.kwargs))
+        args, kwargs = tree_map(_zeros_like_ir_node, (call.args, call.kwargs))
         run: Callable[[], object] = lambda: call.operator(*args, **kwargs)  # noqa: E731
         sizes = () if "out" in kwargs else output_storage_bytes(run())
         if device.type == "cuda":
@@ -183,12 +190,12 @@ class PeakVerifier(SchedulerPass):
         self._cache_key = cache_key
 
     def __call__(self, nodes: list[Any]) -> list[Any]:
-        compiled = _plan_of(nodes)
+        compiled = _plan_of_kernels(nodes)
         if compiled is None:
             return nodes
         if compiled.is_plain:
-            nodes = in_default_order(nodes)
-        check_order(nodes)
+            nodes = in_inductor_order(nodes)
+        check_copy_order(nodes)
         is_backward = bool(V.graph.is_backward)
         retained = compiled.retained_names if is_backward else frozenset[str]()
         donated_bytes = compiled.donated_bytes if is_backward else {}
@@ -203,21 +210,21 @@ class PeakVerifier(SchedulerPass):
             peak_bytes += compiled.retained_bytes + compiled.layout_copy_bytes
         else:
             compiled.layout_copy_bytes = layout_copy_bytes()
-        half = "backward" if is_backward else "forward"
-        compiled.verified_by_half[half] = peak_bytes
+        phase = "backward" if is_backward else "forward"
+        compiled.verified_by_half[phase] = peak_bytes
         budget_bytes = compiled.budget_bytes
         logger.info(
             "%s: verified: the %s's kernels use %s%s",
             compiled.title,
-            half,
+            phase,
             format_bytes(peak_bytes),
             "" if budget_bytes is None else f" of {format_bytes(budget_bytes)}",
         )
         if is_backward:
-            warn_of_smallest(compiled)
+            warn_of_smallest_plan(compiled)
         limit_bytes = compiled.limit_bytes
         if limit_bytes is not None and peak_bytes > limit_bytes:
-            separate = _separate_buffers(nodes, compiled, retained)
+            separate = _separate_buffer_names(nodes, compiled, retained)
             raise PeakOverBudget(compiled, peak_bytes, limit_bytes, separate)
         return nodes
 
@@ -226,11 +233,12 @@ class PeakVerifier(SchedulerPass):
         return self._cache_key
 
 
-def _separate_buffers(
+def _separate_buffer_names(
     kernels: Sequence[Any], compiled: CompiledPlan, retained: Collection[str]
 ) -> set[str]:
-    """Return the names of values that the plan counts as written in place, and Inductor writes to a
-    separate buffer. `retained` are inputs that stay allocated."""
+    """Return the names of the values that the plan counts as written in place, and Inductor writes
+    to a separate buffer. `retained` are names of inputs that stay allocated, and are not
+    overwritten."""
     in_place = in_place_buffers(kernels, donated_inputs().difference(retained))
     graph, runs = compiled.plan.graph, compiled.plan.schedule.runs
     num_in_place: Counter[int] = Counter()
@@ -251,7 +259,8 @@ class _MemoryTimeline:
         self._changes = [0] * (num_kernels + 1)
 
     def add(self, start: int, end: int, size_bytes: int, freed_bytes: int | None = None) -> None:
-        """Allocate bytes before kernel `start` and free them before kernel `end`."""
+        """Allocate `size_bytes` before kernel `start`, and free them, or `freed_bytes`, before
+        kernel `end`."""
         self._changes[start] += size_bytes
         self._changes[end] -= size_bytes if freed_bytes is None else freed_bytes
 
@@ -267,10 +276,10 @@ def live_peak_bytes(
     overwritable: Iterable[str] | None = None,
     donated_bytes: Mapping[str, int] | None = None,
 ) -> int:
-    """Return the peak in bytes of all buffers, and of the inputs that the graph may free.
+    """Return the peak in bytes of a graph's buffers, and of the inputs that the graph may free.
 
     Inputs `retained` stay allocated to the end. `storages` has the name and bytes of the storage
-    that an input shows; it is freed with the last input that shows it. Inputs `overwritable` may be
+    that an input belongs to; it is freed with the last of its inputs. Inputs `overwritable` may be
     overwritten in place; by default those that torch donates. `donated_bytes` are inputs that are
     freed once they are read, although Inductor counts them as owned by the caller. The workspace of
     an extern kernel counts while it runs, and a tensor that comes back from the host from the start
@@ -298,7 +307,7 @@ def live_peak_bytes(
         is_live_to_end = lifetime.end_step == -1 or name in retained
         # The memory of an overwritten buffer belongs to the kernel's output from its last read on.
         end = num_kernels if is_live_to_end else lifetime.end_step + (name not in overwritten)
-        factor = _growth_factor(name)
+        factor = _buffer_growth_factor(name)
         allocated = round(factor * lifetime.size_alloc)
         freed = round(factor * lifetime.size_free)
         if name in input_bytes:  # torch counts what one kernel reads of it: half, or twice
@@ -311,7 +320,7 @@ def live_peak_bytes(
         timeline.add(lifetime.start_step, end, allocated, freed)
     for concat, slices in concatenated.items():  # from its first slice to the last read of any
         ends = [num_kernels if s.end_step == -1 else s.end_step + 1 for s in slices]
-        size_bytes = round(_growth_factor(concat) * max(s.size_alloc for s in slices))
+        size_bytes = round(_buffer_growth_factor(concat) * max(s.size_alloc for s in slices))
         timeline.add(min(s.start_step for s in slices), max(ends), size_bytes)
     last_read = {read.name: n for n, k in enumerate(kernels) for read in k.read_writes.reads}
     for name, size_bytes in (donated_bytes or {}).items():
@@ -321,11 +330,12 @@ def live_peak_bytes(
     for reloading in reloading_tensors(kernels):
         timeline.add(reloading.start, reloading.end, reloading.size_bytes)
     pairs = zip(timeline.allocated_bytes(), kernels, strict=True)
-    return max((allocated + _workspace_bytes(k) for allocated, k in pairs), default=0)
+    return max((allocated + _kernel_workspace_bytes(k) for allocated, k in pairs), default=0)
 
 
 def _buffer_lifetimes(kernels: Sequence[Any]) -> Sequence[Any]:
-    """Return Inductor's own lifetimes of buffers and of inputs that the graph may free."""
+    """Return Inductor's own records of the lifetimes of buffers, and of inputs that the graph may
+    free."""
     scheduler = V.graph.scheduler
     outputs = OrderedSet(V.graph.get_output_names())
     _, freeable_inputs = prepare_planning_info(
@@ -339,25 +349,25 @@ def _buffer_lifetimes(kernels: Sequence[Any]) -> Sequence[Any]:
     return lifetimes
 
 
-def _workspace_bytes(kernel: Any) -> int:
-    """Return the bytes that a kernel allocates only while it runs: 0 unless it is an extern kernel;
-    measured in Inductor's layouts, else as planned."""
+def _kernel_workspace_bytes(kernel: Any) -> int:
+    """Return the bytes that a kernel allocates only while it runs: measured in Inductor's layouts,
+    else as planned. 0 unless it is an extern kernel."""
     if not kernel.is_extern():
         return 0
     if (measured := extern_workspace_bytes(kernel.node)) is not None:
         return measured
-    compiled = _plan_of([kernel])
+    compiled = _plan_of_kernels([kernel])
     planned = [0 if compiled is None else compiled.workspace_bytes]
     for plan_number, run in schedule_runs_in(kernel):
-        if (compiled := find_plan(plan_number)) is not None:
+        if (compiled := find_compiled_plan(plan_number)) is not None:
             plan = compiled.plan
             planned.append(plan.graph.operations[plan.schedule.runs[run]].workspace_bytes)
     return max(planned)
 
 
-def _growth_factor(name: str) -> float:
-    """Return a buffer's largest size divided by its size in the first call, which is the one that
-    Inductor reports."""
+def _buffer_growth_factor(name: str) -> float:
+    """Return a buffer's largest size divided by its size in the first call, which Inductor reports;
+    1.0 for a scalar or a tuple."""
     buffer = V.graph.try_get_buffer(name)
     if buffer is None:
         buffer = V.graph.graph_inputs.get(name)
@@ -365,7 +375,7 @@ def _growth_factor(name: str) -> float:
         expression = buffer.get_numel()  # type: ignore[union-attr]
     except (AttributeError, NotImplementedError):
         return 1.0  # a scalar, or a tuple of tensors
-    return growth_factor(expression, V.graph.sizevars.shape_env)
+    return size_growth_factor(expression, V.graph.sizevars.shape_env)
 
 
 def layout_copy_bytes() -> int:
@@ -379,7 +389,7 @@ def layout_copy_bytes() -> int:
     return sum(size for size, out in sizes if size and out.get_name() not in V.graph.graph_inputs)
 
 
-def in_default_order(kernels: list[Any]) -> list[Any]:
+def in_inductor_order(kernels: list[Any]) -> list[Any]:
     """Return the kernels in the order that Inductor gives them by default after fusion."""
     scheduler = V.graph.scheduler
     return reorder_for_peak_memory(
@@ -391,7 +401,7 @@ def in_default_order(kernels: list[Any]) -> list[Any]:
     )
 
 
-def _plan_of(kernels: Sequence[Any]) -> CompiledPlan | None:
-    """Return the plan that the kernels belong to."""
+def _plan_of_kernels(kernels: Sequence[Any]) -> CompiledPlan | None:
+    """Return the plan that the kernels belong to; None without a plan."""
     number = plan_number_of(kernels)
-    return None if number is None else find_plan(number)
+    return None if number is None else find_compiled_plan(number)

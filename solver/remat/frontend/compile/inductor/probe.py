@@ -28,14 +28,14 @@ from remat.frontend.common.aliases import storage_base
 from remat.frontend.compile.compat import SchedulerPass, cause_of_type, without_frames
 from remat.frontend.compile.fx_utils import node_bytes
 from remat.frontend.compile.inductor.buffer_reuse import (
+    buffer_readers,
     cpu_reduction_buffers,
     in_place_candidates,
     internal_buffers,
-    readers_by_name,
 )
 from remat.frontend.compile.inductor.peak_check import (
     extern_workspace_bytes,
-    in_default_order,
+    in_inductor_order,
     layout_copy_bytes,
     live_peak_bytes,
 )
@@ -99,27 +99,30 @@ class InputLifetimes:
     retained: Collection[str] = ()
 
 
-def fuse_matmul_additions(half: fx.GraphModule) -> None:
-    """Rewrite a forward or backward graph as Inductor will, where that does not delay a product.
+def fuse_matmul_additions(gm: fx.GraphModule) -> None:
+    """Rewrite the additions to matrix products in a forward or backward graph to `addmm`, as
+    Inductor will, where that does not delay a product. Not if Inductor's pattern matcher is off.
 
-    The new node has the name of the addition: the halves of a step share their names.
+    The new node has the name of the addition, by which the other graph of the step refers to it.
     """
     if not config.pattern_matcher:
         return
-    graph = half.graph
+    graph = gm.graph
     position = {node: index for index, node in enumerate(graph.nodes)}
     for addition in reversed(graph.find_nodes(op="call_function", target=_ADD)):
-        for product, addend in _products_in(addition):
+        for product, addend in _fusible_products(addition):
             # An addition in another layout is not what `addmm` would write.
-            if position[storage_base(addend)] < position[product] and _is_contiguous(addition):
+            if position[storage_base(addend)] < position[product] and _has_contiguous_output(
+                addition
+            ):
                 _replace_with_addmm(graph, addition, product, addend)
                 break
-    half.recompile()
+    gm.recompile()
 
 
-def _products_in(addition: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """Yield the product and the other addend of an addition, as often as Inductor's patterns for
-    `addmm` match it."""
+def _fusible_products(addition: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """Yield (matrix product, other addend) for each of Inductor's patterns for `addmm` that matches
+    an addition."""
     from torch._inductor.fx_passes import post_grad
 
     for pattern_pass in post_grad.pass_patterns:
@@ -133,7 +136,8 @@ def _products_in(addition: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
                 yield product, match.kwargs["inp"]
 
 
-def _is_contiguous(node: fx.Node) -> bool:
+def _has_contiguous_output(node: fx.Node) -> bool:
+    """True if the tensor that a node outputs is contiguous."""
     value = node.meta["val"]
     return bool(value.is_contiguous())
 
@@ -141,6 +145,7 @@ def _is_contiguous(node: fx.Node) -> bool:
 def _replace_with_addmm(
     graph: fx.Graph, addition: fx.Node, product: fx.Node, addend: fx.Node
 ) -> None:
+    """Replace an addition and its matrix product by one `addmm` with the addition's name."""
     name = addition.name
     with graph.inserting_before(addition):
         fused = graph.call_function(_ADDMM, (addend, *product.args))
@@ -152,17 +157,18 @@ def _replace_with_addmm(
 
 
 def probe_kernels(
-    half: fx.GraphModule, inputs: InputLifetimes, forward: ProbeResult | None
+    gm: fx.GraphModule, inputs: InputLifetimes, forward: ProbeResult | None
 ) -> ProbeResult:
-    """Return the kernels that Inductor would run for a forward or backward graph, and their peak.
+    """Return the kernels that Inductor would run for a forward or backward graph, and their peak;
+    an empty result for a graph without a kernel. `inputs` are the lifetimes of its inputs.
 
     For the backward, `forward` is the result of the forward: it has the layouts of saved tensors.
     """
     from torch._inductor.compile_fx import compile_fx_inner
 
-    placeholders = half.graph.find_nodes(op="placeholder")
+    placeholders = gm.graph.find_nodes(op="placeholder")
     static = [i for i, n in enumerate(placeholders) if str(n.target).startswith("primals")]
-    module = fx.GraphModule(half, copy.deepcopy(half.graph))
+    module = fx.GraphModule(gm, copy.deepcopy(gm.graph))
     settings: dict[str, Any] = {
         "_post_fusion_custom_pass": _ProbePass(inputs),
         "reorder_for_peak_memory": False,
@@ -200,7 +206,7 @@ class _ProbePass(SchedulerPass):
 
     def __call__(self, nodes: list[Any]) -> list[Any]:
         copy_bytes = 0 if V.graph.is_backward else layout_copy_bytes()
-        nodes = in_default_order(nodes)
+        nodes = in_inductor_order(nodes)
         kernels = tuple(_inductor_kernels(nodes))
         peak_bytes = live_peak_bytes(
             nodes,
@@ -212,7 +218,8 @@ class _ProbePass(SchedulerPass):
         raise _ProbeFinished(ProbeResult(kernels, peak_bytes, copy_bytes, _output_strides()))
 
     def uuid(self) -> None:
-        return None  # its result is not cached
+        """Return None: graphs with this pass are not cached."""
+        return
 
 
 def _output_strides() -> dict[str, tuple[int, ...]]:
@@ -229,8 +236,8 @@ def _output_strides() -> dict[str, tuple[int, ...]]:
 
 
 def _example_input(placeholder: fx.Node, forward: ProbeResult | None) -> Any:
-    """Return the fake value of an input. A saved tensor has the layout in which the forward saves
-    it, as in AOTAutograd."""
+    """Return the fake value of an input of the probed graph. In the backward, a saved tensor has
+    the layout in which `forward` saves it."""
     value = placeholder.meta["val"]
     strides = None if forward is None else forward.output_strides.get(str(placeholder.target))
     if strides is None or strides == value.stride():
@@ -239,9 +246,9 @@ def _example_input(placeholder: fx.Node, forward: ProbeResult | None) -> Any:
 
 
 def _inductor_kernels(nodes: Sequence[Any]) -> list[Kernel[str]]:
-    """Return the scheduled kernels in terms of the names of FX nodes."""
+    """Return the scheduled kernels, in their order, in terms of the names of FX nodes."""
     kernels: list[Kernel[str]] = []
-    readers = readers_by_name(nodes)
+    readers = buffer_readers(nodes)
     for node in nodes:
         written: dict[str, None] = {}
         internal = internal_buffers(node)
@@ -260,7 +267,7 @@ def _inductor_kernels(nodes: Sequence[Any]) -> list[Kernel[str]]:
             else _cpu_reduction_buffer_bytes(node)
         )
         in_place_pairs = tuple(
-            (_fx_name(output), _fx_name(read))
+            (_fx_node_name(output), _fx_node_name(read))
             for output, read, _ in in_place_candidates(node, readers)
         )
         is_extern = node.is_extern() or node.is_template()
@@ -271,12 +278,13 @@ def _inductor_kernels(nodes: Sequence[Any]) -> list[Kernel[str]]:
 
 
 def _cpu_reduction_buffer_bytes(kernel: Any) -> int:
+    """Return the bytes of a kernel's internal buffers with results of reductions on the CPU."""
     names = cpu_reduction_buffers(kernel)
     origins = (b.node.get_origin_node() for b in kernel.get_outputs() if b.get_name() in names)
     return sum(node_bytes(origin) for origin in origins if origin is not None)
 
 
-def _fx_name(buffer_name: str) -> str:
+def _fx_node_name(buffer_name: str) -> str:
     """Return the name of the FX node that a buffer or graph input holds; "" if Inductor does not
     record it."""
     buffer = V.graph.scheduler.name_to_buf.get(buffer_name)

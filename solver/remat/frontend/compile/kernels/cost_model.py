@@ -79,7 +79,8 @@ class KernelCostModel:
         self._cache = CostCache()
 
     def __call__(self, group: FusionGroup, moved_bytes: int) -> GroupCost:
-        """Return the cost of a group that reads and writes so many bytes."""
+        """Return the seconds and workspace of a fusion group that reads and writes
+        `moved_bytes`."""
         extern = [n for n in group.nodes if n.name in self._extern_costs]
         generated = [
             n for n in group.all_nodes if is_operation(n) and n.name not in self._extern_costs
@@ -124,12 +125,13 @@ class KernelCostModel:
         return elements * self._function_element_s(target) if target in TRANSCENDENTAL else 0.0
 
     def _on_all_cores_s(self, core_s: float) -> float:
-        """Return the seconds on all cores of what takes one core `core_s` in Inductor's code; 0
-        without Inductor."""
+        """Return the seconds on all cores of work that takes one core `core_s` in Inductor's code;
+        0 without Inductor."""
         return core_s / torch.get_num_threads() if self._joint.kernels is not None else 0.0
 
     def _function_element_s(self, target: str) -> float:
-        """Return the seconds of a function for each element, without reading and writing it."""
+        """Return the seconds of a transcendental function for each element, without reading and
+        writing it. It is measured once."""
         if target not in self._function_s_by_target:
             elements = _FUNCTION_BYTES // 4
             meta = self._flat_meta("float32", elements)
@@ -142,22 +144,23 @@ class KernelCostModel:
 
     @cached_property
     def _extern_costs(self) -> dict[str, OperationCost]:
-        """The measured costs of extern kernels by node name: first those of the forward, which may
-        be recomputed."""
+        """The measured costs of extern kernels by node name; absent for calls that cannot run on
+        random inputs. The forward is measured first: it may be recomputed."""
         reader = TraceBuilder(value_of=max_size, storage_of=storage_by_schema)
         nodes: list[Node] = []
         for node in self._joint.operations:
-            if _may_be_measured(node) and not self._joint.is_generated(node):
+            if _may_measure_node(node) and not self._joint.is_generated(node):
                 with suppress(TraceError, ValueError):  # else the call costs a copy
                     nodes.append(reader.read_call(node, backward=self._joint.is_backward(node)))
-        return self._measure(nodes, reader.meta_by_name)
+        return self._measure_nodes(nodes, reader.meta_by_name)
 
     @cached_property
     def _workspace_bytes(self) -> dict[fx.Node, int]:
+        """The workspaces that Inductor's kernels have in its layouts (`kernel_workspaces`)."""
         return kernel_workspaces(self._joint)
 
     def _copy_s(self, moved_bytes: int) -> float:
-        """Return the seconds of a copy that reads and writes so many bytes in total, interpolated
+        """Return the seconds of a copy that reads and writes `moved_bytes` in total, interpolated
         between two measured sizes."""
         below = max(_MIN_COPY_BYTES, 1 << max(0, moved_bytes.bit_length() - 1))
         weight = max(0.0, moved_bytes / below - 1)
@@ -165,7 +168,7 @@ class KernelCostModel:
         return (1 - weight) * below_s + weight * above_s
 
     def _measured_copy_s(self, moved_bytes: int) -> float:
-        """Return the measured seconds of a copy that reads and writes so many bytes in total."""
+        """Return the measured seconds of a copy that reads and writes `moved_bytes` in total."""
         if moved_bytes not in self._copy_s_by_bytes:
             meta = self._flat_meta("uint8", moved_bytes // 2)
             copy_s = self._measure_unary_s("aten.clone.default", meta)
@@ -180,18 +183,19 @@ class KernelCostModel:
         """Measure the seconds of an operation whose input and output have the same metadata."""
         result = Result(name="y", tensor=meta, storage=0)
         node = Node(name="y", target=target, args=(Ref("x"),), results=(result,))
-        return self._measure([node], {"x": meta, "y": meta})["y"].cost_s
+        return self._measure_nodes([node], {"x": meta, "y": meta})["y"].cost_s
 
-    def _measure(
+    def _measure_nodes(
         self, nodes: Sequence[Node], metas: dict[str, TensorMeta]
     ) -> dict[str, OperationCost]:
-        """Measure operations within `MAX_MEASURE_S`, or take their costs from the cost cache."""
+        """Return the costs of operations by name: from the cost cache, or measured within
+        `MAX_MEASURE_S`, after which the rest is estimated. `metas` has the metadata of tensors."""
         return measure_operations(
             nodes,
             metas,
             self._device,
             self._cache,
-            _no_progress,
+            _ignore_progress,
             trace_device_type=self._device.type,
             limit_s=MAX_MEASURE_S,
         )
@@ -220,11 +224,11 @@ def kernel_workspaces(joint: CompiledJointGraph) -> dict[fx.Node, int]:
     return workspaces
 
 
-def _no_progress(measured: int, total: int, name: str) -> None:
-    """Report no progress: there are few measurements."""
+def _ignore_progress(measured: int, total: int, name: str) -> None:
+    """Do nothing with the progress of measuring: there are few measurements."""
 
 
-def _may_be_measured(node: fx.Node) -> bool:
+def _may_measure_node(node: fx.Node) -> bool:
     """True for a functional operation of a namespace that may run on random inputs."""
     target = node.target
     if not (is_operation(node) and isinstance(target, OpOverload)):

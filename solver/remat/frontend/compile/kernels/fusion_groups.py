@@ -89,7 +89,7 @@ def find_fusion_groups(joint: CompiledJointGraph) -> list[FusionGroup]:
     results = _kernel_results(joint)
     while True:
         groups = _groups_of_results(joint, results)
-        ordered, cyclic = _sort(joint, groups)
+        ordered, cyclic = _sort_groups(joint, groups)
         if not cyclic:
             return ordered
         # Two kernels may need each other's outputs where Inductor did not list all that they
@@ -97,7 +97,7 @@ def find_fusion_groups(joint: CompiledJointGraph) -> list[FusionGroup]:
         divided = [
             part
             for index, kernel in enumerate(results)
-            for part in (_one_tensor_each(kernel) if index in cyclic else [kernel])
+            for part in (_divide_kernel_by_tensor(kernel) if index in cyclic else [kernel])
         ]
         if len(divided) == len(results):
             raise TraceError("the operations of this step depend on each other in a cycle")
@@ -107,27 +107,29 @@ def find_fusion_groups(joint: CompiledJointGraph) -> list[FusionGroup]:
 def sort_by_dependencies(
     joint: CompiledJointGraph, groups: Sequence[FusionGroup], *, in_graph_order: bool = False
 ) -> list[FusionGroup]:
-    """Return the groups sorted so that each follows those that it depends on, after a change of
-    their operations or tensors: otherwise in the order of Inductor's kernels or, with
-    `in_graph_order`, of the joint graph."""
+    """Return the groups sorted so that each follows the groups that it depends on; among these
+    orders, the one of Inductor's kernels or, with `in_graph_order`, of the joint graph. Sets
+    `dependencies`, for groups whose operations or tensors have changed."""
     set_dependencies(joint, groups)
-    ordered, cyclic = _sort(joint, groups, in_graph_order=in_graph_order)
+    ordered, cyclic = _sort_groups(joint, groups, in_graph_order=in_graph_order)
     assert not cyclic
     return ordered
 
 
-def _sort(
+def _sort_groups(
     joint: CompiledJointGraph, groups: Sequence[FusionGroup], *, in_graph_order: bool = False
 ) -> tuple[list[FusionGroup], set[int]]:
-    """Return the groups in execution order, and the indices of those in a dependency cycle."""
+    """Return the groups in execution order, and the indices of the groups that a dependency cycle
+    leaves out. With `in_graph_order`, Inductor's order of kernels does not count."""
     kernel_of = {} if in_graph_order else _kernel_indices(joint)
     kernel_indices = [_last_kernel_index(group, kernel_of) for group in groups]
     last_positions = [max(joint.position[node] for node in group.all_nodes) for group in groups]
     return _topological_order(groups, kernel_indices, last_positions)
 
 
-def _one_tensor_each(kernel: _KernelResults) -> list[_KernelResults]:
-    """Divide a kernel into one for each tensor that it writes; side effects go to the last."""
+def _divide_kernel_by_tensor(kernel: _KernelResults) -> list[_KernelResults]:
+    """Divide the results of a kernel into one for each tensor that it writes; the last one has the
+    side effects."""
     single = [_KernelResults([node], []) for node in kernel.written[:-1]]
     return [*single, _KernelResults(kernel.written[-1:], kernel.side_effects)]
 
@@ -163,12 +165,12 @@ def _groups_of_results(
         first = producer(written[0]) if written else side_effects[0]
         is_generated = bool(written) and joint.is_generated(first)
         groups.append(FusionGroup(nodes, written, effects, joint.is_backward(first), is_generated))
-    _check_not_duplicated(groups)
+    _check_run_once_operations(groups)
     set_dependencies(joint, groups)
     return groups
 
 
-def _check_not_duplicated(groups: Iterable[FusionGroup]) -> None:
+def _check_run_once_operations(groups: Iterable[FusionGroup]) -> None:
     """Raise `TraceError` where two groups contain an operation that must not be recomputed."""
     seen: set[fx.Node] = set()
     for group in groups:
@@ -182,7 +184,8 @@ def _check_not_duplicated(groups: Iterable[FusionGroup]) -> None:
 
 
 def _kernel_results(joint: CompiledJointGraph) -> list[_KernelResults]:
-    """Return the results of each Inductor kernel; of each operation that no kernel names."""
+    """Return the results of each of Inductor's kernels, then of each operation that no kernel
+    names: of all operations without Inductor."""
     in_memory = _tensors_in_memory(joint)
     seen: set[fx.Node] = set()
     results: list[_KernelResults] = []
@@ -207,7 +210,7 @@ def _kernel_results(joint: CompiledJointGraph) -> list[_KernelResults]:
 
 
 def _tensors_in_memory(joint: CompiledJointGraph) -> set[fx.Node]:
-    """Return the tensors that are in memory at some time: outputs of kernels and of random
+    """Return the tensors that some kernel writes to memory: outputs of kernels and of random
     operations, inputs and outputs of extern kernels, saved tensors, and results of the step.
     Without Inductor, all of them."""
     nodes = {storage_base(n) for n in joint.returned_nodes}
@@ -229,8 +232,8 @@ def _tensors_in_memory(joint: CompiledJointGraph) -> set[fx.Node]:
 def producer_chain(
     operations: Iterable[fx.Node], in_memory: set[fx.Node], joint: CompiledJointGraph
 ) -> list[fx.Node]:
-    """Return the operations and, transitively, the producers of their inputs that are not in
-    memory, in execution order."""
+    """Return the operations and, transitively, the producers of their inputs, except inputs that
+    are `in_memory`, in execution order."""
     chain: set[fx.Node] = set()
     pending = list(operations)
     while pending:
@@ -257,9 +260,9 @@ def moved_bytes(group: FusionGroup) -> int:
 
 
 def set_dependencies(joint: CompiledJointGraph, groups: Sequence[FusionGroup]) -> None:
-    """Set `dependencies` of each group: the groups that write what it reads; where an operation
-    mutates a tensor, the groups that read the tensor before; and where one samples a random
-    generator, the group that samples before it."""
+    """Set `dependencies` of each group: the groups that write the tensors that it reads. Where an
+    operation mutates a tensor, it follows the groups that read the tensor before, and later readers
+    follow it. Operations that sample a random generator follow one another."""
     writer = {node: index for index, group in enumerate(groups) for node in group.written}
     for group in groups:
         group.dependencies = {writer[n] for n in tensors_read(group) if n in writer}
@@ -271,7 +274,7 @@ def set_dependencies(joint: CompiledJointGraph, groups: Sequence[FusionGroup]) -
         for node in group.all_nodes:
             groups_of.setdefault(node, set()).add(index)
     last_sample: int | None = None
-    for node in _samples_in_order(joint):
+    for node in _random_operations_in_order(joint):
         for index in groups_of.get(node, ()):  # one group at most: the operation runs once
             if last_sample is not None and last_sample != index:
                 groups[index].dependencies.add(last_sample)
@@ -289,10 +292,10 @@ def set_dependencies(joint: CompiledJointGraph, groups: Sequence[FusionGroup]) -
             readers.setdefault(storage, set()).update(indices)
 
 
-def _samples_in_order(joint: CompiledJointGraph) -> list[fx.Node]:
+def _random_operations_in_order(joint: CompiledJointGraph) -> list[fx.Node]:
     """Return the operations that sample random generators, in the order in which torch.compile runs
-    them: that of Inductor's kernels or, with `fallback_random`, of the graph. Inductor then keeps
-    the latter, and its kernels do not name all of them."""
+    them: the order of Inductor's kernels; with `fallback_random`, or where the kernels do not name
+    all of them, the order of the graph, which Inductor then keeps."""
     samples = list(filter(samples_generator, joint.operations))
     index_of = _kernel_indices(joint)
     if config.fallback_random or not index_of.keys() >= set(samples):
@@ -303,11 +306,13 @@ def _samples_in_order(joint: CompiledJointGraph) -> list[fx.Node]:
 def _topological_order(
     groups: Sequence[FusionGroup], kernel_indices: Sequence[int], last_positions: Sequence[int]
 ) -> tuple[list[FusionGroup], set[int]]:
-    """Return the groups in execution order, and the indices of those in a dependency cycle.
+    """Return the groups in execution order, and the indices of the groups that a dependency cycle
+    leaves out.
 
-    Each group follows its dependencies. Among the groups that are ready, the forward comes first,
-    then the lower kernel index, then the lower position of the last operation. A group without a
-    kernel index (-1) takes the highest of its dependencies.
+    `kernel_indices` has the index of each group's kernel, and `last_positions` the position of its
+    last operation in the joint graph. Each group follows its dependencies. Among the groups that
+    are ready, the forward comes first, then the lower kernel index, then the lower position of the
+    last operation. A group without a kernel index (-1) takes the highest of its dependencies.
     """
     dependents: list[list[int]] = [[] for _ in groups]
     for index, group in enumerate(groups):
@@ -343,7 +348,8 @@ torch 2.13 on x86-64 with AVX-512, 2026; `docs/decisions/0010`)."""
 
 
 def scalar_work_s(group: FusionGroup) -> float:
-    """Return the seconds of one core for random numbers and boolean masks of a fusion group."""
+    """Return the seconds of one core for random numbers and boolean masks of a fusion group on the
+    CPU; 0 on GPUs."""
     return scalar_operations_s(group.all_nodes, group.written, tensors_read(group))
 
 
@@ -351,15 +357,15 @@ def scalar_operations_s(
     operations: Iterable[fx.Node], written: Iterable[fx.Node], read: Iterable[fx.Node]
 ) -> float:
     """Return the seconds of one core for random numbers among the outputs of `operations`, and for
-    boolean masks among the tensors `written` and `read`."""
+    boolean masks among the tensors `written` and `read`. Only tensors on the CPU count."""
     return (
-        _RANDOM_S * sum(_cpu_elements(n) for n in operations if is_seeded_random(n))
-        + _MASK_WRITE_S * sum(_cpu_elements(n, torch.bool) for n in written)
-        + _MASK_READ_S * sum(_cpu_elements(n, torch.bool) for n in read)
+        _RANDOM_S * sum(_num_cpu_elements(n) for n in operations if is_seeded_random(n))
+        + _MASK_WRITE_S * sum(_num_cpu_elements(n, torch.bool) for n in written)
+        + _MASK_READ_S * sum(_num_cpu_elements(n, torch.bool) for n in read)
     )
 
 
-def _cpu_elements(node: fx.Node, dtype: torch.dtype | None = None) -> int:
+def _num_cpu_elements(node: fx.Node, dtype: torch.dtype | None = None) -> int:
     """Return the number of elements of a node's CPU tensors, of one dtype or of all."""
     tensors = (t for t in output_tensors(node) if t.device.type == "cpu")
     return sum(num_elements(t) for t in tensors if dtype in (None, t.dtype))

@@ -89,8 +89,9 @@ class _ProducerInliner:
         return [group for group in self.groups if group.all_nodes]
 
     def _inline_in_all_readers(self, node: fx.Node) -> bool:
-        """Inline a tensor into all of its readers, so that it is not written at all. False, with no
-        change, if one must not, or if that moves more bytes or takes more time."""
+        """Inline a tensor into all groups that read it, so that it is not written at all, and
+        return True. Return False and change nothing if the step returns it, a reader must not
+        recompute it, or that moves more bytes or takes more time."""
         readers = sorted(self.readers.get(node, ()))
         if not readers or node in self.returned:
             return False
@@ -119,8 +120,8 @@ class _ProducerInliner:
         return True
 
     def _inline_where_few_bytes_are_added(self, node: fx.Node) -> None:
-        """Inline a tensor, which is still written to memory, into those readers whose kernels then
-        read few bytes more."""
+        """Inline a tensor, which is still written to memory, into each group whose kernel then
+        reads few bytes more, moves no more bytes and takes no more time."""
         for index in sorted(self.readers.get(node, ())):
             if (inlined := self._with_inlined(node, index)) is None:
                 continue
@@ -134,8 +135,8 @@ class _ProducerInliner:
                 self.inlined[index].add(node)
 
     def _with_inlined(self, node: fx.Node, index: int) -> tuple[FusionGroup, set[fx.Node]] | None:
-        """Return the group with a tensor's producers inlined, and the tensors that it reads for
-        them in addition; None where the group must not recompute the tensor."""
+        """Return the group `index` with a tensor's producers inlined, and the tensors that it reads
+        for them in addition; None where the group must not recompute the tensor."""
         group = self.groups[index]
         if not group.is_generated:
             return None
@@ -173,7 +174,8 @@ class _ProducerInliner:
         return self.inline_random and on_cpu and is_random_or_seed
 
     def _without_output(self, node: fx.Node, group: FusionGroup) -> FusionGroup:
-        """Return the group without an output, and without the operations that only it needs."""
+        """Return the group without the output `node`, and without the operations that only this
+        output needs."""
         written = [n for n in group.written if n is not node]
         in_memory = self.writer.keys() - self.inlined[self.writer[node]] - {node}
         nodes = producer_chain(map(producer, written), in_memory, self.joint)
@@ -182,7 +184,7 @@ class _ProducerInliner:
         return replace(group, nodes=nodes, written=written, effects=effects)
 
     def _replace_group(self, index: int, group: FusionGroup) -> None:
-        """Set a group, and update the readers of the tensors that it reads."""
+        """Replace the group `index`, and update the readers of the tensors that it reads."""
         for node in tensors_read(self.groups[index]):
             self.readers[node].discard(index)
         for node in tensors_read(group):
@@ -212,26 +214,27 @@ def non_elementwise_consumers_in_group(node: fx.Node, group: FusionGroup) -> set
 def _is_inlinable_into(
     node: fx.Node, chain: Iterable[fx.Node], group: FusionGroup, consumers: Iterable[fx.Node]
 ) -> bool:
-    """True if a tensor may be inlined for consumers that are not elementwise: reductions and
-    matmuls that compute each of its elements about once, with little work. Scatters, sorts and
-    concatenations read memory."""
+    """True if a tensor may be inlined for these consumers in the group, which are not elementwise:
+    if they are reductions and matmuls that compute each of its elements about once, with little
+    work. `chain` are the operations that compute it. Scatters, sorts and concatenations read
+    memory."""
     if not all(is_reduction(n) or is_matmul(n) for n in consumers):
         return False
     if any(str(operation.target) in TRANSCENDENTAL for operation in chain):
         return False
     inside = {*group.nodes, *chain}
-    if not all(_stays_unwritten(n, inside) for n in consumers):
+    if not all(_input_stays_unwritten(n, inside) for n in consumers):
         return False
     elements = sum(map(num_elements, output_tensors(node)))
     readers = [n for n in group.nodes if any(storage_base(i) is node for i in n.all_input_nodes)]
     only_gathers = all(map(is_gather, chain))
-    return only_gathers or all(_max_elements(n) <= elements for n in readers)
+    return only_gathers or all(_max_operand_elements(n) <= elements for n in readers)
 
 
-def _stays_unwritten(consumer: fx.Node, inside: Set[fx.Node]) -> bool:
+def _input_stays_unwritten(consumer: fx.Node, inside: Set[fx.Node]) -> bool:
     """True if Inductor computes the input of `consumer`, a reduction or matmul, inside the
     consumer's kernel instead of writing it to memory: it does so for few operations and reads.
-    Assumes that each consumer has its own copies of these operations."""
+    `inside` are the operations of the kernel, of which each consumer must have its own copies."""
     num_operations = 0
     reads: set[fx.Node] = set()
     pending = list(consumer.all_input_nodes)
@@ -245,7 +248,7 @@ def _stays_unwritten(consumer: fx.Node, inside: Set[fx.Node]) -> bool:
     return num_operations <= _MAX_OPERATIONS and len(reads) <= _MAX_READS
 
 
-def _max_elements(operation: fx.Node) -> int:
+def _max_operand_elements(operation: fx.Node) -> int:
     """Return the number of elements of the largest input or output of an operation."""
     nodes = (operation, *operation.all_input_nodes)
     return max(sum(map(num_elements, output_tensors(n))) for n in nodes)
@@ -264,8 +267,8 @@ def _is_cheap_elementwise(operation: fx.Node, available: Set[fx.Node]) -> bool:
 
 
 def _is_read_at_same_positions(read: fx.Node, node: fx.Node, chain: Iterable[fx.Node]) -> bool:
-    """True if a chain of operations reads each element of one tensor to compute the element at the
-    same position of the other."""
+    """True if the operations of `chain`, which compute `node`, read the tensor `read` in the same
+    layout: each element for the element of `node` at the same position."""
     read_value, value = (n.meta["val"] for n in (read, node))
     if not isinstance(read_value, torch.Tensor) or read_value.shape != value.shape:
         return False

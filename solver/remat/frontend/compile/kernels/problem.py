@@ -122,7 +122,7 @@ def build_problem(
         piece_of, piece = group.all_nodes[-1].meta.get(PIECE_KEY, ("", 0))
         operations.append(
             Operation(
-                name=_unique_name(group, used_names),
+                name=_unique_group_name(group, used_names),
                 inputs=inputs,
                 outputs=written,
                 cost_s=max(MIN_COST_S, cost.cost_s),
@@ -157,7 +157,8 @@ def build_problem(
 def _in_place_inputs(
     joint: CompiledJointGraph, groups: Sequence[FusionGroup], value_of: dict[fx.Node, int]
 ) -> dict[int, list[int]]:
-    """Return for each output the inputs into whose memory Inductor may write it, as values."""
+    """Return the inputs into whose memory Inductor may write an output, by output; both are
+    indices of values."""
     candidates: dict[int, list[int]] = {}
     owned_by_caller = joint.computed_outputs.union(joint.tangents)
     writer = {node: group for group in groups for node in group.written}
@@ -173,7 +174,7 @@ def _in_place_inputs(
     return candidates
 
 
-def _unique_name(group: FusionGroup, used_names: set[str]) -> str:
+def _unique_group_name(group: FusionGroup, used_names: set[str]) -> str:
     """Return a new name for a group, and add it to `used_names`. A kernel of several operations is
     named as in Inductor, without its number; a single operation by its node."""
     name = group.all_nodes[-1].name
@@ -244,8 +245,8 @@ def unsplit_step(problem: CompileProblem) -> UnsplitStep:
 
 
 def unmeasured_workspace_bytes(problem: CompileProblem) -> int:
-    """Return the largest workspace of the extern kernels that cannot be measured in the layouts
-    that Inductor selects: then that of the operation counts."""
+    """Return the largest planned workspace, in bytes, of the extern kernels that cannot be measured
+    in the layouts that Inductor selects; 0 without such kernels."""
     unmeasured, measured = set[fx.Node](), set[fx.Node]()
     for kernel in problem.joint.kernels or ():
         if kernel.is_extern:
@@ -265,13 +266,18 @@ def unmeasured_workspace_bytes(problem: CompileProblem) -> int:
 
 
 def with_overwrites(graph: Graph, in_place_inputs: Mapping[int, Sequence[int]]) -> Graph:
-    """Return the graph with `overwrites` set for its backward operations. `in_place_inputs` has,
-    for an output, the inputs into whose memory it may be written."""
+    """Return the graph with `overwrites` set for its backward operations: for each output, one
+    input of the same size that is read for the last time. `in_place_inputs` has, for an output, the
+    inputs into whose memory it may be written."""
     operations = list(graph.operations)
     for op, operation in enumerate(operations):
         if operation.recomputable or not operation.backward:
             continue
-        dying = {v for v in operation.inputs if v not in graph.results and _last(graph, v) == op}
+        dying = {
+            v
+            for v in operation.inputs
+            if v not in graph.results and _last_fixed_reader(graph, v) == op
+        }
         overwritten: list[int] = []
         for output in operation.outputs:
             size_bytes = graph.values[output].size_bytes
@@ -328,8 +334,9 @@ def overwritable_tensors(output: fx.Node, group: FusionGroup) -> set[fx.Node]:
     return read_first
 
 
-def _last(graph: Graph, value: int) -> int:
-    """Return the last reader of a value that runs once (these keep their order), or -1."""
+def _last_fixed_reader(graph: Graph, value: int) -> int:
+    """Return the last reader of a value among the operations that are not recomputable, whose order
+    is fixed; -1 without such a reader."""
     consumers = graph.consumers[value]
     return max((op for op in consumers if not graph.operations[op].recomputable), default=-1)
 
@@ -347,12 +354,13 @@ class OffloadableProblem:
         return f"{self.name}, {offloads} tensors offloaded" if offloads else self.name
 
     def graph(self) -> Graph:
-        """Return the problem's graph."""
+        """Return the graph of the problem, as it is solved."""
         return self.problem.graph
 
     def offloadable_values(self, min_bytes: int) -> list[int]:
-        """Return the values of at least `min_bytes` that the forward computes and does not
-        return."""
+        """Return the values of at least `min_bytes` that may be offloaded: dense tensors of
+        constant size that the forward computes and does not return, and that nothing mutates. None
+        without a backward."""
         problem = self.problem
         graph, joint = problem.graph, problem.joint
         if graph.boundary is None:
@@ -374,7 +382,8 @@ class OffloadableProblem:
 
     def _fills_storage(self, node: fx.Node) -> bool:
         """True if a node is a tensor of constant size that fills its storage, in strides that are
-        known in advance. Those of a convolution are, if torch.compile saves it, too."""
+        known in advance. The strides of a convolution are known only if plain torch.compile saves
+        it."""
         tensor = node.meta.get("val")
         if not isinstance(tensor, torch.Tensor):
             return False
@@ -390,11 +399,12 @@ class OffloadableProblem:
         return bool(torch.ops.aten.is_non_overlapping_and_dense(written))
 
     def with_stays(self, planned: PlannedStays, link: Link) -> OffloadableProblem:
-        """Return the problem with tensors offloaded."""
+        """Return the problem with tensors offloaded as `planned`. `link` has the bandwidth of the
+        copies."""
         problem = self.problem
         offloaded = self._offloaded_graph(planned, link)
         groups = tuple(
-            TensorCopy(source.kind, self._node_of(source.value))
+            TensorCopy(source.kind, self._written_node_of(source.value))
             if isinstance(source, CopyOperation)
             else problem.groups[source]
             for source in offloaded.sources
@@ -402,13 +412,15 @@ class OffloadableProblem:
         return replace(self, problem=replace(problem, graph=offloaded.graph, groups=groups))
 
     def graph_with_stays(self, planned: PlannedStays, link: Link) -> Graph:
-        """Return the graph with these tensors offloaded, without the rest of the problem."""
+        """Return the graph of `with_stays`, without the rest of the problem."""
         return self._offloaded_graph(planned, link).graph
 
     def _offloaded_graph(self, planned: PlannedStays, link: Link) -> OffloadedGraph:
+        """Return the graph with tensors offloaded, and the source of each of its operations."""
         return offload_values(self.problem.graph, planned.stays, link, planned.recomputed_s)
 
-    def _node_of(self, value: int) -> fx.Node:
+    def _written_node_of(self, value: int) -> fx.Node:
+        """Return the node of the tensor that a value of the graph is."""
         graph = self.problem.graph
         producer = graph.producer[value]
         group = self.problem.groups[producer]
@@ -416,12 +428,13 @@ class OffloadableProblem:
         return group.written[graph.operations[producer].outputs.index(value)]
 
     def with_schedule(self, plan: Plan, schedule: Schedule) -> Plan:
-        """Return the plan with another schedule. The allocator's peak is compared with the budget
-        once the code is there."""
+        """Return the plan with another schedule. The peak of torch's allocator is not predicted:
+        compiled kernels are verified instead."""
         return replace(plan, schedule=schedule)
 
     def with_waits(self, waits_s: Mapping[str, float]) -> OffloadableProblem:
-        """Return the problem with these costs of the operations that wait for copies."""
+        """Return the problem in which the operations that wait for copies cost `waits_s`, by name;
+        0 for other names."""
         pairs = zip(self.problem.graph.operations, self.problem.groups, strict=True)
         operations = tuple(
             replace(operation, cost_s=waits_s.get(operation.name, 0.0))

@@ -42,7 +42,7 @@ from remat.frontend.compile.registry import CompiledPlan
 from remat.schedule import Schedule
 
 
-def build_modules(
+def build_graph_modules(
     problem: CompileProblem,
     compiled: CompiledPlan,
     num_fwd_outputs: int,
@@ -52,7 +52,8 @@ def build_modules(
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Build the forward and the backward module that run exactly the schedule of `compiled`.
 
-    `static` are the indices of placeholders with a fixed address. With `inductor`, each tensor that
+    `num_fwd_outputs` is the number of forward outputs, and `static` are the indices of placeholders
+    with a fixed address. With `inductor`, each tensor that
     a run writes is marked to be materialized, also outputs of extern kernels: Inductor would
     postpone a matmul until a reduction reads it. Eager mode materializes everything anyway. Sets
     the retained, donated and saved bytes of `compiled`.
@@ -62,14 +63,15 @@ def build_modules(
     return builder.split(num_fwd_outputs, static)
 
 
-def record_retained(
+def record_retained_tensors(
     compiled: CompiledPlan,
     joint: CompiledJointGraph,
     saved: Collection[fx.Node],
     retained_outputs: Collection[fx.Node],
 ) -> None:
-    """Set in a compiled plan what the caller and autograd retain during the backward: the nodes
-    that the forward saves, and the storage bases of the outputs that the caller references."""
+    """Set the retained, donated and saved bytes and names of a compiled plan. `saved` are the
+    tensors that the forward saves, `retained_outputs` the storage bases of the outputs that the
+    caller references during the backward."""
     saved_outputs = {n for n in saved if storage_base(n) in retained_outputs}
     unsaved_outputs = set(retained_outputs) - {storage_base(n) for n in saved_outputs}
     tangents = [n for n in joint.tangents if n not in joint.donated_tangents]
@@ -105,29 +107,31 @@ class _ScheduledGraphBuilder:
         """The tensors that the current group reads in place of others."""
 
     def copy_runs(self, schedule: Schedule) -> None:
-        """Copy the nodes of each run of the schedule into the graph, and its outputs."""
+        """Copy the nodes of each run of the schedule into the graph, and the outputs of the
+        step."""
         joint = self.problem.joint
         for node in joint.placeholders:
-            self.copied_once[node] = self._copy(node, {})
+            self.copied_once[node] = self._copy_node(node, {})
         outputs: tuple[Any, ...] = ()
         for run, op in enumerate(schedule.runs):
             group = self.problem.groups[op]
             if group is None:
-                outputs = self._end_forward()
+                outputs = self._end_forward_nodes()
             elif isinstance(group, TensorCopy):
                 self._add_tensor_copy(group, run)
             else:
                 self._copy_group(group, run)
         if self.problem.graph.boundary is None:
-            outputs = self._end_forward()
-        output = self.graph.output((*outputs, *self._latest_copies(joint.gradients)))
+            outputs = self._end_forward_nodes()
+        output = self.graph.output((*outputs, *self._latest_node_copies(joint.gradients)))
         output.meta.update(joint.output_meta)
         self.graph.eliminate_dead_code()
         self.graph.lint()
 
-    def _end_forward(self) -> tuple[Any, ...]:
-        """Return the copies of the forward outputs, and note which nodes are of the forward."""
-        outputs = self._latest_copies(self.problem.joint.forward_outputs)
+    def _end_forward_nodes(self) -> tuple[Any, ...]:
+        """Return the copies of the forward outputs. Set the nodes of the forward, which are
+        complete, and the outputs that the caller references."""
+        outputs = self._latest_node_copies(self.problem.joint.forward_outputs)
         retained = self.problem.retained_outputs
         self.retained_outputs = {storage_base(self.latest[node]) for node in retained}
         self.forward_nodes = set(self.graph.nodes)
@@ -136,7 +140,8 @@ class _ScheduledGraphBuilder:
     def split(
         self, num_fwd_outputs: int, static: Iterable[int]
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        """Split the graph into forward and backward modules where the backward starts."""
+        """Return the forward and backward modules of the graph, divided where the backward
+        starts."""
         joint = fx.GraphModule(self.problem.joint.module, self.graph)
         gradients = self._gradient_nodes()
         tangents = {self.copied_once[node] for node in self.problem.joint.tangents}
@@ -161,13 +166,13 @@ class _ScheduledGraphBuilder:
             else:
                 objects.append(node)
         inputs = [node for node in self.graph.nodes if node.op == "placeholder"]
-        record_retained(self.compiled, self.problem.joint, saved, self.retained_outputs)
+        record_retained_tensors(self.compiled, self.problem.joint, saved, self.retained_outputs)
         return extract_forward_backward(
             joint, saved, scalars, objects, num_fwd_outputs, [inputs[i] for i in static]
         )
 
     def _gradient_nodes(self) -> set[fx.Node]:
-        """Return the nodes of the graph that are gradients of its inputs."""
+        """Return the nodes of the graph that the backward returns as gradients."""
         outputs = self.graph.output_node().args[0]
         assert isinstance(outputs, tuple)
         gradients = outputs[len(self.problem.joint.forward_outputs) :]
@@ -176,7 +181,8 @@ class _ScheduledGraphBuilder:
     # -- one run --------------------------------------------------------------------------------
 
     def _copy_group(self, group: FusionGroup, run: int) -> None:
-        """Copy the nodes of a group for one run, and mark them with its number."""
+        """Copy the nodes of a fusion group for the run with this index, and mark the copies with
+        it. A recomputation leaves out the operations with side effects."""
         local: dict[fx.Node, fx.Node] = {}
         is_recomputation = id(group) in self.copied_groups
         self.copied_groups.add(id(group))
@@ -190,14 +196,15 @@ class _ScheduledGraphBuilder:
         for node in nodes:
             if node in group.unshared_consumers:
                 inputs = {
-                    n: self._unshared_copy(n, inside, local, unshared) for n in node.all_input_nodes
+                    n: self._unshared_node_copy(n, inside, local, unshared)
+                    for n in node.all_input_nodes
                 }
-                local[node] = self._copy(node, inputs)
+                local[node] = self._copy_node(node, inputs)
             else:
-                self._copy_into_run(node, local)
+                self._copy_node_into_run(node, local)
             for user in node.users:
                 if is_getitem(user):
-                    self._copy_into_run(user, local)
+                    self._copy_node_into_run(user, local)
         for copy in (*local.values(), *unshared):
             copy.meta[RUN_KEY] = (self.compiled.number, run)
         for node in group.written:
@@ -212,7 +219,7 @@ class _ScheduledGraphBuilder:
         self.recomputed_copies = {}
 
     def _add_tensor_copy(self, copy: TensorCopy, run: int) -> None:
-        """Add an operation that starts or awaits the copy of a tensor to the host or back."""
+        """Add the call that starts or awaits the copy of a tensor to the host or back."""
         kind, node = copy
         tensor = node.meta["val"]
         assert isinstance(tensor, FakeTensor)
@@ -239,7 +246,7 @@ class _ScheduledGraphBuilder:
             call.meta["val"] = handle
             self.handles[node] = call
 
-    def _unshared_copy(
+    def _unshared_node_copy(
         self,
         node: fx.Node,
         inside: set[fx.Node],
@@ -247,68 +254,78 @@ class _ScheduledGraphBuilder:
         unshared: list[fx.Node],
     ) -> fx.Node:
         """Return a copy of a node and of the elementwise operations that lead to it, for a single
-        consumer; Inductor may write what two consumers share to memory. Outside of the kernel's
-        elementwise operations, return the shared copy."""
+        consumer: Inductor may write to memory a tensor that two consumers share. Return the shared
+        copy for a node that no elementwise operation of the kernel (`inside`) computes. `local` has
+        the copies of this run; new ones are added to `unshared`."""
         if producer(node) not in inside or not is_elementwise(producer(node)):
-            return self._copy_of(node, local)
-        inputs = {n: self._unshared_copy(n, inside, local, unshared) for n in node.all_input_nodes}
-        unshared.append(self._copy(node, inputs))
+            return self._node_copy_of(node, local)
+        inputs = {
+            n: self._unshared_node_copy(n, inside, local, unshared) for n in node.all_input_nodes
+        }
+        unshared.append(self._copy_node(node, inputs))
         return unshared[-1]
 
     def _materialized(self, node: fx.Node, run: int, *, separate_buffer: bool) -> fx.Node:
-        """Mark a node to be written to memory; with `separate_buffer`, to a buffer of its own."""
+        """Return a call that makes Inductor write a node to memory; with `separate_buffer`, to a
+        buffer of its own."""
         marked = self.graph.call_function(materialize, (node, separate_buffer))
         marked.meta = {**node.meta, RUN_KEY: (self.compiled.number, run)}
         return marked
 
-    def _copy_into_run(self, node: fx.Node, local: dict[fx.Node, fx.Node]) -> None:
-        """Copy a node with its inputs' copies, and register it among the copies of this run."""
-        local[node] = self._copy(node, {n: self._copy_of(n, local) for n in node.all_input_nodes})
+    def _copy_node_into_run(self, node: fx.Node, local: dict[fx.Node, fx.Node]) -> None:
+        """Copy a node with its inputs' copies, and add it to `local`, the copies of this run."""
+        local[node] = self._copy_node(
+            node, {n: self._node_copy_of(n, local) for n in node.all_input_nodes}
+        )
 
-    def _copy_of(self, node: fx.Node, local: dict[fx.Node, fx.Node]) -> fx.Node:
-        """Return the current copy of an argument. Views of it are copied into this run."""
+    def _node_copy_of(self, node: fx.Node, local: dict[fx.Node, fx.Node]) -> fx.Node:
+        """Return the latest copy of a node that a call reads. A view is copied into this run;
+        `local` has the run's copies."""
         node = self.recomputed_copies.get(node, node)
         if node in local:
             return local[node]
         if node.op in ("placeholder", "get_attr") or is_symbolic_scalar(node):
-            return self._copy_once(node, local)
+            return self._copy_node_once(node, local)
         if storage_base(node) is node:
             return self.latest[node]
-        self._copy_into_run(node, local)
+        self._copy_node_into_run(node, local)
         return local[node]
 
-    def _copy_once(self, node: fx.Node, local: dict[fx.Node, fx.Node]) -> fx.Node:
-        """Return the only copy of a placeholder, constant or symbolic scalar."""
+    def _copy_node_once(self, node: fx.Node, local: dict[fx.Node, fx.Node]) -> fx.Node:
+        """Return the only copy of a placeholder, constant or symbolic scalar; make it first if
+        there is none."""
         if node not in self.copied_once:
-            inputs = {n: self._copy_of(n, local) for n in node.all_input_nodes}
-            self.copied_once[node] = self._copy(node, inputs)
+            inputs = {n: self._node_copy_of(n, local) for n in node.all_input_nodes}
+            self.copied_once[node] = self._copy_node(node, inputs)
         return self.copied_once[node]
 
-    def _copy(self, node: fx.Node, inputs: dict[fx.Node, fx.Node]) -> fx.Node:
-        """Copy a node into the graph, with its inputs replaced."""
+    def _copy_node(self, node: fx.Node, inputs: dict[fx.Node, fx.Node]) -> fx.Node:
+        """Copy a node with its `meta` into the graph, and return the copy. `inputs` maps its inputs
+        to their copies."""
         copy = self.graph.node_copy(node, inputs.__getitem__)
         copy.meta = dict(node.meta)
         return copy
 
-    def _latest_copies(self, nodes: tuple[Any, ...]) -> tuple[Any, ...]:
+    def _latest_node_copies(self, nodes: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return the latest copies of nodes; other items, such as None, stay."""
         local: dict[fx.Node, fx.Node] = {}
-        return tuple(self._copy_of(n, local) if isinstance(n, fx.Node) else n for n in nodes)
+        return tuple(self._node_copy_of(n, local) if isinstance(n, fx.Node) else n for n in nodes)
 
 
-def plain_modules(
+def plain_graph_modules(
     problem: CompileProblem, compiled: CompiledPlan
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Return the forward and the backward module of torch's own partitioner, marked with the number
-    of the plan. Sets what `compiled` needs to verify them."""
+    """Return the forward and the backward module of torch's own partitioner, with their nodes
+    marked with the number of the plan. Sets the fields of `compiled` with which their peak is
+    verified."""
     joint = problem.joint
     assert joint.plain_halves is not None
     assert joint.backward_inputs is not None
-    for half in joint.plain_halves:
-        for node in half.graph.nodes:
+    for gm in joint.plain_halves:
+        for node in gm.graph.nodes:
             node.meta[PLAIN_KEY] = compiled.number
     compiled.storages = joint.backward_inputs.storages
     compiled.workspace_bytes = unmeasured_workspace_bytes(problem)
-    record_retained(compiled, joint, joint.saved_tensors, problem.retained_outputs)
+    record_retained_tensors(compiled, joint, joint.saved_tensors, problem.retained_outputs)
     compiled.retained_names = frozenset(joint.backward_inputs.retained)
     return joint.plain_halves

@@ -48,13 +48,15 @@ from remat.frontend.compile.kernels.inline_producers import inline_producers
 
 
 def reorder_for_peak(joint: CompiledJointGraph, groups: Sequence[FusionGroup]) -> list[FusionGroup]:
-    """Return the groups in their order or in that of the joint graph, whichever has the smaller
-    peak without recomputation."""
+    """Return the groups in their order or in the order of the joint graph, whichever has the
+    smaller peak without recomputation."""
     in_graph_order = sort_by_dependencies(joint, groups, in_graph_order=True)
-    return min((list(groups), in_graph_order), key=lambda order: _peak_bytes(joint, order))
+    return min(
+        (list(groups), in_graph_order), key=lambda order: _group_order_peak_bytes(joint, order)
+    )
 
 
-def _peak_bytes(joint: CompiledJointGraph, groups: Sequence[FusionGroup]) -> int:
+def _group_order_peak_bytes(joint: CompiledJointGraph, groups: Sequence[FusionGroup]) -> int:
     """Return the peak of the tensors that groups write, each live from its group to its last
     reader, or to the end if the step returns it."""
     reads = [tensors_read(group) for group in groups]
@@ -82,15 +84,16 @@ def with_separate_reductions(
     """Return the groups, in execution order, with those reductions as groups of their own that
     read nothing which the rest of their kernel reads."""
     in_memory = {node for group in groups for node in group.written}
-    divided = [part for group in groups for part in _divide(joint, group, in_memory)]
+    divided = [part for group in groups for part in _divide_reductions(joint, group, in_memory)]
     return list(groups) if len(divided) == len(groups) else sort_by_dependencies(joint, divided)
 
 
-def _divide(
+def _divide_reductions(
     joint: CompiledJointGraph, group: FusionGroup, in_memory: set[fx.Node]
 ) -> list[FusionGroup]:
-    """Return a group's separate reductions, and the rest of it. Adds what they write to
-    `in_memory`."""
+    """Return the reductions of a group that can be kernels of their own, and the rest of the group;
+    the group alone if there are none. Adds the reductions' results to `in_memory`, the tensors that
+    some kernel writes."""
     reductions = [n for n in group.nodes if n not in group.written and _is_single_reduction(n)]
     if not group.is_generated or group.effects or not reductions:
         return [group]
@@ -105,7 +108,7 @@ def _divide(
         rest = replace(group, nodes=rest_nodes)
         # The rest reads the reduction, so the reduction must not read what the rest writes.
         is_before = tensors_read(separate).isdisjoint(map(storage_base, group.written))
-        if is_before and _are_independent(separate, rest, reduction, primals):
+        if is_before and _is_independent_reduction(separate, rest, reduction, primals):
             parts.append(separate)
             in_memory.add(reduction)
             group = rest
@@ -113,10 +116,11 @@ def _divide(
 
 
 def _is_single_reduction(node: fx.Node) -> bool:
+    """True if the node is a reduction with one output."""
     return is_reduction(node) and isinstance(node.meta.get("val"), torch.Tensor)
 
 
-def _are_independent(
+def _is_independent_reduction(
     separate: FusionGroup, rest: FusionGroup, reduction: fx.Node, primals: set[fx.Node]
 ) -> bool:
     """True if a reduction and the rest of its kernel have no operation in common and read no tensor
@@ -178,8 +182,8 @@ class _RecomputationFuser:
         }
 
     def fuse(self, node: fx.Node) -> bool:
-        """Add the recomputation of a saved tensor to the first backward kernel that can do it for
-        all backward readers. True if there is one."""
+        """Add the recomputation of a saved tensor to the first backward group that can do it for
+        all backward readers, and return True; False if there is none."""
         readers = self._backward_readers(node)
         chain = producer_chain([producer(node)], self.in_memory - {node}, self.joint)
         if node in self.returned or not readers or not all(map(is_elementwise, chain)):
@@ -209,8 +213,9 @@ class _RecomputationFuser:
     def _is_cheap_in(
         self, index: int, node: fx.Node, chain: list[fx.Node], chain_reads: Set[fx.Node]
     ) -> bool:
-        """True if a kernel reads the inputs of the recomputation already, or can read them instead
-        of tensors that take more bytes, and computes its expensive functions already."""
+        """True if the kernel of group `index` reads the inputs (`chain_reads`) of a tensor's
+        recomputation `chain` already, or can read them instead of tensors that take more bytes, and
+        computes its expensive functions already."""
         kernel_reads = self.reads[index]
         if not (chain_reads - self.primals) & kernel_reads:
             return False
@@ -234,8 +239,8 @@ class _RecomputationFuser:
         return all(numbering.number(n) in computed for n in expensive)
 
     def _is_replaceable(self, node: fx.Node, reads: Set[fx.Node], index: int) -> bool:
-        """True if a tensor that only this group reads in the backward can be computed from `reads`
-        by cheap elementwise operations."""
+        """True if only group `index` reads a tensor of the forward in the backward, and the tensor
+        can be computed from `reads` by cheap elementwise operations."""
         is_written = node in self.forward_writer and node not in self.returned
         if not is_written or self._backward_readers(node) != [index]:
             return False
@@ -244,7 +249,7 @@ class _RecomputationFuser:
         return is_cheap and storages_read_by(chain).difference(chain) <= reads | self.primals
 
     def _may_run_before(self, index: int, others: Iterable[int]) -> bool:
-        """True if a group does not depend on the others, directly or indirectly."""
+        """True if group `index` does not depend on the groups `others`, directly or indirectly."""
         dependencies: set[int] = set()
         pending = [index]
         while pending:
@@ -256,7 +261,8 @@ class _RecomputationFuser:
     def _add_recomputation(
         self, node: fx.Node, chain: list[fx.Node], index: int, readers: list[int]
     ) -> None:
-        """Have a group write a copy of a tensor, computed by `chain`, which all `readers` read."""
+        """Make group `index` write a recomputed copy of a tensor, computed by `chain`, and the
+        groups `readers` read this copy instead."""
         copy = node.graph.node_copy(node, lambda n: n)
         copy.meta = dict(node.meta)
         self.copies.append(copy)
@@ -286,8 +292,8 @@ class _ValueNumbering:
         self.numbers: dict[Hashable, int] = {}
 
     def number(self, node: fx.Node) -> int:
-        """Return the number of a node's expression. A tensor that is read from memory equals only
-        itself."""
+        """Return the number of a node's expression, which equal expressions share. A tensor that is
+        read from memory equals only itself."""
         if node not in self.number_of:
             key: Hashable = node.name
             if producer(node) in self.inside or storage_base(node) is not node:
@@ -311,7 +317,8 @@ Variant = tuple[CompiledJointGraph, list[FusionGroup]]
 
 def find_variants(joint: CompiledJointGraph, *, baseline_only: bool) -> list[Variant]:
     """Return the variants to plan: the step as torch.compile runs it and, unless `baseline_only`,
-    one with separate reductions, fused recomputation and inlined random masks, if it differs."""
+    one with separate reductions, fused recomputation and inlined random masks. The second one is
+    left out without Inductor, if it is the same, or if its order of collectives differs."""
     groups = find_fusion_groups(joint)
     variants = [(joint, inline_producers(joint, groups))]
     if joint.kernels is not None and not baseline_only:
@@ -325,11 +332,11 @@ def find_variants(joint: CompiledJointGraph, *, baseline_only: bool) -> list[Var
         baseline = variants[0][1]
         is_different = [g.written for g in fused] != [g.written for g in baseline]
         # Each process selects a variant by its own timings: all need the same order of collectives.
-        if is_different and _collectives(fused) == _collectives(baseline):
+        if is_different and _collective_operations(fused) == _collective_operations(baseline):
             variants.append((joint, fused))
     return variants
 
 
-def _collectives(groups: Sequence[FusionGroup]) -> list[fx.Node]:
-    """Return the collective operations in execution order."""
+def _collective_operations(groups: Sequence[FusionGroup]) -> list[fx.Node]:
+    """Return the collective operations of groups in execution order."""
     return [node for group in groups for node in group.all_nodes if is_collective(node)]
