@@ -22,8 +22,7 @@ from remat.documents.program import Program
 from remat.documents.trace import Trace
 from remat.errors import similar_names_hint, wrong_type
 from remat.limits.budget import Budget, is_auto
-from remat.limits.infeasible import INFEASIBLE, INFEASIBLE_ERROR, is_smallest_accepted
-from remat.limits.limits import Limits
+from remat.limits.limits import INFEASIBLE, INFEASIBLE_ERROR, Limits, is_smallest_accepted
 from remat.limits.options import (
     MAX_PIECES,
     OFFLOAD_AUTO,

@@ -14,7 +14,7 @@ from remat.errors import InfeasibleBudget, SolverError, SolverWarning, wrong_typ
 from remat.graph import Graph
 from remat.heuristics.peak_bounds import peak_lower_bound_bytes
 from remat.limits.budget import Budget
-from remat.limits.infeasible import INFEASIBLE_ERROR, plan_or_smallest
+from remat.limits.limits import INFEASIBLE_ERROR, plan_or_smallest
 from remat.limits.units import format_bytes
 from remat.passes.outputs import differentiated_bytes, unreturned_bytes
 from remat.plan import Plan

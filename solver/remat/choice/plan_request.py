@@ -19,8 +19,7 @@ from remat.choice.offloaded_forms import OffloadLimits
 from remat.documents.trace import Trace
 from remat.errors import InfeasibleBudget, SolverTimeout
 from remat.limits.budget import Budget
-from remat.limits.infeasible import INFEASIBLE_ERROR
-from remat.limits.limits import Limits
+from remat.limits.limits import INFEASIBLE_ERROR, Limits
 from remat.plan import Plan
 from remat.progress import Cancel, Clock
 from remat.strategies.auto import Auto

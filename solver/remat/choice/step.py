@@ -22,8 +22,7 @@ from remat.documents.trace import Trace
 from remat.errors import InfeasibleBudget, RematError, SolverTimeout
 from remat.heuristics.peak_bounds import end_bytes, peak_lower_bound_bytes
 from remat.limits.budget import Budget
-from remat.limits.infeasible import plan_or_smallest
-from remat.limits.limits import Limits
+from remat.limits.limits import Limits, plan_or_smallest
 from remat.limits.options import PIECES
 from remat.limits.units import format_bytes
 from remat.passes.split.splits import split_largest_operations

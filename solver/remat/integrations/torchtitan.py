@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from remat.costs.roofline import Roofline
 from remat.frontend.emit.tags import MemoryPolicy
-from remat.limits.infeasible import INFEASIBLE_ERROR
+from remat.limits.limits import INFEASIBLE_ERROR
 from remat.strategies import Selective
 
 __all__ = ["memory_policy"]

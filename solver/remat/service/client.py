@@ -19,8 +19,7 @@ from remat.fitting.answer import gpu_name
 from remat.fitting.question import check_batch, parse_memory
 from remat.graph import Graph
 from remat.limits.budget import Budget
-from remat.limits.infeasible import INFEASIBLE_ERROR, warn_of_smallest
-from remat.limits.limits import Limits
+from remat.limits.limits import INFEASIBLE_ERROR, Limits, warn_of_smallest
 from remat.limits.options import SPLIT_OFF
 from remat.plan import Plan
 from remat.plan_options import (

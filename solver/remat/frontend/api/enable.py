@@ -34,7 +34,7 @@ from remat.frontend.runtime.dispatch import StepDispatcher, has_lazy_parameters
 from remat.frontend.runtime.guards import CallSignature, ModelCall, ModelTracker
 from remat.frontend.runtime.module import RematModule
 from remat.limits.budget import Budget, missing_percent_sign_hint
-from remat.limits.infeasible import is_smallest_accepted
+from remat.limits.limits import is_smallest_accepted
 from remat.limits.units import format_bytes
 from remat.plan import Plan
 from remat.plan_options import ENABLE, MODEL, CheckedOptions, EnableOptions, shows_options

@@ -53,7 +53,7 @@ from remat.frontend.planning.schedule_reuse import BlockScheduleCache
 from remat.frontend.runtime.guards import ModelCall
 from remat.graph import Baseline
 from remat.limits.budget import Budget
-from remat.limits.infeasible import plan_or_smallest
+from remat.limits.limits import plan_or_smallest
 from remat.passes.offload.copies_in_graph import HANDLE_BYTES
 from remat.plan_data import CandidateResult, OffloadFigures, PlanTerms, Status
 from remat.plan_options import CheckedOptions

@@ -35,7 +35,7 @@ from remat.frontend.runtime.guards import (
     ModelTracker,
     call_signature,
 )
-from remat.limits.infeasible import INFEASIBLE_ERROR
+from remat.limits.limits import INFEASIBLE_ERROR
 from remat.limits.options import OUTPUTS_LOSS, differentiated_with
 from remat.plan_options import AUTO, BLOCKS
 

@@ -57,7 +57,7 @@ from remat.frontend.compile.step_graphs import (
 )
 from remat.frontend.runtime.dispatch import CallsInFlight
 from remat.limits.budget import Budget
-from remat.limits.infeasible import plan_or_smallest
+from remat.limits.limits import plan_or_smallest
 from remat.limits.options import OUTPUTS_LOSS
 from remat.limits.units import format_bytes
 

@@ -65,8 +65,7 @@ from remat.frontend.compile.step_graphs import (
 )
 from remat.graph import Baseline, Split
 from remat.limits.budget import Budget
-from remat.limits.infeasible import is_smallest_accepted
-from remat.limits.limits import Limits
+from remat.limits.limits import Limits, is_smallest_accepted
 from remat.limits.options import SPLIT_AUTO, pieces_to_try
 from remat.limits.units import format_bytes, format_seconds
 from remat.plan_data import SplitFigures

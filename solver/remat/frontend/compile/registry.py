@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from remat.limits import infeasible
-from remat.limits.limits import Limits
+from remat.limits.limits import Limits, warn_of_smallest
 from remat.limits.units import format_bytes
 from remat.plan import Plan
 
@@ -129,7 +128,7 @@ def warn_of_smallest_plan(compiled: CompiledPlan) -> None:
     """Warn that a plan has the smallest peak because no plan fits its limits. Does nothing for
     other plans: those without `infeasible_limits`."""
     if (limits := compiled.infeasible_limits) is not None:
-        infeasible.warn_of_smallest(limits.budget, compiled.planned_bytes + limits.reserve_bytes)
+        warn_of_smallest(limits.budget, compiled.planned_bytes + limits.reserve_bytes)
 
 
 class ReplanFeedback(NamedTuple):

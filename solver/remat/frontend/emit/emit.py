@@ -38,7 +38,7 @@ from remat.frontend.emit.trials import EXECUTORS, PolicyTrials
 from remat.frontend.memory.device_memory import Reserve
 from remat.frontend.runtime.guards import ModelCall
 from remat.limits.budget import Budget
-from remat.limits.infeasible import INFEASIBLE_ERROR, plan_or_smallest
+from remat.limits.limits import INFEASIBLE_ERROR, plan_or_smallest
 from remat.limits.options import OUTPUTS_HELD, OUTPUTS_LOSS, are_dropped
 from remat.plan_options import OPTIMIZE, CheckedOptions
 from remat.strategies import Strategy

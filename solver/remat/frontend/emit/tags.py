@@ -36,7 +36,7 @@ from remat.frontend.compile.fx_utils import (
 from remat.frontend.costs.cost_cache import CostCache
 from remat.frontend.costs.operation_costs import measure_operations, progress_reporter
 from remat.graph import Graph
-from remat.limits.infeasible import INFEASIBLE_ERROR, is_smallest_accepted
+from remat.limits.limits import INFEASIBLE_ERROR, is_smallest_accepted
 from remat.plan import Plan
 from remat.solve import solve
 from remat.strategies import Selective

@@ -16,8 +16,7 @@ from remat.documents.trace import Trace
 from remat.frontend.costs.measure import measure, measure_pieces, step_measurement_limit_bytes
 from remat.frontend.planning.host_limits import host_limits
 from remat.limits.budget import Budget
-from remat.limits.infeasible import plan_or_smallest
-from remat.limits.limits import Limits
+from remat.limits.limits import Limits, plan_or_smallest
 from remat.passes.split.splits import with_recorded_splits
 from remat.plan import Plan
 from remat.plan_options import MEASURED_BY_SERVICE, CheckedOptions
