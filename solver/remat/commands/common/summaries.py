@@ -33,6 +33,7 @@ def plan_summary(plan: Plan) -> JsonObject:
         "status": plan.status.name,
         "strategy": plan.solve.get("strategy"),
         "budget_bytes": plan.budget_bytes,
+        "requested_budget_bytes": plan.requested_budget_bytes,
         "reserve_bytes": plan.terms.reserved_for_others_bytes or 0,
         "peak_bytes": plan.peak_bytes,
         "baseline_peak_bytes": plan.baseline_peak_bytes,
@@ -106,7 +107,7 @@ def frontier_table(plans: Sequence[Plan]) -> Table:
         solved_s = plan.solve.get("total_s")
         table.append(
             [
-                format_bytes(plan.budget_bytes),
+                format_bytes(plan.requested_budget_bytes),
                 format_bytes(plan.peak_bytes),
                 f"{plan.share:.1%}",
                 f"{plan.overhead:+.2%}",
