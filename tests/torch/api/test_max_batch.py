@@ -124,6 +124,7 @@ def test_the_search_goes_down_from_two_to_one() -> None:
     assert largest.batch == largest.eager_batch == 1
 
 
+@pytest.mark.quick_cases("6")
 @pytest.mark.parametrize("largest", [1, 3, 6])
 def test_the_search_goes_down_from_a_start_for_which_there_is_no_memory(largest: int) -> None:
     """Nor is there for batches between those that were tried and the start."""

@@ -13,10 +13,12 @@ from remat.costs.trace_costs import OperationCost, with_costs
 from remat.documents.trace import Trace
 from remat.errors import RematError
 from remat.frontend.compile.registry import CompiledPlan
+from remat.limits.budget import Budget
 from remat.limits.units import format_bytes, format_seconds
 from remat.plan import Plan
 from remat.report.report import Fact, Report, Table, largest_rows
 from remat.simulate import baseline_of
+from remat.solve import SWEEP_BUDGETS
 
 JsonObject = dict[str, object]
 """A flat JSON object: a name with its unit, and the value."""
@@ -170,12 +172,14 @@ def measured_report(trace: Trace) -> Report:
 
 
 def require_feasible_plan(plans: Sequence[Plan], budgets: Sequence[str] | None) -> None:
-    """Raise `RematError` if no budget is feasible."""
+    """Raise `RematError` if no budget is feasible. `budgets` is None or empty for the default
+    ones, which include "min"."""
     if not plans:
-        raise RematError(
-            f"none of the budgets {', '.join(budgets or ())} is feasible; `--budget min` finds the "
-            "smallest feasible one"
-        )
+        names = ", ".join(budgets) if budgets else f"{SWEEP_BUDGETS[0]} to {SWEEP_BUDGETS[-1]}"
+        remedy = "`--budget min` finds the smallest feasible one"
+        if any(Budget.parse(budget).is_min for budget in budgets or SWEEP_BUDGETS):
+            remedy = "another `--strategy` may find a schedule"
+        raise RematError(f"none of the budgets {names} is feasible; {remedy}")
 
 
 def _with_zero_costs(trace: Trace) -> Trace:
