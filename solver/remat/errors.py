@@ -94,9 +94,9 @@ class TraceError(RematError):
 def no_loss_returned(model: str) -> TraceError:
     """Return the error for `outputs="loss"` where no output is a scalar with a gradient."""
     return TraceError(
-        f'outputs="loss" needs a model that returns its loss, and no output of {model} that '
-        "gradients come from is a scalar: compute the loss in the model (in Transformers, pass "
-        'labels), or use outputs="dropped"'
+        'outputs="loss" needs a model that returns its loss, and no returned output of '
+        f"{model} that gradients come from is a scalar: compute the loss in the model (in "
+        'Transformers, pass labels), or use outputs="dropped"'
     )
 
 

@@ -141,12 +141,12 @@ class PlanData:
 
     `budget_bytes` and the peaks include constant memory. `overhead` and `lower_bound` are extra
     time over no recomputation (0.05 is 5%). `lower_bound` is proved for `bound_scope`: "slots", the
-    places where recomputation was considered, "order", every schedule of the graph's order, or "all
-    orders", every schedule. `gap` is (time - bound) / time on total time. A plan is OPTIMAL only by
-    a bound for its order or for all orders. `stats` are statistics of the solve: keys that end in
-    `_s` are seconds; `slots_bound`, if present, is the bound over the slots, like `lower_bound` a
-    fraction of extra time; `steps` names the steps of the solve, and `remat.solution.STEPS`
-    explains the keys of each.
+    places where recomputation was considered, "order", every schedule of the order of the plan's
+    first runs, or "all orders", every schedule. `gap` is (time - bound) / time on total time. A
+    plan is OPTIMAL only by a bound for its order or for all orders. `stats` are statistics of the
+    solve: keys that end in `_s` are seconds; `slots_bound`, if present, is the bound over the
+    slots, like `lower_bound` a fraction of extra time; `steps` names the steps of the solve, and
+    `remat.solution.STEPS` explains the keys of each.
     """
 
     status: Status

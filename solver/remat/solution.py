@@ -30,12 +30,13 @@ STEP_STAT_SUFFIXES = ("s", "cost", "bound", "bytes", "bound_bytes")
 """Suffixes of a step's keys in `Stats`."""
 
 BoundScope = Literal["slots", "order", "all orders"]
-"""The schedules that a bound is proved for: those over the slots, every schedule of the graph's
-order, or every schedule.
+"""The schedules that a bound is proved for: those over the slots, every schedule of the plan's
+order, or every schedule. The plan's order is that of its first runs: the graph's, or an annealed
+one.
 
 With "slots", small values are always retained if `stats` has `small_values_bytes`. A schedule of
 the order is one of Checkmate's: between two first runs, each operation runs at most once, and in
-the order (`docs/decisions/0039`).
+the order (`docs/decisions/0008`).
 """
 
 

@@ -136,23 +136,43 @@ def sweep(
     by_size = {b.in_bytes(baseline_bytes, graph.library_bytes): b for b in parsed}
     smallest_bytes = peak_lower_bound_bytes(graph)
     plans: list[Plan] = []
+    smallest: list[Schedule] = []  # the schedule with the smallest peak, once "min" is solved
     with raise_progress_errors(progress, cancel) as (progress, cancel):
-        search = _GraphPlanner(traced, strategy, progress, cancel)
+        search = _GraphPlanner(traced, strategy, progress, cancel, on_smallest=smallest.append)
         for size in sorted(by_size, key=lambda size: size or 0):  # "min" is None, and comes first
             if size is not None and size < smallest_bytes:
                 continue
-            if plans and size is not None and size < plans[0].requested_budget_bytes:
-                continue
             if plans and is_cancelled(cancel):
                 break
-            start = plans[-1].schedule if plans else None
+            # The budget of "min" may be above the smallest peak, and other budgets in between.
+            smaller = [p for p in plans if size is None or p.requested_budget_bytes <= size]
+            starts = [plan.schedule for plan in smaller] or smallest
             try:
-                plans.append(search.plan(by_size[size], start))
+                plan = search.plan(by_size[size], starts[-1] if starts else None)
             except InfeasibleBudget:
                 continue
+            if size is None:
+                smallest_bytes = peak_and_time(graph, smallest[-1])[0]
+            larger = plans[len(smaller) :]
+            larger = [p if p.time_s <= plan.time_s else _with_schedule_of(p, plan) for p in larger]
+            plans = [*smaller, plan, *larger]
             if on_plan is not None:
-                on_plan(plans[-1])
+                on_plan(plan)
     return plans
+
+
+def _with_schedule_of(plan: Plan, faster: Plan) -> Plan:
+    """Return the plan with the schedule of a plan that is faster with a smaller budget."""
+    bound = plan.lower_bound
+    return replace(
+        plan,
+        schedule=faster.schedule,
+        peak_bytes=faster.peak_bytes,
+        time_s=faster.time_s,
+        lower_bound=None if bound is None else min(bound, faster.overhead),
+        terms=replace(plan.terms, launch_s=faster.terms.launch_s),
+        allocator=faster.allocator,
+    )
 
 
 def check_graph(function: str, graph: object) -> None:
@@ -173,13 +193,15 @@ def check_budgets(function: str, budgets: object) -> None:
 
 @dataclass(frozen=True)
 class _GraphPlanner:
-    """The solves of one graph by one strategy."""
+    """The solves of one graph by one strategy. `on_smallest` is called with the schedule that has
+    the smallest peak, when that is found for "min"."""
 
     traced: Graph | HasGraph
     strategy: Strategy
     progress: ProgressCallback | None
     cancel: Cancel | None
     reserved_bytes: int | None = None
+    on_smallest: Callable[[Schedule], None] | None = None
 
     def plan(self, budget: Budget, start: Schedule | None = None) -> Plan:
         """Return the plan within a budget, within the time limit of the strategy. For a trace on
@@ -207,7 +229,9 @@ class _GraphPlanner:
         is_graph = isinstance(traced, Graph)
         graph = traced if is_graph else traced.graph()
         budget_bytes = budget_in_bytes(graph, budget)
-        plan = _plan_within_bytes(graph, budget_bytes, strategy, start, self.progress, self.cancel)
+        plan = _plan_within_bytes(
+            graph, budget_bytes, strategy, start, self.progress, self.cancel, self.on_smallest
+        )
         if is_graph:
             return plan
         return replace(plan, terms=replace(plan.terms, cost_source=traced.cost_source))
@@ -228,6 +252,7 @@ def _plan_within_bytes(
     start: Schedule | None,
     progress: ProgressCallback | None,
     cancel: Cancel | None,
+    on_smallest: Callable[[Schedule], None] | None = None,
 ) -> Plan:
     """Solve for a budget in bytes, or for the smallest peak and then at that, and simulate the
     result."""
@@ -238,6 +263,8 @@ def _plan_within_bytes(
     if budget_bytes is None:
         smallest = strategy.run(Task(graph, None, start, progress, cancel))
         start = smallest.schedule
+        if on_smallest is not None:
+            on_smallest(start)
         budget_bytes = _budget_for_min(simulate(graph, start).peak_bytes, smallest, strategy)
         stats["peak_search_s"] = clock.elapsed_s
         stats |= smallest.step_stats | smallest.failure_stats

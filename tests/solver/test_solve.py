@@ -14,8 +14,9 @@ from remat.graph import Graph
 from remat.plan import Plan, Status
 from remat.progress import Progress
 from remat.schedule import Schedule
+from remat.solution import Solution
 from remat.solve import solve, sweep
-from remat.strategies import Auto, KeepAll, Strategy
+from remat.strategies import Auto, KeepAll, Strategy, Task
 
 
 def test_cost_falls_as_the_budget_grows() -> None:
@@ -28,6 +29,29 @@ def test_cost_falls_as_the_budget_grows() -> None:
     assert times == sorted(times, reverse=True)
     assert plans[-1].overhead == 0
     assert plans[0].peak_bytes <= plans[0].budget_bytes
+
+
+def test_a_sweep_has_a_plan_for_each_feasible_budget_next_to_min() -> None:
+    """The budget of the plan for "min" may be above its peak, and other budgets in between."""
+
+    class Unproved(Auto):
+        def run(self, task: Task) -> Solution:
+            return replace(super().run(task), proved=False)
+
+    graph, strategy = uneven_layers(8), Unproved(order="off", time_limit=1, peak_gap=0.3)
+    (smallest,) = sweep(graph, ["min"], strategy)
+    peak_bytes, budget_bytes = 352, smallest.budget_bytes
+    assert peak_bytes + 1 < budget_bytes < peak_of(graph), "else there is nothing to test"
+    reports: list[Plan] = []
+    budgets = ["min", peak_bytes - 1, budget_bytes - 1, peak_bytes, "100%"]
+    plans = sweep(graph, budgets, strategy, on_plan=reports.append)
+    assert [plan.budget_bytes for plan in plans] == [
+        peak_bytes, budget_bytes - 1, budget_bytes, peak_of(graph)
+    ]  # fmt: skip
+    assert all(plan.peak_bytes <= plan.budget_bytes for plan in plans)
+    times = [plan.time_s for plan in plans]
+    assert times == sorted(times, reverse=True)
+    assert sorted(reports, key=plans.index) == plans
 
 
 def test_an_infeasible_budget_names_a_feasible_one() -> None:

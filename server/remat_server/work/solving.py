@@ -173,7 +173,7 @@ def summarize_plan(plan: Plan) -> wire.PlanSummary:
     """Return the numbers of a plan."""
     return wire.PlanSummary(
         status=plan.status.name,
-        budget_bytes=plan.budget_bytes,
+        budget_bytes=plan.requested_budget_bytes,
         peak_bytes=plan.peak_bytes,
         baseline_peak_bytes=plan.baseline_peak_bytes,
         time_s=plan.time_s,

@@ -135,7 +135,8 @@ def sweep_with_offload(
     limit applies to each solve. `on_plan` is called after each plan.
     """
     sizes = {budget_in_bytes(trace.graph(), budget) for budget in budgets}
-    by_budget = {plan.budget_bytes: plan for plan in plans_without}
+    # torch's allocator may have lowered `budget_bytes`.
+    by_budget = {plan.requested_budget_bytes: plan for plan in plans_without}
     plans = dict(by_budget)
 
     def plan_without(size_bytes: int) -> TracePlan:

@@ -148,9 +148,14 @@ def package_version(package: str) -> str | None:
 
 
 def _release_numbers(version: str) -> tuple[int, ...]:
-    """Return the release numbers of a version: "2.13.0+cpu" is (2, 13, 0)."""
+    """Return the release numbers of a version, without zeros at the end: "2.13.0+cpu" is (2, 13),
+    as is "2.13"."""
     release_match = re.match(r"[\d.]*", version)
-    return tuple(int(part) for part in release_match[0].split(".") if part) if release_match else ()
+    parts = release_match[0].split(".") if release_match else []
+    numbers = [int(part) for part in parts if part]
+    while numbers and numbers[-1] == 0:
+        numbers.pop()
+    return tuple(numbers)
 
 
 _WORST_FIRST: tuple[State, ...] = ("missing", "untested", "ok")

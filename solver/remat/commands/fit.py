@@ -21,8 +21,7 @@ from remat.commands.common.step_options import (
 from remat.costs.optimizer_memory import OPTIMIZERS, check_optimizer
 from remat.errors import RematError
 from remat.fitting.lengths import LengthDistribution
-from remat.fitting.question import DEFAULT_LIMIT_S, check_time_limit
-from remat.limits.options import parse_bytes
+from remat.fitting.question import DEFAULT_LIMIT_S, check_time_limit, parse_memory
 
 Optimizer = Annotated[
     str,
@@ -70,7 +69,7 @@ def fit(
     except RematError as error:
         raise UsageError(str(error)) from error
     if memory is not None:
-        parse_bytes(memory, "memory", "75GiB")
+        parse_memory(memory)
     check_step_device(device)
     from remat.frontend.api.fit import fit as fit_step
     from remat.frontend.common.torch_modes import autocast_to

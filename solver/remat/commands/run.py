@@ -98,7 +98,7 @@ def run(
         summary = {"model": loaded.name, **trial.to_data(), "plan": plan_summary(plan)}
         files.print_json(to_json_text(summary))
     else:
-        budget = format_bytes(plan.budget_bytes)
+        budget = format_bytes(plan.requested_budget_bytes)
         reserve_bytes = options.fixed_limits.reserve_bytes
         reserved = f" ({format_bytes(reserve_bytes)} reserved)" if reserve_bytes else ""
         parts = (

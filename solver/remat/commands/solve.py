@@ -161,8 +161,8 @@ def _row_without_offloading(plan: Plan) -> ComparisonRow[Plan]:
     """Return a plan that offloads nothing as a row of a comparison, for a point of the picture."""
     return ComparisonRow(
         strategy="without offloading",
-        budget=plan.budget_bytes,
-        budget_bytes=plan.budget_bytes,
+        budget=plan.requested_budget_bytes,
+        budget_bytes=plan.requested_budget_bytes,
         plan=plan,
         reason="",
         solve_s=0.0,

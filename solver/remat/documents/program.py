@@ -18,7 +18,9 @@ from remat.documents.records import Environment, Gradient, Output, Placeholder, 
 from remat.documents.structure import Structure, check_output_leaves
 from remat.documents.targets import (
     ACCUMULATE_TARGET,
+    ADD_INTO_TARGET,
     ARRIVE_TARGET,
+    COPY_TARGET,
     OFFLOAD_TARGET,
     OVERWRITING_TARGETS,
     RELEASE_TARGET,
@@ -260,6 +262,8 @@ def _overwritten_variables(statement: Statement) -> Iterator[str]:
     """Yield the variables that a statement writes over."""
     if statement.overwrites:
         yield statement.overwrites
+    # Of ATen's operators that write over an argument, lowering accepts only `copy_`.
+    targets = (*OVERWRITING_TARGETS, ADD_INTO_TARGET, COPY_TARGET)
     match statement.args:
-        case (Ref(name), *_) if statement.target in OVERWRITING_TARGETS:
+        case (Ref(name), *_) if statement.target in targets:
             yield name

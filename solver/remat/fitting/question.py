@@ -46,12 +46,14 @@ def in_stage(progress: ProgressCallback | None, stage: str) -> ProgressCallback 
 
 def parse_memory(memory: int | str) -> int:
     """Return the bytes that torch's allocator may reserve. Raises `BudgetError`."""
-    if isinstance(memory, bool) or not isinstance(memory, (int, str)) or memory in (0, "0"):
+    is_size = isinstance(memory, (int, str)) and not isinstance(memory, bool)
+    size_bytes = parse_bytes(memory, "memory", "75GiB") if is_size else 0
+    if size_bytes == 0:
         raise BudgetError(
             f"the memory is {str(memory)[:80]!r}; pass what torch's allocator may reserve, bytes "
             'above 0 or "75GiB"'
         )
-    return parse_bytes(memory, "memory", "75GiB")
+    return size_bytes
 
 
 def check_time_limit(time_limit: float) -> None:

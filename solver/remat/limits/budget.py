@@ -47,11 +47,12 @@ class Budget:
     share: Fraction | None = None
 
     @classmethod
-    def parse(cls, requested: int | float | str | Budget) -> Budget:
+    def parse(cls, requested: int | float | str | Budget, *, may_be_zero: bool = False) -> Budget:
         """Parse a budget as users write it; return a `Budget` unchanged. Rounds fractions of a byte
         down. "auto" is an error, as it depends on a device: callers check `is_auto` first.
 
-        Raises `BudgetError` for a wrong type, an unknown unit, NaN, infinity, zero and less.
+        Raises `BudgetError` for a wrong type, an unknown unit, NaN, infinity, less than zero, and,
+        unless it `may_be_zero`, zero bytes.
         """
         if isinstance(requested, Budget):
             return requested
@@ -60,14 +61,15 @@ class Budget:
         if isinstance(requested, bool) or not isinstance(requested, (int, float, str)):
             raise BudgetError(f"the budget is a {type(requested).__name__}, {requested!r}; {_HINT}")
         if isinstance(requested, str):
-            return cls._parse_text(requested)
+            return cls._parse_text(requested, may_be_zero=may_be_zero)
         if isinstance(requested, float) and not math.isfinite(requested):
             raise BudgetError(f"the budget is {requested}; {_HINT}")
         _check_no_fraction_of_byte(requested)
-        return cls(requested, _check_budget_size(math.floor(requested), requested))
+        size_bytes = math.floor(requested)
+        return cls(requested, _check_budget_size(size_bytes, requested, may_be_zero=may_be_zero))
 
     @classmethod
-    def _parse_text(cls, text: str) -> Budget:
+    def _parse_text(cls, text: str, *, may_be_zero: bool) -> Budget:
         if is_auto(text):
             raise BudgetError(
                 'the budget "auto" is what the device has free, so it needs a device; '
@@ -92,7 +94,7 @@ class Budget:
             )
         size_bytes = number * _UNITS[unit.lower()]
         _check_no_fraction_of_byte(size_bytes)
-        return cls(text, _check_budget_size(math.floor(size_bytes), text))
+        return cls(text, _check_budget_size(math.floor(size_bytes), text, may_be_zero=may_be_zero))
 
     @property
     def is_min(self) -> bool:
@@ -133,9 +135,10 @@ def _check_no_fraction_of_byte(size_bytes: float | Fraction) -> None:
         )
 
 
-def _check_budget_size(size_bytes: int, requested: object) -> int:
-    """Return the size. Raise `BudgetError` unless it is positive and less than 1e100 bytes."""
-    if size_bytes <= 0:
+def _check_budget_size(size_bytes: int, requested: object, *, may_be_zero: bool) -> int:
+    """Return the size. Raise `BudgetError` unless it is positive, or zero where that is valid, and
+    less than 1e100 bytes."""
+    if size_bytes < 0 or (size_bytes == 0 and not may_be_zero):
         raise BudgetError(
             f"the budget {str(requested)[:80]!r} is {str(size_bytes)[:80]} bytes; it must be "
             "positive"

@@ -19,6 +19,7 @@ size already includes fragmentation."""
 
 _RESERVED = "are reserved"
 _EXTERNAL = "are used outside this graph (other graphs of the step, other modules, or `reserve`)"
+_EXCESS = "are what the kernels of an earlier plan took above its budget"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,9 @@ class Limits:
                 f'{self.budget.requested!r}. Pass bytes, such as "8GiB", or "auto"'
             )
         if self.reserve_bytes >= budget_bytes:
-            raise BudgetError(nothing_left(budget_bytes, self.reserve_bytes, _RESERVED))
+            raise BudgetError(
+                nothing_left(budget_bytes, f"{format_bytes(self.reserve_bytes)} {_RESERVED}")
+            )
 
     @property
     def budget_after_reserve(self) -> Budget:
@@ -79,13 +82,11 @@ class Limits:
         used_bytes = self.external_bytes + self.excess_bytes
         available_bytes = budget_bytes - used_bytes
         if used_bytes and available_bytes <= 0:
-            raise InfeasibleBudget(
-                nothing_left(
-                    budget_bytes + self.reserve_bytes,
-                    self.external_bytes + self.reserve_bytes,
-                    _EXTERNAL,
-                )
-            )
+            outside_bytes = self.external_bytes + self.reserve_bytes
+            parts = ((outside_bytes, _EXTERNAL), (self.excess_bytes, _EXCESS))
+            reasons = [f"{format_bytes(size)} {reason}" for size, reason in parts if size]
+            budget_bytes += self.reserve_bytes
+            raise InfeasibleBudget(nothing_left(budget_bytes, " and ".join(reasons)))
         return available_bytes
 
     def share_bytes(self, part_bytes: int, baseline_bytes: int) -> int | None:
@@ -94,7 +95,7 @@ class Limits:
         budget_bytes = self.budget.in_bytes(baseline_bytes)
         if budget_bytes is None or self.budget.size_bytes is not None:
             return None
-        return budget_bytes * part_bytes // baseline_bytes
+        return budget_bytes * part_bytes // max(1, baseline_bytes)
 
     @contextmanager
     def infeasible_with_reserve(self) -> Iterator[None]:
@@ -117,12 +118,12 @@ class Limits:
             ) from None
 
 
-def nothing_left(budget_bytes: int, used_bytes: int, reason: str) -> str:
-    """Return the error text for a budget of which nothing is left to a plan; `reason` is the rest
-    of a sentence that begins with the used bytes ("2.00 GiB are reserved")."""
+def nothing_left(budget_bytes: int, reason: str) -> str:
+    """Return the error text for a budget of which nothing is left to a plan; `reason` says what
+    uses it ("2.00 GiB are reserved")."""
     return (
         f"the budget of {format_bytes(budget_bytes)} leaves nothing for the step: "
-        f"{format_bytes(used_bytes)} {reason}; raise the budget"
+        f"{reason}; raise the budget"
     )
 
 

@@ -116,10 +116,8 @@ def parse_reserve(reserve: int | str) -> int:
 def parse_bytes(size: int | str, name: str, example: str) -> int:
     """Return an option in bytes; 0 is valid, too. Raises `BudgetError` with the option's name and
     an example unless it is a number of bytes."""
-    if size in (0, "0"):
-        return 0
     try:
-        if (size_bytes := Budget.parse(size).size_bytes) is not None:
+        if (size_bytes := Budget.parse(size, may_be_zero=True).size_bytes) is not None:
             return size_bytes
     except BudgetError:
         pass

@@ -144,7 +144,7 @@ def relax_cuts(
     answer = relaxation.run(
         gap,
         time_limit,
-        options=_WITHOUT_PRESOLVE if gap else None,
+        options=None if gap is None else _WITHOUT_PRESOLVE,
         start=None if incumbent is None else relaxation.values(incumbent),
         is_cancelled=is_cancelled,
     )

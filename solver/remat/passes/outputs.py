@@ -32,7 +32,8 @@ def unreturned_bytes(trace: Trace) -> int:
 
 
 def returns_loss(trace: Trace) -> bool:
-    """True if gradients come from an output of one element."""
+    """True if gradients come from a returned output of one element. A loss that is only stored in
+    an attribute is not returned."""
     return _loss_output(trace) is not None
 
 
@@ -45,20 +46,24 @@ def loss_code(trace: Trace) -> str:
 
 
 def _loss_output(trace: Trace) -> int | None:
-    """Return the index of the first output of one element that gradients come from; None without
-    any."""
-    shapes = (trace.tensors[o.name].shape if o.tangent else None for o in trace.outputs)
+    """Return the index of the first returned output of one element that gradients come from; None
+    without any."""
     return next(
-        (n for n, shape in enumerate(shapes) if shape is not None and prod(shape) == 1), None
+        (
+            n
+            for n, o in enumerate(trace.outputs)
+            if o.tangent and not o.is_stored and prod(trace.tensors[o.name].shape) == 1
+        ),
+        None,
     )
 
 
 def differentiated_bytes(trace: Trace) -> int:
-    """Return the bytes of the outputs that gradients come from: the loss is computed from them
-    outside of the step. 0 if the step returns the loss."""
+    """Return the bytes of the returned outputs that gradients come from: the loss is computed from
+    them outside of the step. 0 if the step returns the loss."""
     if returns_loss(trace):
         return 0
-    outputs = [output.name for output in trace.outputs if output.tangent]
+    outputs = [o.name for o in trace.outputs if o.tangent and not o.is_stored]
     return sum(trace.allocated_bytes(s) for s in {trace.storage_of[name] for name in outputs})
 
 

@@ -9,8 +9,9 @@ from collections import defaultdict
 from dataclasses import dataclass
 from math import prod
 
-from remat.documents.trace import Trace, trained_parameters
+from remat.documents.trace import Trace, accumulated_gradient_bytes, trained_parameters
 from remat.errors import BudgetError
+from remat.graph import Value
 from remat.limits.budget import Budget
 from remat.limits.units import format_bytes, format_seconds
 from remat.report.eager_step import eager_graph, value_of_storage, with_eager_masks
@@ -47,7 +48,8 @@ class Estimate(Described):
 
     `peak_bytes` is the sum of what is live at the peak: parameters, buffers (and constants of the
     code), inputs, libraries (cuBLAS), finished gradients of parameters, the model's outputs,
-    activations (saved for the backward, or being computed) and gradients of activations.
+    activations (saved for the backward, or being computed) and gradients of activations. If the
+    step accumulates gradients, the existing `.grad` tensors are gradients of parameters, too.
     `baseline_peak_bytes` is the peak without recomputation in the sense of plans. It differs for
     dropout on the CPU, whose mask is a float tensor in eager mode (4 bytes per element in float32)
     and a boolean mask in a captured step (1 byte), and for products, whose saved factors autograd
@@ -134,8 +136,10 @@ class Estimate(Described):
             else:
                 parts["activations"] += size
                 sizes_by_module[producer.module].append(size)
-        largest = max(graph.values, key=lambda value: value.size_bytes)
+        largest = max(graph.values, key=lambda value: value.size_bytes, default=Value("", 0))
         placeholder_bytes = eager.placeholder_bytes()
+        if eager.accumulates_gradients:
+            parts["gradients"] += accumulated_gradient_bytes(eager)
         return cls(
             model=trace.model,
             device=trace.device,
@@ -218,7 +222,10 @@ class Estimate(Described):
                 f"{format_bytes(self.peak_bytes)} without recomputation, in {place}; of this",
             ),
             *facts_of_parts(parts_bytes, self.peak_bytes),
-            Fact("largest", f"{format_bytes(self.largest_value_bytes)}, {self.largest_value}"),
+            Fact(
+                "largest",
+                f"{format_bytes(self.largest_value_bytes)}, {self.largest_value or 'no value'}",
+            ),
             Fact("reachable", reachable),
         ]
         if self.device != "cpu":  # there is no data sheet of the CPU

@@ -24,7 +24,7 @@ from remat.simulate import simulate
 
 SCOPE_TEXT = {
     "slots": "every schedule over the slots",
-    "order": "every schedule of this order",
+    "order": "every schedule of the plan's order",
     "all orders": "every schedule in any order",
 }
 """The schedules that a plan's bound is proved for, as text, by `bound_scope`."""

@@ -212,7 +212,7 @@ def _plan_mark(plan: PlanData) -> Mark:
     bound = f", at least {plan.lower_bound:+.2%}" if plan.lower_bound is not None else ""
     tip = (
         f"peak {format_bytes(plan.peak_bytes)} for the budget "
-        f"{format_bytes(plan.budget_bytes)}: {plan.overhead:+.2%}{bound}"
+        f"{format_bytes(plan.requested_budget_bytes)}: {plan.overhead:+.2%}{bound}"
     )
     return Mark(plan.peak_bytes, plan.overhead, 3.5, tip, "run")
 

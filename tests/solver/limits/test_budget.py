@@ -12,8 +12,11 @@ from hypothesis import strategies as st
 
 import remat
 from remat.errors import BudgetError, InfeasibleBudget
+from remat.fitting.question import parse_memory
 from remat.graph import Graph, Operation, Value
 from remat.limits.budget import Budget, is_auto
+from remat.limits.limits import Limits
+from remat.limits.options import parse_host_budget, parse_reserve
 from remat.limits.units import format_bytes, format_seconds
 
 BASELINE = 1_000_000
@@ -197,3 +200,40 @@ def test_seconds_are_formatted() -> None:
     assert format_seconds(0.9999e-6) == "1 µs"
     assert format_seconds(0.99996) == "1 s"
     assert format_seconds(-1234.5) == "-1,234 s"
+
+
+@pytest.mark.parametrize("size", [0, 0.0, "0", "0 GiB", " 0.0MB", "-0", np.int64(0)])
+def test_an_option_in_bytes_may_be_zero_where_a_budget_may_not(size: Any) -> None:
+    assert parse_reserve(size) == parse_host_budget(size) == 0
+    for parse in (Budget.parse, parse_memory):
+        with pytest.raises(BudgetError):
+            parse(size)
+
+
+@pytest.mark.parametrize(
+    "size", [False, True, np.bool_(False), "0%", "-1", -1, "min", "0 gigs", 0.5]
+)
+def test_an_option_in_bytes_is_a_number_of_bytes(size: Any) -> None:
+    for parse in (parse_reserve, parse_host_budget, parse_memory):
+        with pytest.raises(BudgetError):
+            parse(size)
+
+
+@pytest.mark.parametrize(
+    ("limits", "used"),
+    [
+        (Limits(Budget.parse(1000), excess_bytes=2048), "2.00 KiB are what the kernels of an"),
+        (Limits(Budget.parse(1000), external_bytes=1024), "1.00 KiB are used outside this graph"),
+        (
+            Limits(Budget.parse(1000), 512, external_bytes=512, excess_bytes=2048),
+            r"1.00 KiB are used outside this graph .* and 2.00 KiB are what the kernels of an",
+        ),
+    ],
+)
+def test_an_exhausted_budget_names_what_uses_it(limits: Limits, used: str) -> None:
+    with pytest.raises(InfeasibleBudget, match=f"1,?000 B leaves nothing for the step: {used}"):
+        limits.available_bytes(10_000)
+
+
+def test_the_share_of_a_part_of_nothing_is_nothing() -> None:
+    assert Limits(Budget.parse("60%")).share_bytes(0, 0) == 0

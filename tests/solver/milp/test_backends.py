@@ -318,3 +318,12 @@ def test_another_thread_can_cancel_a_running_solve() -> None:
     assert plan.peak_bytes <= plan.budget_bytes
     assert plan.status is Status.FEASIBLE
     assert plan.lower_bound is not None
+
+
+def test_a_probe_that_fails_says_how(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    probe = tmp_path / "probe.py"
+    probe.write_text("raise SystemExit(3)")
+    monkeypatch.setattr(backend_facts, "_PROBE", probe)
+    assert "died when tried (exit 3)" in usable_backends()[1].reason
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "no_python"))
+    assert "could not be tried: " in usable_backends()[1].reason

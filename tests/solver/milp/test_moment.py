@@ -3,6 +3,9 @@ cases."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import hypothesis
 import pytest
 from hypothesis import settings
@@ -244,3 +247,20 @@ def test_implied_schedules_recompute_nothing_for_values_of_zero_bytes() -> None:
     assert advised.implied_schedules
     for schedule in advised.implied_schedules:
         schedule.check(graph)
+
+
+@pytest.mark.parametrize("gap", [None, 0.0, 0.01])
+def test_integer_programs_run_without_presolve(
+    gap: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes several times as long. For linear programs it selects the better advice."""
+    all_options: list[Mapping[str, str | bool] | None] = []
+
+    class RecordingSolver(checkpoint_cuts.HighsSolver):
+        def __init__(self, **options: Any) -> None:
+            all_options.append(options["options"])
+            super().__init__(**options)
+
+    monkeypatch.setattr(checkpoint_cuts, "HighsSolver", RecordingSolver)
+    assert checkpoint_cuts.relax_cuts(read_after_a_peak(), 5, [3], gap=gap) is not None
+    assert all_options == [None if gap is None else {"presolve": "off"}]

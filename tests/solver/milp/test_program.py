@@ -18,8 +18,10 @@ from remat.milp.model import MilpModel
 from remat.milp.solvers import pulp_solvers
 from remat.milp.solvers.highs import HighsSolver
 from remat.milp.solvers.program import (
+    AT_LEAST,
     AT_MOST,
     COST_SCALE,
+    EQUAL,
     Program,
     ProgramArrays,
     SolverOutcome,
@@ -47,16 +49,24 @@ def test_a_program_is_written_as_arrays() -> None:
     assert not program.relaxed().is_integer.any()
 
 
-def test_fixed_terms_are_moved_to_the_right_hand_side() -> None:
-    program = Program()
-    x = program.add_binary("x")
-    program.add_terms([(2.0, x), (1.0, x), (3.0, 1), (4.0, 0)], AT_MOST, 5.0)
-    assert program.rows == [({x: 3.0}, AT_MOST, 2.0)]
-    program.add_terms([(1.0, 1)], AT_MOST, 1.0)
-    assert len(program.rows) == 1, "a void row is left out"
-    program.add_terms([(1.0, 1)], AT_MOST, 0.0)
-    answer = HighsSolver(gap=0.0, time_limit=10.0, threads=1).run(program.arrays())
-    assert answer.outcome is SolverOutcome.INFEASIBLE, "a false row is not"
+@pytest.mark.parametrize(
+    ("sense", "void_rhs", "false_rhs"),
+    [(AT_MOST, (1.0, 2.0), (0.0,)), (EQUAL, (1.0,), (0.0, 2.0)), (AT_LEAST, (1.0, 0.0), (2.0,))],
+)
+def test_fixed_terms_are_moved_to_the_right_hand_side(
+    sense: int, void_rhs: tuple[float, ...], false_rhs: tuple[float, ...]
+) -> None:
+    for wrong_rhs in false_rhs:
+        program = Program()
+        x = program.add_binary("x")
+        program.add_terms([(2.0, x), (1.0, x), (3.0, 1), (4.0, 0)], AT_MOST, 5.0)
+        assert program.rows == [({x: 3.0}, AT_MOST, 2.0)]
+        for rhs in void_rhs:
+            program.add_terms([(1.0, 1)], sense, rhs)
+        assert len(program.rows) == 1, "a void row is left out"
+        program.add_terms([(1.0, 1)], sense, wrong_rhs)
+        answer = HighsSolver(gap=0.0, time_limit=10.0, threads=1).run(program.arrays())
+        assert answer.outcome is SolverOutcome.INFEASIBLE, "a false row is not"
 
 
 def cbc() -> pulp.LpSolver:

@@ -14,6 +14,7 @@ import remat
 from remat.costs.trace_costs import with_roofline_costs
 from remat.frontend.api.estimate import roofline_for_trace
 from remat.frontend.memory.meter import allocated_peak
+from remat.passes.gradient_accumulation import with_gradient_accumulation
 from remat.report.estimate import Estimate
 
 
@@ -67,6 +68,30 @@ def _check_parts(estimate: Estimate) -> None:
 @pytest.mark.parametrize("name", ["mlp-input-grad", "norms", "two-heads", "alias", "weights"])
 def test_the_parts_of_an_estimate_add_up(name: str) -> None:
     _check_parts(_estimate(PLAIN[name]()))
+
+
+@pytest.mark.parametrize("name", ["mlp-input-grad", "norms", "weights"])
+def test_the_parts_of_a_step_that_accumulates_gradients_add_up(name: str) -> None:
+    case = PLAIN[name]()
+    trace = with_gradient_accumulation(remat.trace(case.model, case.args, case.kwargs))
+    assert trace.accumulates_gradients
+    _check_parts(Estimate.of(remat.measure(trace, remat.Roofline("cpu"))))
+
+
+def test_a_step_without_operations_has_an_estimate() -> None:
+    """Such as one whose tensors all are in constant memory."""
+    traced = remat.trace(nn.Linear(4, 4), torch.randn(2, 4))
+    empty = traced.replace(
+        nodes=(),
+        outputs=(),
+        gradients=(),
+        result=traced.result.without_leaves({0}),
+        placeholders=tuple(p for p in traced.placeholders if p.kind != "tangent"),
+    )
+    assert not empty.graph().values
+    estimate = Estimate.of(empty)
+    _check_parts(estimate)
+    assert "largest   0 B, no value" in estimate.describe()
 
 
 def test_the_parts_are_those_counted_by_hand() -> None:

@@ -124,6 +124,21 @@ def test_the_search_goes_down_from_two_to_one() -> None:
     assert largest.batch == largest.eager_batch == 1
 
 
+@pytest.mark.quick_cases("6")
+@pytest.mark.parametrize("largest", [1, 3, 6])
+def test_the_search_goes_down_from_a_start_for_which_there_is_no_memory(largest: int) -> None:
+    """Nor is there for batches between those that were tried and the start."""
+
+    def model_fn(batch: int) -> tuple[nn.Module, tuple[Any, ...]]:
+        if batch > largest:
+            raise torch.OutOfMemoryError
+        return _mlp(batch)
+
+    answer = remat.max_batch(model_fn, 100_000, start=10, costs=COSTS, strategy=STRATEGY)
+    assert answer.batch == min(largest, 3) == min(largest, max(_batches_with_a_plan(100_000, 4)))
+    assert answer.eager_batch == min(largest, 2)
+
+
 def test_most_limits_the_batch() -> None:
     largest = remat.max_batch(_mlp, "1GiB", most=5, start=2, costs=COSTS)
     assert "nothing over most=5 was tried" in str(largest)

@@ -16,7 +16,7 @@ from torch import nn
 
 import remat
 from remat.errors import TraceError
-from remat.frontend.api.comparison import loss_of_output
+from remat.frontend.api.comparison import _TensorDifference, loss_of_output
 from remat.frontend.api.trial import Trial, run_eager_trial
 from remat.limits.units import format_bytes
 
@@ -140,6 +140,33 @@ def test_different_gradients_are_reported() -> None:
     assert "The largest difference of a gradient is inf" in text
     data = json.loads(json.dumps(trial.to_data(), allow_nan=False))
     assert data["largest_difference"] is None
+
+
+INF, NAN = math.inf, math.nan
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "absolute", "relative"),
+    [
+        ([1.0, INF], [1.5, INF], 0.5, 0.5),
+        ([1.0, -INF], [1.5, -INF], 0.5, 0.5),
+        ([1.0, NAN], [1.5, NAN], 0.5, 0.5),
+        ([1.0, INF], [1.0, -INF], INF, INF),
+        ([1.0, INF], [1.0, 2.0], INF, INF),
+        ([0.0, 0.0], [0.0, 0.5], 0.5, INF),
+    ],
+)
+def test_the_difference_of_two_tensors_is_of_the_elements_that_differ(
+    a: list[float], b: list[float], absolute: float, relative: float
+) -> None:
+    difference = _TensorDifference.of(torch.tensor(a), torch.tensor(b))
+    assert difference == _TensorDifference(False, absolute, relative)
+
+
+@pytest.mark.parametrize("elements", [0, 3])
+def test_equal_elements_of_two_dtypes_do_not_differ(elements: int) -> None:
+    a, b = torch.zeros(elements), torch.zeros(elements, dtype=torch.float64)
+    assert _TensorDifference.of(a, b) == _TensorDifference(False, 0.0, 0.0)
 
 
 def test_a_trial_is_available_as_data() -> None:

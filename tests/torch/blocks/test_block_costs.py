@@ -4,6 +4,7 @@ blocks are planned by their submodules."""
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 
 import remat
 from remat.blockwise.blocks_plan import BlocksPlan
+from remat.frontend.blocks import block_options
 
 WIDTH = 64
 
@@ -69,3 +71,20 @@ def test_a_plan_says_why_blocks_are_planned_by_their_submodules() -> None:
     reasons = [call.unplanned_reason for call in plan.calls] + [text for _, text in plan.replaced]
     assert any("branches" in reason or "x.detach()" in reason for reason in reasons), reasons
     assert "x.detach()" in str(plan)
+
+
+def test_measuring_a_block_leaves_the_reserve_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits_bytes: set[int] = set()
+
+    def recording_measure(trace: remat.Trace, **options: Any) -> remat.Trace:
+        limits_bytes.add(options["limit_bytes"])
+        return remat.measure(trace, remat.Roofline("cpu"))
+
+    monkeypatch.setattr(block_options, "measure", recording_measure)
+    for budget, reserve in ((30 << 20, 20 << 20), (10 << 20, 0)):
+        model = nn.Sequential(*(Block(branches=False) for _ in range(2)))
+        batch = (torch.randn(512, WIDTH),)
+        options = {"reserve": reserve, "strategy": remat.Auto(gap=0.5, time_limit=0.2)}
+        remat.enable(model, budget, batch, scope="blocks", costs="cpu", **options)  # type: ignore[arg-type]
+    (limit_bytes,) = limits_bytes
+    assert limit_bytes < 10 << 20

@@ -97,6 +97,21 @@ def test_a_cost_cache_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     assert "KiB" in check.text
 
 
+@pytest.mark.parametrize("folder", ["costs", "./costs", "~/costs"])
+def test_the_folder_of_the_cost_cache_may_be_relative(
+    folder: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("REMAT_CACHE_DIR", folder)
+    with CostCache() as cache:
+        cache.put(["add", 1], MeasuredCost(1e-6, 0))
+    assert list((tmp_path / "costs").iterdir()), "the file is there"
+    check = named("cost cache")
+    assert (check.state, check.remedy) == ("ok", "")
+    assert "1 entries, " in check.text
+
+
 def test_a_damaged_cost_cache_is_reported() -> None:
     path = default_cache_path()
     path.parent.mkdir(parents=True)
@@ -175,6 +190,9 @@ def test_a_gpu_that_torch_cannot_use_is_reported(
         ("torch<2.16,>=2.11", "2.13.0+cpu", "ok"),
         ("torch<2.16,>=2.11", "2.11", "ok"),
         ("torch<2.16,>=2.11", "2.15.9", "ok"),
+        ("torch<2.16,>=2.11.0", "2.11", "ok"),
+        ("torch<2.16,>=2.11", "2.11.0", "ok"),
+        ("torch<2.16.0,>=2.11", "2.16", "untested"),
         ("torch<2.16,>=2.11", "2.9.1", "wrong"),
         ("torch<2.16,>=2.11", "2.16.0", "untested"),
         ("torch<2.16,>=2.11", "3.0", "untested"),

@@ -18,6 +18,7 @@ from tests.helpers.process_limit import PROCESS_LIMIT_S
 
 import remat
 from remat.commands.common.plots import PLOT_WRITERS, PlotInput
+from remat.commands.common.summaries import require_feasible_plan
 from remat.documents.plan import SweepDocument
 from remat.documents.program import Program
 from remat.graph import Graph, Operation, Value
@@ -114,6 +115,21 @@ def test_a_sweep_can_be_saved_and_plotted(documents: Documents, tmp_path: Path) 
     assert plans[0].overhead >= plans[1].overhead > 0
     assert quick("plot", file, "-o", picture).code == 0
     assert ElementTree.fromstring(picture.read_text()).tag.endswith("svg")
+
+
+@pytest.mark.parametrize(
+    ("budgets", "message"),
+    [
+        (["1kB", "2kB"], "none of the budgets 1kB, 2kB is feasible; `--budget min` finds"),
+        (["1kB", "min"], "none of the budgets 1kB, min is feasible; another `--strategy`"),
+        (None, "none of the budgets min to 100% is feasible; another `--strategy`"),
+    ],
+)
+def test_without_a_feasible_budget_the_error_names_the_budgets(
+    budgets: list[str] | None, message: str
+) -> None:
+    with pytest.raises(remat.RematError, match=message):
+        require_feasible_plan([], budgets)
 
 
 def test_compare_prints_a_table_and_writes_files(documents: Documents, tmp_path: Path) -> None:

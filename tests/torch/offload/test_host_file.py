@@ -28,6 +28,14 @@ from remat.frontend.runtime.host_file import (
 pytestmark = pytest.mark.usefixtures("offload_file_in_tmp_path")
 
 
+def test_the_directory_may_be_below_the_home_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv(DIRECTORY_VARIABLE, "~/offloaded")
+    assert files.offload_directory() == str(tmp_path / "offloaded")
+
+
 def test_the_file_has_no_name_while_it_is_open(tmp_path: Path) -> None:
     file = HostFile(str(tmp_path))
     tensor = torch.randn(50, 100).t()

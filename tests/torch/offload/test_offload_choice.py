@@ -23,7 +23,7 @@ from remat.choice.offloadable_step import TraceStep
 from remat.choice.offloaded_forms import OffloadLimits, form_with_everything_offloaded
 from remat.choice.offloaded_plans import is_within_reach_of_eviction
 from remat.choice.plan_request import PlanRequest, TracePlan
-from remat.choice.step import plan_step
+from remat.choice.step import plan_step, sweep_with_offload
 from remat.costs.devices import Link
 from remat.documents.targets import OFFLOAD_TARGET
 from remat.documents.trace import Trace
@@ -33,6 +33,7 @@ from remat.limits.limits import Limits
 from remat.passes.offload.copies import copy_times
 from remat.plan import Plan
 from remat.progress import Clock
+from remat.solve import sweep
 from remat.strategies.base import Strategy
 
 SLOWEST = Link(1e6, 1e6)
@@ -263,3 +264,20 @@ def test_the_chosen_plan_runs_with_eager_modes_numbers() -> None:
     chosen = choose(measured(case), "60%", FAST)
     assert offloaded_tensors(chosen.trace)
     assert_eager_numbers(chosen.trace, case, chosen.plan.schedule)
+
+
+def test_a_sweep_on_cuda_has_one_plan_for_each_budget_never_slower_than_without_offloading() -> (
+    None
+):
+    """torch's allocator lowers the budget of such a plan, which stays the plan for the requested
+    one."""
+    trace = measured(net_case(layers=3, rows=40009), "h100")
+    strategy = remat.Auto(time_limit=2)
+    (without,) = sweep(trace, ["60%"], strategy)
+    assert without.budget_bytes < without.requested_budget_bytes, "else there is nothing to test"
+    limits = OffloadLimits(Link(1e9, 1e9), None)
+    (plan,) = sweep_with_offload(
+        trace, [Budget.parse("60%")], strategy, limits, [without], on_plan=lambda: None
+    )
+    assert plan.requested_budget_bytes == without.requested_budget_bytes
+    assert plan.time_s <= without.time_s

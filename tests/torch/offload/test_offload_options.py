@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,7 +20,14 @@ from tests.torch.offload.test_offload_choice import choose, offloaded_tensors
 
 import remat
 from remat.documents.program import Program, Statement
-from remat.documents.targets import ARRIVE_TARGET, OFFLOAD_TARGET, RELEASE_TARGET
+from remat.documents.targets import (
+    ADD_INTO_TARGET,
+    ADD_TARGET,
+    ARRIVE_TARGET,
+    COPY_TARGET,
+    OFFLOAD_TARGET,
+    RELEASE_TARGET,
+)
 from remat.frontend.planning.host_limits import host_limits, measured_link, prepare_host_for_trace
 from remat.frontend.runtime.host_file import DIRECTORY_VARIABLE
 from remat.passes.offload.copies import offloaded_values
@@ -251,6 +259,14 @@ def releasing_another_tensor(program: Program) -> Program:
     )
 
 
+def writing_over_a_tensor_that_is_copied(program: Program, target: str) -> Program:
+    """Write over a tensor between the start of its copy to the host and the copy's end."""
+    offload = of_target(program, OFFLOAD_TARGET)
+    at = program.forward.index(offload) + 1
+    write = Statement(target=target, args=(*offload.args, *offload.args))
+    return changed(program, (*program.forward[:at], write, *program.forward[at:]), program.backward)
+
+
 @pytest.mark.parametrize(
     ("fault", "text"),
     [
@@ -259,8 +275,21 @@ def releasing_another_tensor(program: Program) -> Program:
         (lambda p: without(p, OFFLOAD_TARGET), "not defined"),
         (reading_a_buffer, "reads a buffer before its copy has ended"),
         (releasing_another_tensor, "needs a handle and the tensor that was offloaded"),
+        *(
+            (partial(writing_over_a_tensor_that_is_copied, target=target), "which is copied to")
+            for target in (COPY_TARGET, ADD_TARGET, ADD_INTO_TARGET)
+        ),
     ],
-    ids=["no release", "no arrival", "no offload", "early read", "another tensor"],
+    ids=[
+        "no release",
+        "no arrival",
+        "no offload",
+        "early read",
+        "another tensor",
+        "copy",
+        "add",
+        "add into",
+    ],
 )
 def test_programs_that_touch_a_tensor_before_its_copy_has_ended_are_refused(
     program: Program, fault: Callable[[Program], Program], text: str

@@ -24,6 +24,7 @@ from remat.documents.targets import BOUNDARY_NAME
 from remat.documents.trace import Trace
 from remat.frontend.compile.registry import CompiledPlan
 from remat.frontend.memory.meter import allocated_peak
+from remat.passes.outputs import differentiated_bytes, returns_loss
 
 COSTS = remat.Roofline("cpu")
 WORDS = 700
@@ -363,6 +364,32 @@ def test_blocks_return_the_loss_only() -> None:
     assert repr(copied(batch())["logits"]).startswith("<logits: not returned")
     with torch.no_grad():
         assert model(batch())["logits"].shape == (8, 64, 700)
+
+
+class StoresAuxiliaryLoss(nn.Module):
+    """A model that stores a scalar and returns larger tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+        self.aux = torch.zeros(())
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        h = torch.tanh(self.layer(x))
+        self.aux = (h**2).mean()
+        return {"hidden": self.layer(h)}
+
+
+def test_a_stored_scalar_is_no_returned_loss() -> None:
+    model, x = StoresAuxiliaryLoss(), torch.randn(4096, 16)
+    trace = remat.trace(model, x)
+    assert [output.is_stored for output in trace.outputs] == [False, True]
+    assert not returns_loss(trace)
+    assert differentiated_bytes(trace) == 4096 * 16 * 4
+    with pytest.raises(remat.TraceError, match='outputs="loss" needs a model that returns its lo'):
+        remat.optimize(model, "100%", x, outputs="loss", costs=COSTS)
+    answer = remat.fit(model, x, memory=500_000, device="cpu", optimizer="none")
+    assert all("loss = model" not in option.code for option in answer.options)
 
 
 def test_an_infeasible_budget_mentions_the_option() -> None:

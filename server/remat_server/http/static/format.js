@@ -95,7 +95,7 @@ export const PLAN_ADVICE = {
 /** Descriptions of the space that a bound is proved for. */
 export const SCOPE = {
   slots: "for the slots available for recomputation",
-  order: "for every schedule in this order",
+  order: "for every schedule in the plan's order",
   "all orders": "for every schedule",
 };
 

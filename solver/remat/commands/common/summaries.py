@@ -13,10 +13,12 @@ from remat.costs.trace_costs import OperationCost, with_costs
 from remat.documents.trace import Trace
 from remat.errors import RematError
 from remat.frontend.compile.registry import CompiledPlan
+from remat.limits.budget import Budget
 from remat.limits.units import format_bytes, format_seconds
 from remat.plan import Plan
 from remat.report.report import Fact, Report, Table, largest_rows
 from remat.simulate import baseline_of
+from remat.solve import SWEEP_BUDGETS
 
 JsonObject = dict[str, object]
 """A flat JSON object: a name with its unit, and the value."""
@@ -33,6 +35,7 @@ def plan_summary(plan: Plan) -> JsonObject:
         "status": plan.status.name,
         "strategy": plan.solve.get("strategy"),
         "budget_bytes": plan.budget_bytes,
+        "requested_budget_bytes": plan.requested_budget_bytes,
         "reserve_bytes": plan.terms.reserved_for_others_bytes or 0,
         "peak_bytes": plan.peak_bytes,
         "baseline_peak_bytes": plan.baseline_peak_bytes,
@@ -106,7 +109,7 @@ def frontier_table(plans: Sequence[Plan]) -> Table:
         solved_s = plan.solve.get("total_s")
         table.append(
             [
-                format_bytes(plan.budget_bytes),
+                format_bytes(plan.requested_budget_bytes),
                 format_bytes(plan.peak_bytes),
                 f"{plan.share:.1%}",
                 f"{plan.overhead:+.2%}",
@@ -169,12 +172,14 @@ def measured_report(trace: Trace) -> Report:
 
 
 def require_feasible_plan(plans: Sequence[Plan], budgets: Sequence[str] | None) -> None:
-    """Raise `RematError` if no budget is feasible."""
+    """Raise `RematError` if no budget is feasible. `budgets` is None or empty for the default
+    ones, which include "min"."""
     if not plans:
-        raise RematError(
-            f"none of the budgets {', '.join(budgets or ())} is feasible; `--budget min` finds the "
-            "smallest feasible one"
-        )
+        names = ", ".join(budgets) if budgets else f"{SWEEP_BUDGETS[0]} to {SWEEP_BUDGETS[-1]}"
+        remedy = "`--budget min` finds the smallest feasible one"
+        if any(Budget.parse(budget).is_min for budget in budgets or SWEEP_BUDGETS):
+            remedy = "another `--strategy` may find a schedule"
+        raise RematError(f"none of the budgets {names} is feasible; {remedy}")
 
 
 def _with_zero_costs(trace: Trace) -> Trace:

@@ -297,18 +297,28 @@ class _TensorDifference:
         a, b = (t.to_dense() if t.layout != torch.strided else t for t in (a, b))
         if _tensors_equal(a, b):
             return cls(True, 0.0, 0.0)
-        wide = torch.complex128 if a.is_complex() else torch.float64
+        wide = torch.complex128 if a.is_complex() or b.is_complex() else torch.float64
         distance = (a.to(wide) - b.to(wide)).abs().nan_to_num(nan=math.inf, posinf=math.inf)
-        distance = distance.masked_fill(a.isnan() & b.isnan(), 0.0)
-        absolute, scale = float(distance.max()), float(a.abs().nan_to_num(0.0).max())
-        return cls(False, absolute, absolute / scale if scale else math.inf)
+        distance = distance.masked_fill(_equal_elements(a, b), 0.0)
+        absolute, scale = _largest(distance), _largest(a.abs().nan_to_num(0.0, posinf=0.0))
+        return cls(False, absolute, absolute and (absolute / scale if scale else math.inf))
+
+
+def _largest(elements: torch.Tensor) -> float:
+    """Return the largest element; 0 without elements."""
+    return float(elements.max()) if elements.numel() else 0.0
+
+
+def _equal_elements(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Return the boolean mask of elements that are equal, or not a number in both tensors."""
+    return (a == b) | (a.isnan() & b.isnan())
 
 
 def _tensors_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
     """True if the tensors are equal bit for bit, except for the bits of NaNs."""
     if a.dtype != b.dtype:
         return False
-    return torch.equal(a, b) or bool(((a == b) | (a.isnan() & b.isnan())).all())
+    return torch.equal(a, b) or bool(_equal_elements(a, b).all())
 
 
 def _tensor_differences(a: Tensors, b: Tensors) -> list[_TensorDifference]:

@@ -286,8 +286,12 @@ class BatchSearch:
         recomputation."""
         fits = eager_batch
         first = min(max(fits, start), self.max_batch)
+        try:
+            first_point = first, self.quick_min_peak_bytes(first)
+        except _BatchTooLargeError:
+            first = max(self._traces)
+            first_point = first, self.quick_min_peak_bytes(first)
         second = 2 * first if 2 * first <= self.max_batch else max(1, first // 2)
-        first_point = first, self.quick_min_peak_bytes(first)
         try:
             line = first_point, (second, self.quick_min_peak_bytes(second))
         except _BatchTooLargeError:

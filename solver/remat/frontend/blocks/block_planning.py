@@ -246,8 +246,9 @@ def _block_alternative(
         growth_bytes=growth_bytes,
     )
     dry_run, failures = selection.dry_run, selection.failures
-    budget_bytes = None if options.budget is None else options.budget.size_bytes
-    step_bytes = max([budget_bytes or 0, *(event.non_block_bytes for event in dry_run.events)])
+    budget = None if options.budget is None else step_limits(options, model).budget_after_reserve
+    budget_bytes = 0 if budget is None else budget.size_bytes or 0
+    step_bytes = max([budget_bytes, *(event.non_block_bytes for event in dry_run.events)])
     solver.measuring_limit_bytes = max(0, step_bytes - dry_run.constant_bytes)
     call_counts = Counter(id(c.submodule.module) for c in dry_run.calls)
     planned = [() if c.measured_options else tuple(solver.options_of(c)) for c in dry_run.calls]

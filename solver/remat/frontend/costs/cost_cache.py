@@ -57,17 +57,17 @@ class MeasuredCost:
 
 
 def default_cache_path() -> Path:
-    """Return the path of the cache file in `$REMAT_CACHE_DIR`, or else in the folder `remat` of the
-    platform's cache directory."""
+    """Return the absolute path of the cache file in `$REMAT_CACHE_DIR`, or else in the folder
+    `remat` of the platform's cache directory."""
     if configured := os.environ.get("REMAT_CACHE_DIR"):
-        return Path(configured) / FILE_NAME
+        return Path(configured).expanduser().absolute() / FILE_NAME
     if sys.platform == "win32":
         base = os.environ.get("LOCALAPPDATA") or "~/AppData/Local"
     elif sys.platform == "darwin":
         base = "~/Library/Caches"
     else:
         base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(base).expanduser() / "remat" / FILE_NAME
+    return Path(base).expanduser().absolute() / "remat" / FILE_NAME
 
 
 class CostCache:
@@ -78,7 +78,7 @@ class CostCache:
     """
 
     def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
-        self.path = default_cache_path() if path is None else Path(path)
+        self.path = default_cache_path() if path is None else Path(path).expanduser()
         self._memory: dict[str, MeasuredCost] = {}
         self._lock = threading.Lock()
         self._connection: sqlite3.Connection | None = None

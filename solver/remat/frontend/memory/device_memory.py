@@ -25,6 +25,7 @@ from remat.frontend.common.operators import tensor_meta
 from remat.limits.budget import Budget
 from remat.limits.limits import SEGMENTS_MARGIN, Limits, nothing_left
 from remat.limits.options import parse_reserve
+from remat.limits.units import format_bytes
 
 _CGROUP = Path("/sys/fs/cgroup")
 
@@ -334,7 +335,9 @@ def auto_limits_of_device(
     step_bytes = int(free * (1 - MARGIN)) - reserve.unallocated_bytes + allocated_bytes
     if step_bytes <= 0:
         raise BudgetError(
-            nothing_left(free, reserve.unallocated_bytes, f"are reserved on {device}")
+            nothing_left(
+                free, f"{format_bytes(reserve.unallocated_bytes)} are reserved on {device}"
+            )
         )
     segments_bytes = int(free * (1 - SEGMENTS_MARGIN)) - reserve.unallocated_bytes + allocated_bytes
     budget = Budget.parse(step_bytes + reserve.total_bytes)

@@ -231,7 +231,7 @@ def _rounded_file_bytes(size_bytes: int) -> int:
 
 def offload_directory() -> str:
     """Return the directory of the file: `REMAT_OFFLOAD_DIR`, or the one for temporary files."""
-    return os.environ.get(DIRECTORY_VARIABLE) or tempfile.gettempdir()
+    return os.path.expanduser(os.environ.get(DIRECTORY_VARIABLE) or tempfile.gettempdir())
 
 
 def is_io_direct() -> bool:

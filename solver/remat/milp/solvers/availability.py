@@ -91,10 +91,8 @@ def _run_probe(names: list[str], seconds: float) -> tuple[str, str]:
     except subprocess.TimeoutExpired as error:
         return (error.stdout or b"").decode(errors="replace"), timeout_reason
     except OSError as error:
-        return "", f"could not be statuses: {error}"
-    return process.stdout.decode(
-        errors="replace"
-    ), f"died when statuses (exit {process.returncode})"
+        return "", f"could not be tried: {error}"
+    return process.stdout.decode(errors="replace"), f"died when tried (exit {process.returncode})"
 
 
 def _parse_probe_output(output: str) -> dict[str, BackendStatus]:

@@ -92,7 +92,7 @@ class Program:
         right-hand side.
 
         A row without variables is either void, and left out, or false. Solvers accept no empty
-        rows, so a false one (of the sense AT_MOST) gets a variable that is fixed to 0.
+        rows, so a false one gets a variable that is fixed to 0.
         """
         coefficients: dict[Column, float] = {}
         for coefficient, term in terms:
@@ -100,7 +100,8 @@ class Program:
                 rhs -= coefficient * term
             else:
                 coefficients[term] = coefficients.get(term, 0.0) + coefficient
-        if not coefficients and sense == AT_MOST and rhs < 0:
+        is_false = (sense != AT_LEAST and rhs < 0) or (sense != AT_MOST and rhs > 0)
+        if not coefficients and is_false:
             coefficients[self.add_column(f"none{len(self.rows):06d}", 0, 0)] = 1.0
         if coefficients:
             self.add_row(coefficients, sense, rhs)

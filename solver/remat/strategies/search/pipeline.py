@@ -187,8 +187,8 @@ def _cost_solution(state: SearchState) -> Solution:
     slots_bound_s = None if result is None or result.is_complete else result.bound
     # A schedule that is far better than all over the slots is not measured against their bound.
     min_time_s = (1 - state.options.gap - _BOUND_TOLERANCE) * (slots_bound_s or 0.0)
-    if slots_bound_s and state.objective >= min_time_s:
-        baseline_s = state.graph.baseline_time_s
+    baseline_s = state.graph.baseline_time_s
+    if slots_bound_s and baseline_s > 0 and state.objective >= min_time_s:
         stats["slots_bound"] = min(slots_bound_s, state.objective) / baseline_s - 1
     best, time_s = state.best_overall()
     bound_s = min(state.bound, time_s)

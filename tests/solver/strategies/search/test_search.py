@@ -23,7 +23,7 @@ from tests.helpers.search_states import (
 )
 
 from remat.errors import InfeasibleBudget, RematError, SolverError, SolverTimeout, SolverWarning
-from remat.graph import Graph, Value
+from remat.graph import Baseline, Graph, Value
 from remat.heuristics.local_search import EvaluatedSchedule
 from remat.heuristics.polish import polish
 from remat.milp.backends import SolverOutcome
@@ -31,6 +31,7 @@ from remat.progress import Clock
 from remat.schedule import Schedule
 from remat.simulate import simulate
 from remat.solution import Solution
+from remat.solve import solve
 from remat.strategies import Auto
 from remat.strategies.search import eviction, pipeline
 from remat.strategies.search.eviction import relax_at_checkpoint_cuts
@@ -452,3 +453,13 @@ def test_a_program_for_the_smallest_peak_needs_complete_slots() -> None:
     steps = pipeline.auto_pipeline(CHAIN).peak
     assert steps[-1].name == "peak_milp"
     assert pipeline.auto_pipeline(CHAIN, has_complete_slots=False).peak == steps[:-1]
+
+
+def test_where_the_unsplit_step_takes_no_time_no_bound_is_relative_to_it() -> None:
+    graph = random_stages(0, 8)
+    unsplit = Baseline(peak_of(graph), 0.0)
+    strategy = Auto(complete_slots=0, gap=0.0, time_limit=3.0, order="off")
+    assert "slots_bound" in solve(graph, "70%", strategy).solve
+    plan = solve(replace(graph, unsplit=unsplit), "70%", strategy)
+    assert plan.overhead == 0.0
+    assert "slots_bound" not in plan.solve
