@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import runpy
 from collections import deque
@@ -27,6 +28,7 @@ class Step(nn.Module):
     """A linear layer on what a function returns for the module and its input."""
 
     calls: torch.Tensor
+    last: Any
     mean: torch.Tensor
 
     def __init__(self, function: Function) -> None:
@@ -247,6 +249,36 @@ def test_a_step_that_no_plan_can_stand_for_is_refused(name: str) -> None:
     assert vars(model) == before
     assert all(b is buffers[name] and not b.any() for name, b in model.named_buffers())
     assert not torch._is_functional_tensor(torch.zeros(2))
+
+
+@pytest.mark.parametrize("value", [math.nan, complex(4, 1), -0.0])
+def test_a_value_that_each_call_sets_is_steady(value: Any) -> None:
+    def sets(module: Step, x: torch.Tensor) -> torch.Tensor:
+        module.last = type(value)(repr(value))
+        return x
+
+    model = Step(sets)
+    model.last = None
+    gm = remat.optimize(model, "100%", torch.ones(4, 4), costs=remat.Roofline("cpu"))
+    gm(torch.ones(4, 4)).sum().backward()
+    assert repr(model.last) == repr(value)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (torch.device("cpu"), "stores in last is a device, which cannot be traced"),
+        (10**20, "stores in last is an integer of more than 64 bits"),
+        ([10**20], r"stores in last: \[0\] is an integer of more than 64 bits"),
+    ],
+)
+def test_a_value_that_no_plan_can_store_is_refused(value: Any, message: str) -> None:
+    def sets(module: Step, x: torch.Tensor) -> torch.Tensor:
+        module.last = value
+        return x
+
+    with pytest.raises(remat.TraceError, match=message):
+        remat.trace(Step(sets), torch.ones(4, 4))
 
 
 def test_a_fork_without_random_numbers_is_captured_and_restores_the_generator() -> None:
