@@ -3,6 +3,7 @@ chosen, which can be explained, drawn and saved."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import nn
 
 import remat
 from remat.blockwise.block_step import StepOutcome
+from remat.errors import InfeasibleBudget
 from remat.frontend.blocks import block_planning
 
 
@@ -105,3 +107,42 @@ def test_the_plan_prints_a_table_of_its_blocks_and_explains_their_operations() -
     recomputed = next(iter(plan.schedule.recomputed(plan.graph)))
     assert "recomputed" in plan.explain(plan.graph.operations[recomputed].name)
     assert "blocks.0.gelu_backward" in plan.explain("blocks.0")
+
+
+class Attending(nn.Module):
+    """A block that cannot be captured, with attention from a token that sees none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        if x.isinf().any():
+            return x
+        y = self.linear(x)
+        scores = (y @ y.transpose(-1, -2)).masked_fill(mask, float("-inf"))
+        return x + scores.softmax(-1) @ y
+
+
+def test_blocks_whose_results_have_nan_are_recomputed(caplog: pytest.LogCaptureFixture) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Attending() for _ in range(3))
+
+        def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            for block in self.blocks:
+                x = block(x, mask)
+            return x.nan_to_num().sum()
+
+    mask = torch.zeros(2, 4, 4, dtype=torch.bool)
+    mask[0, 0] = True
+    run = remat.enable(Net(), "min", scope="blocks")
+    with caplog.at_level(logging.INFO, logger="remat"):
+        run(torch.randn(2, 4, 8), mask).backward()
+    assert "is not recomputed" not in caplog.text
+
+
+def test_an_error_without_a_minimum_is_not_the_smallest() -> None:
+    errors = [InfeasibleBudget("no minimum"), InfeasibleBudget("5", min_feasible_bytes=5)]
+    assert str(block_planning._smallest_infeasible_error(errors, [])) == "5"

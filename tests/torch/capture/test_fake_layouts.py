@@ -163,3 +163,60 @@ def test_copies_of_whole_storages_are_predicted(
     assert_same(step, eager, tolerance=0.0)
     assert model.plan is not None
     assert 0 <= model.plan.peak_bytes - step.peak_bytes <= 4
+
+
+class Weighted(nn.Module):
+    """One function of an input and a parameter."""
+
+    def __init__(self, weight: torch.Tensor, function: Callable[..., torch.Tensor]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight)
+        self.function = function
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.function(x, self.weight).relu().sum()
+
+
+WEIGHTS: dict[str, tuple[torch.Tensor, Callable[..., torch.Tensor], tuple[int, ...], int]] = {
+    "transposed": (torch.randn(256, 128).t(), torch.matmul, (2, 128), 0),
+    "channels_last_3d": (
+        torch.randn(8, 8, 3, 3, 3).to(memory_format=torch.channels_last_3d),
+        F.conv3d, (2, 8, 4, 4, 4), 0,
+    ),
+    "channels_last": (
+        torch.randn(8, 8, 3, 3).to(memory_format=torch.channels_last), F.conv2d, (2, 8, 9, 9), 0,
+    ),
+    "gradient of another layout": (
+        torch.randn(256, 128).t(), lambda x, w: x * w.reshape(-1), (256 * 128,), 1,
+    ),
+    "permuted": (
+        torch.randn(16, 32, 64).permute(1, 2, 0), lambda x, w: x * w.reshape(-1), (32 * 1024,), 1,
+    ),
+    "with gaps": (torch.randn(256, 128)[:, :64], lambda x, w: x @ w.t(), (2, 64), 1),
+}  # fmt: skip
+"""A parameter, the function of an input and it, the input's shape, and the number of copies of the
+gradient."""
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_gradients_have_the_layout_that_autograd_takes_over(name: str) -> None:
+    """A gradient that autograd copies once more is in memory twice."""
+    weight, function, shape, copies = WEIGHTS[name]
+    torch.manual_seed(0)
+    x = torch.randn(shape)
+    if name == "channels_last_3d":
+        x = x.to(memory_format=torch.channels_last_3d)
+    case = Case(Weighted(weight, function), (x,), loss=lambda out: out)
+    eager = eager_step(case)
+    gm = remat.optimize(copy.deepcopy(case.model), "100%", case.args, costs=remat.Roofline("cpu"))
+    step = run_step(gm, case)
+    assert_same(step, eager)
+    assert gm.plan is not None
+    assert step.peak_bytes <= gm.plan.peak_bytes
+    trace = remat.trace(case.model, case.args)
+    clones = [n.name for n in trace.nodes if n.backward and n.target == "aten.clone.default"]
+    assert len(clones) == copies
+    gradient, parameter = next(iter(gm.parameters())).grad, weight
+    assert gradient is not None
+    is_dense = name != "with gaps"
+    assert gradient.stride() == (parameter.stride() if is_dense else (64, 1))

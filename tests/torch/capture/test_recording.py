@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch._functorch.config
@@ -20,6 +21,7 @@ from remat.documents.arguments import Ref, rename_refs
 from remat.documents.records import Node
 from remat.frontend.capture import attempts
 from remat.frontend.capture.model.flat_model import FlatModel
+from remat.frontend.capture.model.values import is_plain_value
 from remat.frontend.capture.reading.reader import GraphInput, JointGraph
 
 _DETACH = "aten.detach.default"
@@ -110,6 +112,25 @@ def test_constants_of_the_model_may_be_read() -> None:
 
     nodes = remat.trace(Reads(), torch.ones(4, 4)).nodes
     assert "aten.mul.Tensor" in {node.target for node in nodes}
+
+
+def test_a_write_leaves_the_values_of_constants_in_other_memory() -> None:
+    class Reads(WithParts, linear=(4, 4)):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            positions, mask = torch.arange(4), torch.full((4,), float("nan"))
+            array = positions.numpy()
+            del positions
+            array[0] = 2  # only NumPy sees it
+            assert torch.isnan(mask).all()
+            assert np.isnan(mask.numpy()).all()
+            mask.fill_(1)
+            hot = torch.nn.functional.one_hot(torch.arange(4), 4)
+            return self.linear(x * mask) * hot.sum().item() * float(array[0])
+
+    model, x = Reads(), torch.ones(4, 4)
+    trace = remat.trace(model, x)
+    constants = [a for node in trace.nodes if node.target == "aten.mul.Tensor" for a in node.args]
+    assert {4, 2.0} <= set(filter(is_plain_value, constants))
 
 
 def test_a_parameter_that_is_a_buffer_too_is_captured() -> None:

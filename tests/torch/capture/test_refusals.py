@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+import random
 import runpy
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tests.helpers.training.models import FAMILIES, Mlp, WithParts
@@ -25,6 +28,7 @@ class Step(nn.Module):
     """A linear layer on what a function returns for the module and its input."""
 
     calls: torch.Tensor
+    last: Any
     mean: torch.Tensor
 
     def __init__(self, function: Function) -> None:
@@ -63,10 +67,22 @@ def branches(module: Step, x: torch.Tensor) -> torch.Tensor:
     return -x
 
 
-def branches_on_a_modified_constant(module: Step, x: torch.Tensor) -> torch.Tensor:
+def branches_on_constant_after(write: Callable[[torch.Tensor], object]) -> Function:
+    """Return a function that branches on a constant tensor into which `write` writes."""
+
+    def function(module: Step, x: torch.Tensor) -> torch.Tensor:
+        flags = torch.zeros(4)
+        write(flags)
+        return x if flags.sum() > 0 else -x
+
+    return function
+
+
+def writes_into_the_tensor_of_an_array(module: Step, x: torch.Tensor) -> torch.Tensor:
     flags = torch.zeros(4)
-    flags[:2].copy_(x[0, :2])
-    return x if flags.sum() > 0 else -x
+    array = flags.numpy()
+    flags.add_(1)
+    return x * float(array[0]) * flags
 
 
 def replaces_a_buffer(module: Step, x: torch.Tensor) -> torch.Tensor:
@@ -120,12 +136,19 @@ REFUSED: dict[str, tuple[Function, str]] = {
     ),
     "address": (lambda m, x: x * x.data_ptr(), "Tensor.data_ptr of a tensor without data"),
     "backward": (lambda m, x: (m.linear(x).sum().backward(), x)[1], r"calls backward\(\)"),
+    "write into NumPy's array": (
+        branches_on_constant_after(lambda t: t.numpy().fill(1)),
+        "writes into memory that a constant tensor shares with NumPy",
+    ),
+    "write into the tensor of NumPy's array": (
+        writes_into_the_tensor_of_an_array,
+        "writes into memory that a constant tensor shares with NumPy",
+    ),
     "higher-order operator": (
         lambda m, x: torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,)),
         "uses cond, which is not a single operator",
     ),
     "branch": (branches, r"test_refusals.py:\d+ .*if x.sum\(\) > 0.*Remedy"),
-    "branch on a modified constant": (branches_on_a_modified_constant, "depends on tensor values"),
     "large constant": (lambda m, x: x * TABLE[0], "register it as a buffer"),
     "buffer of another shape": (replaces_a_buffer, "replaces its buffer 'seen'"),
     "new buffer": (registers_a_buffer, "the forward of the model registers a buffer"),
@@ -134,6 +157,86 @@ REFUSED: dict[str, tuple[Function, str]] = {
     "error": (raises, "ValueError: eager"),
     "error in eager mode": (raises_in_eager_mode, "an odd number of rows"),
 }
+
+
+CONSTANT_WRITES: dict[str, Callable[[torch.Tensor], object]] = {
+    "view": lambda t: t[:2].copy_(torch.ones(2)),
+    "item": lambda t: t.__setitem__(0, 1),
+    "data of a view": lambda t: t.view(2, 2).data.fill_(1),
+    "data": lambda t: setattr(t, "data", torch.ones(4)),
+    "real part": lambda t: setattr(t, "real", torch.ones(4)),
+    "operator": lambda t: torch.ops.aten.add_.Tensor(t, 1),
+    "storage": lambda t: t.set_(torch.ones(4)),
+    "out": lambda t: torch.add(torch.ones(4), 1, out=t),
+    "inplace": lambda t: nn.functional.threshold(t, 1, 1, True),
+    "statistics": lambda t: nn.functional.batch_norm(
+        torch.ones(2, 4), t, torch.ones(4), training=True
+    ),
+    "list": lambda t: torch._foreach_add_([t], 1.0),
+}
+_CHANGED = "seeds a default generator of torch, or restores its state"
+
+
+def samples_in_a_fork(module: Step, x: torch.Tensor) -> torch.Tensor:
+    with torch.random.fork_rng(devices=[]):
+        return x * torch.rand(4)
+
+
+def rewinds(module: Step, x: torch.Tensor) -> torch.Tensor:
+    state = torch.default_generator.get_state()
+    x = x * torch.rand(4).bernoulli_()
+    torch.default_generator.set_state(state)
+    return x * torch.rand(4)
+
+
+def rewinds_python(module: Step, x: torch.Tensor) -> torch.Tensor:
+    state = random.getstate()
+    x = x * random.random()
+    random.setstate(state)
+    return x
+
+
+def rewinds_numpy(module: Step, x: torch.Tensor) -> torch.Tensor:
+    state = np.random.get_state()
+    x = x * np.random.rand()
+    np.random.set_state(state)
+    return x
+
+
+GENERATOR_CHANGES: dict[str, tuple[Function, str]] = {
+    "fork": (samples_in_a_fork, _CHANGED),
+    "state": (rewinds, _CHANGED),
+    "seed": (lambda m, x: x * bool(torch.default_generator.seed()), _CHANGED),
+    "manual seed": (lambda m, x: x * bool(torch.default_generator.manual_seed(3)), _CHANGED),
+    "torch.seed": (lambda m, x: x * torch.seed(), r"calls torch\.seed"),
+    "torch.initial_seed": (lambda m, x: x * torch.initial_seed(), r"calls torch\.initial_seed"),
+    "Python": (rewinds_python, r"calls random\.setstate"),
+    "NumPy": (rewinds_numpy, r"calls numpy\.random\.set_state"),
+}
+RANDOM_NUMBERS: dict[str, Callable[[], torch.Tensor]] = {
+    "rand": lambda: torch.rand(()),
+    "poisson": lambda: torch.poisson(torch.tensor(30.0)),
+    "binomial": lambda: torch.binomial(torch.tensor(30.0), torch.tensor(0.5)),
+    "normal": lambda: torch.normal(torch.zeros(()), torch.ones(())),
+    "Beta": lambda: torch.distributions.Beta(0.4, 0.4).sample(),
+    "Gamma": lambda: torch.distributions.Gamma(0.4, 0.4).sample(),
+    "Dirichlet": lambda: torch.distributions.Dirichlet(torch.ones(2)).sample()[0],
+    "Categorical": lambda: torch.distributions.Categorical(torch.ones(2)).sample(),
+}  # fmt: skip
+REFUSED |= {
+    f"branch on a constant after a write: {name}": (
+        branches_on_constant_after(write), "depends on tensor values",
+    )
+    for name, write in CONSTANT_WRITES.items()
+} | {
+    f"generator: {name}": (function, message)
+    for name, (function, message) in GENERATOR_CHANGES.items()
+} | {
+    f"random number: {name}": (
+        lambda m, x, sample=sample: x * sample().item(), "depends on tensor values",
+    )
+    for name, sample in RANDOM_NUMBERS.items()
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -146,6 +249,47 @@ def test_a_step_that_no_plan_can_stand_for_is_refused(name: str) -> None:
     assert vars(model) == before
     assert all(b is buffers[name] and not b.any() for name, b in model.named_buffers())
     assert not torch._is_functional_tensor(torch.zeros(2))
+
+
+@pytest.mark.parametrize("value", [math.nan, complex(4, 1), -0.0])
+def test_a_value_that_each_call_sets_is_steady(value: Any) -> None:
+    def sets(module: Step, x: torch.Tensor) -> torch.Tensor:
+        module.last = type(value)(repr(value))
+        return x
+
+    model = Step(sets)
+    model.last = None
+    gm = remat.optimize(model, "100%", torch.ones(4, 4), costs=remat.Roofline("cpu"))
+    gm(torch.ones(4, 4)).sum().backward()
+    assert repr(model.last) == repr(value)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (torch.device("cpu"), "stores in last is a device, which cannot be traced"),
+        (10**20, "stores in last is an integer of more than 64 bits"),
+        ([10**20], r"stores in last: \[0\] is an integer of more than 64 bits"),
+    ],
+)
+def test_a_value_that_no_plan_can_store_is_refused(value: Any, message: str) -> None:
+    def sets(module: Step, x: torch.Tensor) -> torch.Tensor:
+        module.last = value
+        return x
+
+    with pytest.raises(remat.TraceError, match=message):
+        remat.trace(Step(sets), torch.ones(4, 4))
+
+
+def test_a_fork_without_random_numbers_is_captured_and_restores_the_generator() -> None:
+    def forks(module: Step, x: torch.Tensor) -> torch.Tensor:
+        with torch.random.fork_rng(devices=[]):
+            x = x * 2
+        return nn.functional.dropout(x) * torch.rand(4).uniform_()
+
+    model, before = Step(forks), torch.get_rng_state()
+    assert remat.trace(model, torch.ones(4, 4)).nodes
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_a_write_of_the_first_call_is_none_of_later_calls() -> None:

@@ -3,12 +3,22 @@ change is reported by its name, with the size of a container or an array in plac
 
 from __future__ import annotations
 
+import copy
 import logging
+import math
+import weakref
+from array import array
+from collections.abc import Callable
+from datetime import timedelta
+from decimal import Decimal
+from fractions import Fraction
+from types import MappingProxyType
 from typing import Any, Literal
 
 import numpy as np
 import pytest
 import torch
+from tests.helpers.training.models import WithParts
 from torch import nn
 
 import remat
@@ -94,6 +104,140 @@ def test_a_changed_value_is_described_briefly(
     (report,) = [r.message for r in caplog.records if r.message.startswith("value is ")]
     assert report.startswith(f"{text}:")
     assert len(report) < 300
+
+
+class Other:
+    def __init__(self) -> None:
+        self.scale = 1.0
+
+
+class Meta(type):
+    scale = 1.0
+
+
+class WithMeta(metaclass=Meta):
+    pass
+
+
+def scale_of_function() -> float:
+    return scale_of_function.scale  # type: ignore[attr-defined, no-any-return]
+
+
+scale_of_function.scale = 1.0  # type: ignore[attr-defined]
+BOX = {"scale": 1.0}
+VIEW = MappingProxyType(BOX)
+
+
+class Reads(WithParts, linear=(4, 4)):
+    """A model that scales its output by what `read` returns for it; `value` is its attribute."""
+
+    def __init__(self, read: Callable[[Any], float], value: Any = None) -> None:
+        super().__init__()
+        self.read, self.value = read, value
+        self.box = {"scale": 1.0}
+        self.view = MappingProxyType(self.box)
+        self.other = Other()
+        self.reference = weakref.ref(self.other)
+        self.others = weakref.WeakValueDictionary(a=self.other)
+        self.by_tuple = {("a", 1): Other()}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x).square().sum() * self.read(self)
+
+
+def outputs_before_and_after(
+    model: Reads, change: Callable[[Any], object]
+) -> tuple[list[float], list[float]]:
+    """Return the losses of planned steps before and after a change, and eager mode's."""
+    eager = copy.deepcopy(model.linear)
+    run = remat.enable(model, "100%", scope="model", **OPTIONS)
+    x = torch.ones(2, 4)
+    planned, expected = [], []
+    for action in (None, None, change):
+        if action is not None:
+            action(model)
+        loss = run(x)
+        loss.backward()
+        planned.append(loss.item())
+        expected.append((eager(x).square().sum() * model.read(model)).item())
+    return planned, expected
+
+
+VALUES: dict[str, tuple[Any, Any, Callable[[Any], float]]] = {
+    "int and float": (2, 2.0, lambda v: 1.0 + isinstance(v, float)),
+    "bool and int": (True, 1, lambda v: 1.0 + (type(v) is int)),
+    "zeros": (0.0, -0.0, lambda v: math.copysign(1.0, v)),
+    "Decimal": (Decimal(1), Decimal(2), float),
+    "Fraction": (Fraction(1), Fraction(2), float),
+    "timedelta": (timedelta(seconds=1), timedelta(seconds=2), lambda v: v.total_seconds()),
+    "range": (range(1), range(2), len),
+    "slice": (slice(1), slice(2), lambda v: float(v.stop)),
+    "float32": (np.float32(1), np.float32(2), float),
+    "int64": (np.int64(1), np.int64(2), float),
+    "bytearray": (bytearray(b"a"), bytearray(b"b"), lambda v: float(v[0])),
+    "array": (array("d", [1.0]), array("d", [2.0]), lambda v: v[0]),
+    "array of objects": (np.array([1.0, None]), np.array([2.0, None]), lambda v: v[0]),
+    "memory format": (
+        torch.contiguous_format, torch.channels_last, lambda v: 1.0 + (v is torch.channels_last),
+    ),
+    "set of tuples": ({(1, 2)}, {(3, 4)}, lambda v: 1.0 + ((3, 4) in v)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("place", ["attribute", "list", "dict"])
+@pytest.mark.parametrize("name", VALUES)
+def test_a_step_computes_with_a_value_of_another_type_or_class(name: str, place: str) -> None:
+    """Also if it equals the old one."""
+    before, after, scale = VALUES[name]
+    if place == "attribute":
+        model = Reads(lambda m: scale(m.value), before)
+        planned, expected = outputs_before_and_after(model, lambda m: setattr(m, "value", after))
+    else:
+        key = 0 if place == "list" else "key"
+        model = Reads(lambda m: scale(m.value[key]), [before] if place == "list" else {key: before})
+        planned, expected = outputs_before_and_after(
+            model, lambda m: m.value.__setitem__(key, after)
+        )
+    assert planned == pytest.approx(expected)
+    assert planned[2] != pytest.approx(planned[1])
+
+
+HIDDEN: dict[str, tuple[Callable[[Any], float], Callable[[Any], object]]] = {
+    "vars": (lambda m: vars(m.other)["scale"], lambda m: setattr(m.other, "scale", 2.0)),
+    "vars of the model": (lambda m: vars(m)["value"] or 1.0, lambda m: setattr(m, "value", 2.0)),
+    "copy": (lambda m: copy.copy(m.other).scale, lambda m: setattr(m.other, "scale", 2.0)),
+    "deepcopy": (lambda m: copy.deepcopy(m.other).scale, lambda m: setattr(m.other, "scale", 2.0)),
+    "function": (
+        lambda m: scale_of_function(), lambda m: setattr(scale_of_function, "scale", 2.0),
+    ),
+    "global view": (lambda m: VIEW["scale"], lambda m: BOX.update(scale=2.0)),
+    "view": (lambda m: m.view["scale"], lambda m: m.box.update(scale=2.0)),
+    "metaclass": (lambda m: WithMeta.scale, lambda m: setattr(Meta, "scale", 2.0)),
+    "reference": (lambda m: m.reference().scale, lambda m: setattr(m.other, "scale", 2.0)),
+    "weak dictionary": (lambda m: m.others["a"].scale, lambda m: setattr(m.other, "scale", 2.0)),
+    "key of a tuple": (
+        lambda m: m.by_tuple["a", 1].scale, lambda m: setattr(m.by_tuple["a", 1], "scale", 2.0),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HIDDEN)
+def test_a_step_computes_with_a_changed_value_at_any_place(name: str) -> None:
+    read, change = HIDDEN[name]
+    planned, expected = outputs_before_and_after(Reads(read), change)
+    assert planned == pytest.approx(expected)
+    assert planned[2] == pytest.approx(2 * planned[1])
+
+
+@pytest.mark.parametrize("value", [math.nan, [math.nan], {1: math.nan}, {(1, 2), ("a", 3)}])
+def test_a_value_that_is_set_to_an_equal_one_needs_no_capture(value: Any) -> None:
+    model = Reads(lambda m: float(m.value is not None), value)
+    run = remat.enable(model, "100%", scope="model", **OPTIONS)
+    for _ in range(3):
+        model.value = copy.copy(value) if isinstance(value, (list, dict, set)) else float("nan")
+        model.zero_grad()
+        run(torch.ones(2, 4)).backward()
+    assert len(remat.plans(model)) == 1
 
 
 @pytest.mark.parametrize(("scope", "budget"), [("model", "70%"), ("blocks", "80%")])

@@ -295,7 +295,8 @@ def _smallest_infeasible_error(
 ) -> InfeasibleBudget:
     """Return the error with the smallest feasible budget, extended by the number of modules that
     could not be captured and the first one's reason."""
-    smallest = min(errors, key=lambda error: error.min_feasible_bytes or 0)
+    unknown = 2**63  # larger than any minimum
+    smallest = min(errors, key=lambda error: error.min_feasible_bytes or unknown)
     if not capture_failures:
         return smallest
     return InfeasibleBudget(

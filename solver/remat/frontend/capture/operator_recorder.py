@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from remat.errors import TraceError
 from remat.frontend.capture.eager_kernels.fake_results import STORAGE_COPIES, fake_in_copied_storage
+from remat.frontend.capture.model.forward_checks import GeneratorWatch
 from remat.frontend.capture.model.module_paths import ModulePaths
 from remat.frontend.capture.reading.reader import GraphInput
 from remat.frontend.capture.symbol_values import SYMBOLIC_TYPES, SymbolicNumber
@@ -61,13 +62,14 @@ class OperatorRecorder(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, module_paths: ModulePaths) -> None:
+    def __init__(self, module_paths: ModulePaths, generators: GeneratorWatch) -> None:
         super().__init__()
         self.graph = fx.Graph()
         self.constants: dict[str, Tensor] = {}
         self.inputs: dict[GraphInput, fx.Node] = {}
         self.is_backward = False
         self._module_paths = module_paths
+        self._generators = generators
         self._nodes: dict[int, _TensorNode] = {}
         """The node of each tensor, by the tensor's `id`, with the tensor: no other gets its id."""
         self._allocations: dict[int, _TensorNode] = {}
@@ -180,6 +182,8 @@ class OperatorRecorder(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()):
+            self._generators.note_random_operation()
         if self._written is not None and self._written[0] is func:
             tensor = self._written[1]
             self._record_write(func, tensor, args, kwargs)

@@ -22,6 +22,10 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 
 from remat.errors import TraceError
 from remat.frontend.capture.model.flat_model import FlatModel
+from remat.frontend.capture.model.forward_checks import (
+    GeneratorWatch,
+    generator_changes_forbidden,
+)
 from remat.frontend.capture.model.python_state import PythonState
 from remat.frontend.capture.model.stores import check_unchanged_by_backward
 from remat.frontend.capture.operator_recorder import OperatorRecorder
@@ -42,9 +46,10 @@ def record_joint_graph(flat_model: FlatModel, leaves: Sequence[Tensor]) -> Joint
     tensors = _step_tensors(flat_model, leaves)
     fake_mode = detect_fake_mode(list(tensors.values())) or FakeTensorMode()
     assert isinstance(fake_mode, FakeTensorMode)
-    recording = _StepRecording(flat_model, fake_mode, tensors)
-    with writes_recorded(recording.recorder):
-        return recording.run(len(leaves))
+    with generator_changes_forbidden(flat_model.model) as generators:
+        recording = _StepRecording(flat_model, fake_mode, tensors, generators)
+        with writes_recorded(recording.recorder):
+            return recording.run(len(leaves))
 
 
 def _step_tensors(flat_model: FlatModel, leaves: Sequence[Tensor]) -> dict[GraphInput, Tensor]:
@@ -64,11 +69,15 @@ class _StepRecording:
     refers to the fake tensor of its current value."""
 
     def __init__(
-        self, flat_model: FlatModel, fake_mode: FakeTensorMode, tensors: dict[GraphInput, Tensor]
+        self,
+        flat_model: FlatModel,
+        fake_mode: FakeTensorMode,
+        tensors: dict[GraphInput, Tensor],
+        generators: GeneratorWatch,
     ) -> None:
         self._flat_model = flat_model
         self._fake_mode = fake_mode
-        self.recorder = OperatorRecorder(flat_model.module_paths)
+        self.recorder = OperatorRecorder(flat_model.module_paths, generators)
         self._wrappers: dict[GraphInput, Tensor] = {}
         self._storages: dict[GraphInput, int] = {}
         for number, (key, tensor) in enumerate(tensors.items(), start=1):

@@ -22,6 +22,7 @@ from torch._ops import OpOverload
 from remat.errors import TraceError
 from remat.frontend.capture.eager_kernels.overrides import kernels_registered
 from remat.frontend.capture.operator_recorder import OperatorRecorder
+from remat.frontend.capture.reading.constant_folding import count_write
 from remat.frontend.common.operators import written_arguments
 from remat.frontend.common.writes import Writer, writer_of
 
@@ -57,6 +58,8 @@ class _FunctionalizedWrites:
         let torch functionalize it."""
         writer = writer_of(operator)
         written = [t for t in written_arguments(operator, args, kwargs) if isinstance(t, Tensor)]
+        for tensor in written:
+            count_write(tensor)
         if writer is not None and len(written) == 1 and self._is_recorded(writer, written[0]):
             return self._record(operator, written[0], args, kwargs)
         for tensor in written:

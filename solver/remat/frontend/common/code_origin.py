@@ -5,6 +5,7 @@ in any folder; the line and the part of a step that an error is about.
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +21,13 @@ _PACKAGE_FOLDERS = frozenset({"site-packages", "dist-packages"})
 def is_framework_code(path: Path) -> bool:
     """True if a file belongs to Python's standard library, torch or remat, not to a model."""
     in_standard_library = path.is_relative_to(_STANDARD_LIBRARY) and not is_installed_package(path)
-    return in_standard_library or any(path.is_relative_to(folder) for folder in _FRAMEWORKS)
+    return in_standard_library or is_torch_or_remat_code(str(path))
+
+
+@functools.cache
+def is_torch_or_remat_code(file: str) -> bool:
+    """True if the file with this name belongs to torch or remat."""
+    return any(Path(file).is_relative_to(folder) for folder in _FRAMEWORKS)
 
 
 def is_installed_package(path: Path) -> bool:

@@ -54,6 +54,11 @@ class _Flattener:
                 self._leaf_indices[id(node)] = len(self.leaves)
                 self.leaves.append(node)
             return Structure(kind="leaf", leaf=self._leaf_indices[id(node)])
+        if isinstance(node, int) and not -(2**63) <= node < 2**63:
+            raise TraceError(
+                f"{self._place(path)} is an integer of more than 64 bits, which a plan cannot "
+                "store; use a float or a string"
+            )
         if node is None or isinstance(node, (bool, int, float, str, complex)):
             return Structure(kind="value", value=_builtin_scalar(node))
         if isinstance(node, tuple) and hasattr(node, "_fields"):
@@ -81,8 +86,12 @@ class _Flattener:
             else "use tensors, numbers, strings, and lists, tuples, dicts or dataclasses of them"
         )
         raise TraceError(
-            f"{self._label}{path} is a {type(node).__name__}, which cannot be traced; {remedy}"
+            f"{self._place(path)} is a {type(node).__name__}, which cannot be traced; {remedy}"
         )
+
+    def _place(self, path: str) -> str:
+        """Return the place of an item as the subject of an error message."""
+        return f"{self._label}{path}".rstrip(": ")
 
     def _child_structures(self, node: Sequence[object], path: str) -> tuple[Structure, ...]:
         """Return the structures of a sequence's items."""

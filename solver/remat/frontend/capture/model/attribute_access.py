@@ -11,10 +11,12 @@ content.
 
 from __future__ import annotations
 
+import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import MemberDescriptorType
+from types import FrameType, MemberDescriptorType
 from typing import Any, NamedTuple
 
 import torch
@@ -33,12 +35,17 @@ from remat.frontend.capture.model.values import (
     is_plain_value,
     items_of_container,
 )
+from remat.frontend.common.code_origin import is_torch_or_remat_code
 
 _HEAP_TYPE, _IMMUTABLE_TYPE = 1 << 9, 1 << 8
 """Bits of `type.__flags__`: the class was created by Python code; the class is immutable."""
 
 _UNGUARDED = frozenset({*nn.Module().__dict__, "forward", "_compiled_call_impl"})
 """Attributes of every module, such as `training`. Call signatures have those that matter."""
+
+
+_ALL_ATTRIBUTES = frozenset({"__dict__", "__getstate__"})
+"""Attributes by which code, such as `vars` and `copy.copy`, reads all attributes of an object."""
 
 
 class Read(NamedTuple):
@@ -109,7 +116,10 @@ class AttributeAccess:
             except AttributeError:
                 self._note_absence(owner, name)
                 raise
-            self._note_read(owner, name, value)
+            if name in _ALL_ATTRIBUTES:
+                self._note_all_attributes(owner, sys._getframe(1))
+            else:
+                self._note_read(owner, name, value)
             return value
 
         type.__setattr__(cls, "__getattribute__", get_and_note)
@@ -131,6 +141,15 @@ class AttributeAccess:
         if path is not None and _is_data_attribute(owner, name):
             self._seen.add((id(owner), name))
             self._note_value(path, name, value)
+
+    def _note_all_attributes(self, owner: Any, frame: FrameType) -> None:
+        """Note reads of all attributes but tensors, if not torch or remat reads them all."""
+        if threading.get_ident() == self._thread and not is_torch_or_remat_code(
+            frame.f_code.co_filename
+        ):
+            for name, value in (attributes_of(owner) or {}).items():
+                if not isinstance(value, torch.Tensor):
+                    self._note_read(owner, name, value)
 
     def _note_absence(self, owner: Any, name: str) -> None:
         path = self._path_to_note(owner, name)
@@ -161,6 +180,8 @@ class AttributeAccess:
     def _follow(self, path: Path, value: Any) -> None:
         """Note the content of a container; let later reads of an object's attributes be noted. Do
         nothing for plain values, classes, tensors and objects that were followed before."""
+        if isinstance(value, weakref.ref):
+            value = value()  # a path leads through references; see `BoundGuards`
         if (
             is_plain_value(value)
             or isinstance(value, (type, torch.Tensor))
@@ -171,7 +192,7 @@ class AttributeAccess:
         if is_container(value):
             self.reads.append(Read(path, None, comparable(value)))
             for key, item in items_of_container(value):
-                if isinstance(key, (str, int)):
+                if is_plain_value(key) or isinstance(key, tuple):
                     self._follow((*path, key), item)
         elif has_ignored_attributes(value):
             return

@@ -7,10 +7,12 @@ values.
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import is_, itemgetter
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -179,9 +181,10 @@ class BoundGuards:
                 compared,
             )
         if None in values:
-            read = _unconverted_value if _is_directly_comparable(owner) else comparable
-            content = copy.copy(owner) if _is_directly_comparable(owner) else values[None]
-            yield lambda: bool(read(owner) == content)
+            if _is_directly_comparable(owner):
+                yield partial(_is_unchanged, owner, copy.copy(owner))
+            else:
+                yield lambda: bool(comparable(owner) == values[None])
 
     def _variable_tables(self) -> Iterator[tuple[NamedTable, dict[str, Comparable]]]:
         by_owner: dict[str, dict[str, Comparable]] = {}
@@ -197,6 +200,8 @@ class BoundGuards:
         try:
             for step in path[1:]:
                 owner = owner[step] if is_container(owner) else getattr(owner, str(step))
+                if isinstance(owner, weakref.ref):
+                    owner = owner()
         except (AttributeError, LookupError, TypeError):
             return ABSENT
         return owner
@@ -227,14 +232,26 @@ class _PlainValueGuards:
         self._values = tuple(copy.copy(v) if is_container(v) else v for v in self._get(table))
 
     def hold(self) -> bool:
-        """True if the values and their types are the same."""
+        """True if the values are the same."""
         try:
             now = self._get(self._table)
-            if all(map(is_, now, self._values)):
-                return True
-            return bool(now == self._values) and all(map(_has_same_type, now, self._values))
-        except Exception:  # a value was removed, or its `==` raises an error
+            return all(map(is_, now, self._values)) or all(map(_is_unchanged, now, self._values))
+        except Exception:  # a value was removed
             return False
+
+
+def _is_unchanged(value: Any, before: Any) -> bool:
+    """True if a value that `_is_directly_comparable` equals an earlier one, or the copy of an
+    earlier container, as `comparable` compares them. That is fast for identical items."""
+    if value is before:
+        return True
+    if type(value) is not type(before):
+        return False
+    if is_container(value) and len(value) == len(before) and all(map(is_, value, before)):
+        items = (value.values(), before.values()) if isinstance(value, dict) else ((), ())
+        if all(map(is_, *items)):
+            return True
+    return bool(comparable(value) == comparable(before))
 
 
 def _are_guarded_values_equal(
@@ -242,14 +259,6 @@ def _are_guarded_values_equal(
 ) -> bool:
     """True if `read` returns, for each name, the value that the recorded code read."""
     return all(read(name) == value for name, value in values.items())
-
-
-def _unconverted_value(value: Any) -> Any:
-    return value
-
-
-def _has_same_type(a: object, b: object) -> bool:
-    return type(a) is type(b)
 
 
 def _comparable_variable(table: NamedTable, name: str) -> Comparable | None:
@@ -274,8 +283,10 @@ def _submodule_or_absent(model: nn.Module, path: str) -> Any:
 
 
 def _is_directly_comparable(value: Any) -> bool:
-    """True for a plain value, code, or a container of at most `MAX_ITEMS` plain values. For these,
-    equal types and `==` decide as `comparable` does."""
+    """True for a plain value, code, or a container of at most `MAX_ITEMS` plain values that can be
+    copied."""
+    if isinstance(value, MappingProxyType):
+        return False
     if is_container(value):
         items = value.values() if isinstance(value, dict) else value
         return len(value) <= MAX_ITEMS and all(map(is_plain_value, items))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 import random
 import sys
 import threading
@@ -27,6 +28,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from remat.errors import TraceError
+from remat.frontend.capture.model.preserved_state import rng_state_preserved
 from remat.frontend.capture.model.reached_code import is_user_module
 from remat.frontend.common.code_origin import frame_line, is_framework_code
 from remat.frontend.common.torch_modes import attributes_set
@@ -86,37 +88,43 @@ def _innermost_model_line(frame: FrameType | None) -> str:
     return next(map(frame_line, of_model), "an unknown line")
 
 
+_STATE_FUNCTIONS = ("manual_seed", "seed", "initial_seed", "get_rng_state", "set_rng_state")
+
 _RNG_FUNCTIONS: list[tuple[Any, str]] = [
-    (torch, "manual_seed"),
-    (torch.random, "manual_seed"),
+    *itertools.product((torch, torch.random, torch.cuda, torch.cuda.random), _STATE_FUNCTIONS),
     *itertools.product(
-        (torch, torch.random, torch.cuda, torch.cuda.random), ("get_rng_state", "set_rng_state")
+        (torch.cuda, torch.cuda.random),
+        ("manual_seed_all", "seed_all", "get_rng_state_all", "set_rng_state_all"),
     ),
+    (random, "setstate"),
+    (np.random, "set_state"),
 ]
-"""Functions of torch that seed, read or set the state of its generators."""
+"""Functions that seed generators, or read or set their states. Python's and NumPy's generators are
+also compared at the end of a capture, which does not notice a state that the model restores."""
 
 
 @contextmanager
 def rng_changes_forbidden(model: nn.Module) -> Iterator[None]:
     """Raise `TraceError` if the model's code uses random numbers of Python or NumPy within the
-    context, or calls `manual_seed`, `get_rng_state` or `set_rng_state` of torch: a plan would do it
-    once instead of in each step. The generators of Python and NumPy are restored."""
+    context, or calls one of `_RNG_FUNCTIONS`: a plan would do it once instead of in each step. The
+    generators of Python and NumPy are restored."""
     python_state, numpy_state = random.getstate(), np.random.get_state()
     thread = threading.get_ident()
 
-    def refusing(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    def refusing(module: Any, name: str) -> tuple[Any, str, Callable[..., Any]]:
+        original = getattr(module, name)
+
         def refuse(*args: Any, **kwargs: Any) -> Any:
             caller = Path(sys._getframe(1).f_code.co_filename)
             if threading.get_ident() != thread or is_framework_code(caller):
                 return original(*args, **kwargs)
-            raise TraceError(rng_error(model, f"calls torch's {name}"))
+            raise TraceError(rng_error(model, f"calls {module.__name__}.{name}"))
 
-        return refuse
+        return module, name, refuse
 
-    refusals = [(m, name, refusing(name, getattr(m, name))) for m, name in _RNG_FUNCTIONS]
     use = ""
     try:
-        with attributes_set(*refusals):
+        with attributes_set(*(refusing(module, name) for module, name in _RNG_FUNCTIONS)):
             yield
         if random.getstate() != python_state:
             use = "draws Python's random numbers"
@@ -137,6 +145,47 @@ def rng_error(model: nn.Module, use: str) -> str:
         "Remedy: do so outside of the model, and pass the result as an argument; or use torch.rand "
         'and torch.where; or plan the blocks inside: remat.enable(model, budget, scope="blocks")'
     )
+
+
+class GeneratorWatch:
+    """Notices that the model's code seeds torch's default generators or sets their states.
+
+    A capture samples no random numbers, so the generators have the seed that this object has set.
+    Each random operation gives them another one: then a state from before the operation has another
+    seed than the one from after it.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._generators = (torch.default_generator, *torch.cuda.default_generators)
+        self._set_seed()
+
+    def note_random_operation(self) -> None:
+        """Give the generators another seed. Raises `TraceError` as `check` does."""
+        self.check()
+        self._set_seed()
+
+    def check(self) -> None:
+        """Raise `TraceError` if the model's code has changed a state."""
+        if any(generator.initial_seed() != self._seed for generator in self._generators):
+            use = "seeds a default generator of torch, or restores its state"
+            raise TraceError(rng_error(self._model, use))
+
+    def _set_seed(self) -> None:
+        self._seed = int.from_bytes(os.urandom(7), "little")
+        for generator in self._generators:
+            generator.manual_seed(self._seed)
+
+
+@contextmanager
+def generator_changes_forbidden(model: nn.Module) -> Iterator[GeneratorWatch]:
+    """Raise `TraceError` if the model's code changes the state of a default generator of torch
+    within the context: by `torch.random.fork_rng`, or by methods of the generator. Yield the object
+    to be notified of random operations. The states are restored at the end."""
+    with rng_state_preserved():
+        watch = GeneratorWatch(model)
+        yield watch
+        watch.check()
 
 
 _reported_lines: set[str] = set()

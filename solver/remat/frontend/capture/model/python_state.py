@@ -59,7 +59,7 @@ from remat.frontend.capture.model.values import (
     attributes_of,
     has_ignored_attributes,
     is_container,
-    is_same_scalar,
+    is_same_plain_value,
 )
 
 _OBJECT_DEPTH = 3
@@ -248,7 +248,7 @@ class PythonState:
         if (access := state_access_of(value)) is not None:
             self._tables.append(_StateSnapshot(path, value, *access))
         if is_container(value) and len(value) <= MAX_SEARCHED_ITEMS:
-            items = list(value.items()) if isinstance(value, dict) else enumerate(value)
+            items = list(value.items()) if isinstance(value, Mapping) else enumerate(value)
             self._add_items(path, items, depth)
         if not depth or has_ignored_attributes(value):
             return
@@ -368,7 +368,7 @@ def contains_capture_values(value: Any, depth: int = _OBJECT_DEPTH) -> bool:
         return False
     items: list[Any] = []
     if is_container(value):
-        items += value.values() if isinstance(value, dict) else value
+        items += value.values() if isinstance(value, Mapping) else value
     if depth:
         items += (attributes_of(value) or {}).values()
     return any(contains_capture_values(item, depth - 1) for item in items)
@@ -388,7 +388,7 @@ class _IteratorCopy(NamedTuple):
 
 
 def _is_same_value(a: Any, b: Any) -> bool:
-    return a is b or is_same_scalar(a, b)
+    return a is b or is_same_plain_value(a, b)
 
 
 def _is_same_state(a: Any, b: Any) -> bool:

@@ -159,17 +159,17 @@ def _is_user_file(file: str) -> bool:
 
 
 def model_functions(model: nn.Module) -> Iterator[FunctionType]:
-    """Yield the methods of the classes of the model's modules, and the forwards that modules have
-    as attributes: of an enabled model, its original forward."""
+    """Yield the methods of the classes of the model's modules, and the functions that modules have
+    as attributes: for the forward of an enabled model, the original one."""
     for cls in dict.fromkeys(b for module in model.modules() for b in type(module).__mro__):
         yield from (f for f in vars(cls).values() if isinstance(f, FunctionType))
     for module in model.modules():
-        forward = vars(module).get("forward")
-        if not isinstance(forward, (FunctionType, MethodType)):
-            forward = getattr(forward, "__wrapped__", None)
-        function = forward.__func__ if isinstance(forward, MethodType) else forward
-        if isinstance(function, FunctionType):
-            yield function
+        for name, value in list(vars(module).items()):
+            if name == "forward" and not isinstance(value, (FunctionType, MethodType)):
+                value = getattr(value, "__wrapped__", None)
+            function = value.__func__ if isinstance(value, MethodType) else value
+            if isinstance(function, FunctionType):
+                yield function
 
 
 class _NamedCode:
@@ -209,7 +209,7 @@ class _NamedCode:
             if is_user_class(item) and not issubclass(item, nn.Module):
                 self.classes[item] = None
                 yield from functions_of_class(item)
-                yield from item.__bases__
+                yield from (*item.__bases__, type(item))
         elif not isinstance(item, (nn.Module, torch.Tensor)):
             yield type(item)
 
@@ -268,14 +268,17 @@ class NamedTable(NamedTuple):
 def reachable_variables(model: nn.Module) -> Iterator[NamedTable]:
     """Yield the variables whose reads by the model's code are not intercepted: global variables,
     attributes of the user's Python modules and classes, methods of the modules' classes, closure
-    variables, default arguments, attributes of parameters and buffers, and the environment."""
+    variables, default arguments and attributes of functions, attributes of parameters and buffers,
+    and the environment."""
     named = _NamedCode(model_functions(model))
     attributes = named.attributes
     for namespace in named.code.namespaces():
         present = frozenset(name for name in namespace.names if name in namespace.variables)
         content = attributes if namespace.is_of_user else None
         yield NamedTable(namespace.label, namespace.variables, present, content)
-    for cls in dict.fromkeys((*user_classes(model), *named.classes)):
+    classes = *user_classes(model), *named.classes
+    metaclasses = (m for cls in classes for m in type(cls).__mro__ if is_user_class(m))
+    for cls in dict.fromkeys((*classes, *metaclasses)):
         names = frozenset((*class_data_attributes(cls), *_method_names(cls)))
         content = attributes if is_user_class(cls) else None
         yield NamedTable(cls.__qualname__, vars(cls), names, content)
@@ -290,6 +293,9 @@ def reachable_variables(model: nn.Module) -> Iterator[NamedTable]:
         if content is not None and (defaults := _default_arguments(function)):
             label = f"the defaults of {_function_label(function)}"
             yield NamedTable(label, defaults, frozenset(defaults), content)
+        if content is not None and (names := content & vars(function).keys()):
+            label = f"the attributes of {_function_label(function)}"
+            yield NamedTable(label, vars(function), frozenset(names), content)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if values := vars(tensor):
             yield NamedTable(name, values, frozenset(values), attributes)

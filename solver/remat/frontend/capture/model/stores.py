@@ -26,7 +26,12 @@ from remat.frontend.capture.model.python_state import (
     Change,
     contains_capture_values,
 )
-from remat.frontend.capture.model.values import ABSENT, is_same_scalar, path_label, value_at_place
+from remat.frontend.capture.model.values import (
+    ABSENT,
+    is_same_plain_value,
+    path_label,
+    value_at_place,
+)
 from remat.frontend.common.pytree import flatten
 
 _REMEDY = (
@@ -148,7 +153,7 @@ def _place_of_change(model: nn.Module, change: Change) -> tuple[str | int, ...] 
 def _is_equivalent(a: Any, b: Any, depth: int = _OBJECT_DEPTH) -> bool:
     """True if two values are the same, where all tensors of captures count as equal. Lists, tuples
     and dicts are compared by their items, other objects by their attributes, down to `depth`."""
-    if a is b or is_same_scalar(a, b):
+    if a is b or is_same_plain_value(a, b):
         return True
     if is_capture_value(a) and is_capture_value(b):
         return True

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import array
+import datetime
+import decimal
 import enum
+import fractions
+import weakref
 import zlib
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sized
 from contextvars import ContextVar
 from functools import partial
 from operator import itemgetter
-from types import FunctionType, MemberDescriptorType, ModuleType
+from types import FunctionType, MappingProxyType, MemberDescriptorType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -26,7 +31,7 @@ class Absent:
 ABSENT = Absent()
 """The value of an attribute or item that does not exist."""
 
-Path = tuple[str | int | None, ...]
+Path = tuple[Any, ...]
 """The place of a value: the path of a module (None for a variable outside of modules), then names
 of attributes and keys of containers."""
 
@@ -34,6 +39,13 @@ MODULE_TABLES = ("_parameters", "_buffers", "_modules")
 """Attributes of a module that have its tensors and submodules."""
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+
+_REPRESENTED = (
+    range, slice, bytearray, array.array, decimal.Decimal, fractions.Fraction,
+    datetime.date, datetime.time, datetime.timedelta,
+    torch.memory_format, torch.layout, torch.finfo, torch.iinfo,
+)  # fmt: skip
+"""Types of values that differ if, and only if, their texts differ."""
 
 _OPAQUE_PACKAGES = frozenset(
     {
@@ -89,20 +101,20 @@ def is_plain_value(value: object) -> bool:
 
 
 def is_container(value: object) -> bool:
-    """True for a list, tuple, deque, dictionary or set."""
-    return isinstance(value, (dict, list, tuple, set, frozenset, deque))
+    """True for a list, tuple, deque, dictionary or set, and a read-only view of a dictionary."""
+    return isinstance(value, (dict, list, tuple, set, frozenset, deque, MappingProxyType))
 
 
-def is_same_scalar(a: object, b: object) -> bool:
-    """True for equal scalars or strings of one type."""
-    return isinstance(a, (bool, int, float, str)) and type(a) is type(b) and a == b
+def is_same_plain_value(a: object, b: object) -> bool:
+    """True for equal plain values of one type. NaN equals itself."""
+    return is_plain_value(a) and comparable(a) == comparable(b)
 
 
 def items_of_container(container: Any) -> Iterator[tuple[Any, Any]]:
     """Yield the keys or indices of a container's items, with the items; nothing for a set, or for
     more than `MAX_ITEMS` items."""
     if len(container) <= MAX_ITEMS and not isinstance(container, (set, frozenset)):
-        yield from container.items() if isinstance(container, dict) else enumerate(container)
+        yield from container.items() if isinstance(container, Mapping) else enumerate(container)
 
 
 def attributes_of(value: object) -> dict[str, Any] | None:
@@ -187,6 +199,8 @@ class _ComparableBuilder:
 
     def build(self, value: Any, depth: int) -> Comparable:
         self._num_left -= 1
+        if isinstance(value, weakref.ref):
+            value = value()
         if isinstance(value, _PLAIN):
             # Equal numbers of two types, and the two zeros, are different values.
             is_exact = type(value) in _PLAIN and not isinstance(value, (float, complex))
@@ -198,21 +212,19 @@ class _ComparableBuilder:
             name = f"{getattr(function, '__module__', '')}:{function.__qualname__}"
             return Code(name, function)
         kind = f"{type(value).__module__}.{type(value).__qualname__}"
-        if isinstance(value, np.ndarray) and not value.dtype.hasobject:
+        if isinstance(value, _REPRESENTED):
+            return kind, repr(value)
+        if isinstance(value, (np.ndarray, np.generic)) and not value.dtype.hasobject:
             data = value.tobytes()
             is_small = len(data) <= _MAX_ARRAY_BYTES
             return kind, value.shape, str(value.dtype), data if is_small else zlib.crc32(data)
-        if isinstance(value, partial):
-            depth = max(depth, 2)  # its arguments always count
+        if isinstance(value, (partial, np.ndarray)):
+            depth = max(depth, 2)  # its arguments or items always count
         if depth == 0 or id(value) in self._seen or self._num_left <= 0:
             return (kind,)
         self._seen[id(value)] = value
         if isinstance(value, (set, frozenset)):
-            return (
-                kind,
-                len(value),
-                frozenset(self.build(v, 0) for v in filter(is_plain_value, value)),
-            )
+            return kind, len(value), frozenset(self.build(v, OBJECT_DEPTH) for v in value)
         content = self._content(value)
         if content is None:
             return (kind,)
@@ -222,6 +234,8 @@ class _ComparableBuilder:
     def _content(self, value: Any) -> list[tuple[Any, Any]] | None:
         """Return what a value contains, as pairs of a name and a value; None if only its class is
         compared."""
+        if isinstance(value, np.ndarray):
+            return list(enumerate(value.flat)) if value.size <= MAX_ITEMS else None
         if is_container(value):
             return list(items_of_container(value))
         if isinstance(value, partial):

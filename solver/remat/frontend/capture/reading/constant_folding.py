@@ -12,12 +12,17 @@ captured sizes; it is recorded with a recipe for the tensor, and checked again f
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -50,23 +55,75 @@ _MEMORY_READS = frozenset(
     for name in ("numpy", "__array__", "__dlpack__", "tolist", "data_ptr")
 )
 """They read memory, or pass it on, without an operator that a capture could record."""
-_IN_PLACE_METHODS = (
-    frozenset({"__setitem__"})
-    | {
-        f"__i{name}__"
-        for name in ("or", "and", "xor", "lshift", "rshift", "add", "sub", "mul", "pow", "mod")
-    }
-    | {"__ifloordiv__", "__itruediv__", "__idiv__"}
-)
-_NONDETERMINISTIC_NAMES = (
-    "rand",
-    "dropout",
-    "bernoulli",
-    "normal",
-    "multinomial",
-    "empty",
-    "uniform",
-)
+_write_counts: Counter[int] = Counter()
+"""The writes of recorded operators into each storage, by the storage's address."""
+
+
+def count_write(tensor: torch.Tensor) -> None:
+    """Count a write into the storage of a tensor: constants in this storage are none from now."""
+    if tensor.layout is torch.strided:
+        _write_counts[tensor.untyped_storage()._cdata] += 1
+
+
+class _Constant(NamedTuple):
+    """The real value of a constant tensor, with the storage of the fake tensor and the number of
+    writes into it, for which the value is valid."""
+
+    value: torch.Tensor
+    storage: torch.UntypedStorage
+    write_count: int
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, value: torch.Tensor) -> _Constant:
+        storage = tensor.untyped_storage()
+        return cls(value, storage, _write_counts[storage._cdata])
+
+    def is_valid_for(self, tensor: torch.Tensor) -> bool:
+        """True if the tensor still has this storage, and no operator has written into it since."""
+        address = self.storage._cdata
+        is_written = self.write_count != _write_counts[address]
+        return not is_written and tensor.untyped_storage()._cdata == address
+
+
+class _SharedMemory:
+    """The memory of a constant that the model's code has passed on without a copy."""
+
+    def __init__(self, constant: _Constant, user: np.ndarray[Any, Any] | torch.Tensor) -> None:
+        """`user` is an array in this memory, or a tensor that lives as long as its users."""
+        self._value = constant.value
+        self._content = _bytes_of(constant.value).clone()
+        self._address, self._write_count = constant.storage._cdata, constant.write_count
+        self._fake = StorageWeakRef(constant.storage)
+        self._user = weakref.ref(user)
+
+    def is_written(self) -> bool:
+        """True if a tensor in this memory exists that lacks a write through an array, or an array
+        that lacks a write into the tensor."""
+        if self._fake.expired():
+            return False
+        if self._user() is not None and self._write_count != _write_counts[self._address]:
+            return True
+        with capture_paused():
+            return not torch.equal(_bytes_of(self._value), self._content)
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the elements of a tensor as bytes, so that NaN equals itself."""
+    return tensor.flatten().view(torch.uint8)
+
+
+class _RandomOperations(TorchDispatchMode):
+    """A mode that notes if it was in effect for an operator that samples random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.were_called = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.were_called |= torch.Tag.nondeterministic_seeded in func.tags
+        return func(*args, **(kwargs or {}))
 
 
 class DataDependentReadError(Exception):
@@ -82,8 +139,9 @@ class ConstantFolding(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.queries: list[ConstantQuery] = []
-        self._values: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._constants: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._recipes: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._shared: list[_SharedMemory] = []
 
     def __torch_function__(
         self,
@@ -93,63 +151,92 @@ class ConstantFolding(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        self._check_shared_memory()
         tensors = _tensors_in_tree((args, kwargs))
-        is_constant = all(t in self._values for t in tensors)
+        is_constant = self._are_constant(tensors)
         if func in _SCALAR_CONVERSIONS and tensors and is_constant:
             with capture_paused():
-                answer = func(self._values[tensors[0]])
+                answer = func(self._constants[tensors[0]].value)
             if (recipe := self._recipes.get(tensors[0])) is not None:
                 self.queries.append(ConstantQuery(func, recipe, answer))
             return answer
         if func in _MEMORY_READS and any(map(torch._is_functional_tensor, tensors)):
-            return self._read_memory(func, args, kwargs, is_constant)
+            return self._read_memory(func, args, kwargs, tensors)
         result = func(*args, **kwargs)
-        if _is_in_place_function(func) or "out" in kwargs or kwargs.get("inplace"):
-            # The written tensor may be a view of any constant: drop all values.
-            self._values.clear()
-            self._recipes.clear()
-        elif (
+        if (
             is_constant
             and (tensors or func in _FACTORIES)
-            and not _is_nondeterministic_function(func)
+            and "empty" not in _torch_function_name(func)
+            and self._are_constant(tensors)  # it has not written into them
         ):
             self._evaluate(func, args, kwargs, result)
         return result
 
+    def __exit__(self, exc_type: Any, exc_value: Any, traceback: Any) -> None:
+        super().__exit__(exc_type, exc_value, traceback)
+        if exc_type is None:
+            self._check_shared_memory()
+
+    def _are_constant(self, tensors: Iterable[torch.Tensor]) -> bool:
+        return all(t in self._constants and self._constants[t].is_valid_for(t) for t in tensors)
+
+    def _check_shared_memory(self) -> None:
+        """Raise `TraceError` if a tensor and an array that share memory exist, and one of them was
+        written into: the recorded operators would not see it in the other."""
+        for shared in self._shared:
+            if shared.is_written():
+                raise TraceError(
+                    "the model's code writes into memory that a constant tensor shares with NumPy "
+                    "or another library, which a plan would not do in each step. Remedy: share a "
+                    "copy, as in tensor.clone().numpy(), or use tensors only"
+                )
+
     def _read_memory(
-        self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any], is_constant: bool
+        self,
+        func: Callable[..., Any],
+        args: Any,
+        kwargs: dict[str, Any],
+        tensors: Sequence[torch.Tensor],
     ) -> Any:
         """Return the result of a function that reads the memory of a constant tensor. Raises
         `DataDependentReadError` for other tensors, and for an address."""
-        if not is_constant or func is torch.Tensor.data_ptr:
+        if not self._are_constant(tensors) or func is torch.Tensor.data_ptr:
             raise DataDependentReadError(
                 f"Tensor.{_torch_function_name(func)} of a tensor without data"
             )
         with capture_paused():
             real_args, real_kwargs = _map_argument_leaves(self._real_argument, (args, kwargs))
-            return func(*real_args, **real_kwargs)
+            alias = real_args[0].detach()
+            result = func(alias, *real_args[1:], **real_kwargs)
+            if func is not torch.Tensor.tolist:
+                user = result if isinstance(result, np.ndarray) else alias
+                self._shared.append(_SharedMemory(self._constants[tensors[0]], user))
+            return result
 
     def _evaluate(
         self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any], result: Any
     ) -> None:
         """Compute and store the real values of the fake tensors in `result`, and with symbolic
-        sizes their recipes. Do nothing if they are too large, or an error occurs."""
-        new_tensors = [t for t in _tensors_in_tree(result) if t not in self._values]
+        sizes their recipes. Do nothing if they are too large or random, or an error occurs."""
+        new_tensors = [t for t in _tensors_in_tree(result) if t not in self._constants]
         if not new_tensors or any(size_hint(t.numel()) > MAX_ELEMENTS for t in new_tensors):
             return
         try:
-            with capture_paused(), torch.no_grad():
+            with capture_paused(), torch.no_grad(), _RandomOperations() as random_operations:
                 real_args, real_kwargs = _map_argument_leaves(self._real_argument, (args, kwargs))
                 real_result = func(*real_args, **real_kwargs)
         except Exception:
             return  # then the result counts as not constant
+        if random_operations.were_called:
+            return
         arguments = _map_argument_leaves(self._recipe_argument, (args, kwargs))
         is_symbolic = any(map(_depends_on_symbols, tree_leaves(arguments)))
         for index, (tensor, value) in enumerate(
             zip(_tensors_in_tree(result), _tensors_in_tree(real_result), strict=False)
         ):
-            if type(value) is torch.Tensor and [*value.shape] == [*map(size_hint, tensor.shape)]:
-                self._values[tensor] = value
+            is_dense = type(value) is torch.Tensor and value.layout is torch.strided
+            if is_dense and [*value.shape] == [*map(size_hint, tensor.shape)]:
+                self._constants[tensor] = _Constant.of(tensor, value)
                 if is_symbolic:
                     self._recipes[tensor] = TensorRecipe(func, arguments, index)
 
@@ -157,12 +244,12 @@ class ConstantFolding(TorchFunctionMode):
         """Return the recipe of a tensor that depends on symbols, the real value of another tensor,
         and any other argument unchanged."""
         if isinstance(item, torch.Tensor):
-            return self._recipes.get(item, self._values[item])
+            return self._recipes.get(item, self._constants[item].value)
         return item
 
     def _real_argument(self, item: Any) -> Any:
         if isinstance(item, torch.Tensor):
-            return self._values[item]
+            return self._constants[item].value
         return size_hint(item) if isinstance(item, torch.SymInt) else item
 
 
@@ -265,14 +352,3 @@ def _collect_tensors(tree: Any, tensors: list[torch.Tensor]) -> None:
 
 def _torch_function_name(func: Callable[..., Any]) -> str:
     return str(getattr(func, "__name__", ""))
-
-
-def _is_in_place_function(func: Callable[..., Any]) -> bool:
-    """True for a function that writes into its first argument, by its name."""
-    name = _torch_function_name(func)
-    return name in _IN_PLACE_METHODS or (name.endswith("_") and not name.endswith("__"))
-
-
-def _is_nondeterministic_function(func: Callable[..., Any]) -> bool:
-    """True for a function whose name has one of `_NONDETERMINISTIC_NAMES`."""
-    return any(name in _torch_function_name(func) for name in _NONDETERMINISTIC_NAMES)

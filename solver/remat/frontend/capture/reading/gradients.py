@@ -84,23 +84,51 @@ def _is_gradient_storage_shared(builder: TraceBuilder, name: str, gradients: Seq
 def _add_gradient_copy(
     builder: TraceBuilder, name: str, owner: Placeholder, stride: tuple[int, ...]
 ) -> str:
-    """Add a clone of a gradient in its owner's layout; return the name of the clone."""
-    copy = builder.new_dense_result(f"grad_{owner.name}", builder.meta_by_name[name], stride)
-    is_contiguous = stride == _contiguous_stride(owner.tensor.shape)
+    """Add a contiguous clone of a gradient whose dimensions are in the order of `stride`, and a
+    view of it in its owner's layout; return the name of this view."""
+    shape = owner.tensor.shape
+    order = sorted(range(len(shape)), key=lambda d: -stride[d])
+    is_contiguous = stride == _contiguous_stride(shape)
+    if not is_contiguous:
+        name = _add_permuted_view(builder, f"ordered_{owner.name}", name, order)
+    ordered_shape = builder.meta_by_name[name].shape
+    copy = builder.new_dense_result(
+        f"grad_{owner.name}", builder.meta_by_name[name], _contiguous_stride(ordered_shape)
+    )
     clone = Node(
         name=copy.name,
         target="aten.clone.default",
         args=(Ref(name),),
-        kwargs={
-            "memory_format": Literal(
-                "memory_format", "contiguous_format" if is_contiguous else "channels_last"
-            )
-        },
+        kwargs={"memory_format": Literal("memory_format", "contiguous_format")},
         results=(copy,),
         backward=True,
     )
     _insert_after_producers(builder, clone)
-    return copy.name
+    if is_contiguous:
+        return copy.name
+    inverse = sorted(range(len(order)), key=order.__getitem__)
+    return _add_permuted_view(builder, f"layout_{owner.name}", copy.name, inverse)
+
+
+def _add_permuted_view(builder: TraceBuilder, view: str, name: str, order: Sequence[int]) -> str:
+    """Add the operation `view`, a view of the tensor `name` with its dimensions in this order;
+    return its name."""
+    meta = builder.meta_by_name[name]
+    update = {
+        "shape": tuple(meta.shape[d] for d in order),
+        "stride": tuple(meta.stride[d] for d in order),
+    }
+    result = builder.new_view_result(view, meta.model_copy(update=update), name)
+    node = Node(
+        name=view,
+        target="aten.permute.default",
+        args=(Ref(name), tuple(order)),
+        results=(result,),
+        view=True,
+        backward=True,
+    )
+    _insert_after_producers(builder, node)
+    return view
 
 
 def _insert_after_producers(builder: TraceBuilder, node: Node) -> None:
@@ -129,15 +157,15 @@ def _contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def _gradient_stride(owner: TensorMeta) -> tuple[int, ...]:
-    """Return the stride that the gradient of the parameter `owner` gets: channels-last if the
-    parameter has four dimensions and that layout, else contiguous. (Autograd copies the gradient of
-    a parameter that is dense in another order.)"""
-    n = owner.shape
-    if len(n) == 4:
-        channels_last = (n[1] * n[2] * n[3], 1, n[1] * n[3], n[1])
-        if owner.stride == channels_last and owner.stride != _contiguous_stride(n):
-            return channels_last
-    return _contiguous_stride(n)
+    """Return the stride that autograd gives the gradient of the parameter `owner`: the same if the
+    parameter is dense, in any order of its dimensions, else a contiguous one."""
+    step = 1
+    for stride, size in sorted(zip(owner.stride, owner.shape, strict=True)):
+        if size > 1:
+            if stride != step:
+                return _contiguous_stride(owner.shape)
+            step *= size
+    return owner.stride
 
 
 def is_same_layout(

@@ -244,6 +244,10 @@ class TraceBuilder:
         meta = like.model_copy(update={"stride": stride, "offset": 0})
         return self._register(name, meta, len(self.storage_bytes) - 1, -1)
 
+    def new_view_result(self, name: str, meta: TensorMeta, base: str) -> Result:
+        """Return the registered result of an added view of the tensor `base`."""
+        return self._register(name, meta, self.storage_by_name[base], -1)
+
     def _new_result(self, node: fx.Node, name: str, tensor: torch.Tensor, position: int) -> Result:
         storage = self.storage_index(node, position, tensor)
         return self._register(name, self.tensor_meta(tensor), storage, position)
