@@ -89,11 +89,10 @@ def accumulation_explained(accumulates_gradients: bool) -> Iterator[None]:
     except InfeasibleBudget as error:
         if not accumulates_gradients:
             raise
-        raise InfeasibleBudget(
-            f"{str(error).rstrip('.')}. This call accumulates into gradients that are already "
-            "there, which use memory during the whole step; if accumulation is not intended, call "
-            "zero_grad(set_to_none=True) before the forward.",
-            min_feasible_bytes=error.min_feasible_bytes,
+        raise error.with_hint(
+            "This call accumulates into gradients that are already there, which use memory during "
+            "the whole step; if accumulation is not intended, call zero_grad(set_to_none=True) "
+            "before the forward"
         ) from None
 
 
