@@ -335,3 +335,20 @@ def test_a_hook_of_all_modules_is_planned(door: str) -> None:
     finally:
         handle.remove()
     assert_same(step(model, x, run=run), step(eager, x))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", ["scale", "other class", "renamed module", "shared block", "adapters", "pruned"]
+)
+def test_compiled_steps_are_those_of_the_changed_model(name: str) -> None:
+    prepare, change = change_of(name)
+    eager, model = Model(), Model()
+    x = torch.linspace(-1, 1, 32).reshape(4, 8)
+    torch.compiler.reset()
+    options = {"budget": "100%", "inductor": False, "time_limit": 2.0}
+    run = torch.compile(model, backend="remat", options=options)
+    for changed in (prepare, change):
+        changed(eager)
+        changed(model)
+        assert_same(step(model, x, run=run), step(eager, x), 1e-4)
