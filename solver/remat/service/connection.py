@@ -70,9 +70,9 @@ class Connection:
         is opened again at the last event. Raises `RematError` if `cancel` is set."""
         last_event = "0"
         unreachable_since: float | None = None
+        silence_s = _MAX_SILENCE_S if cancel is None else _CANCEL_CHECK_S
         while True:
             try:
-                silence_s = _MAX_SILENCE_S if cancel is None else _CANCEL_CHECK_S
                 for kind, data, number in self._events(id, last_event, silence_s):
                     last_event, unreachable_since = number, None
                     if is_cancelled(cancel):
@@ -83,16 +83,26 @@ class Connection:
                         progress(_progress_of_event(data))
                 if self.job(id).status in wire.ENDED_STATES:
                     return
-            except self._silent:
-                unreachable_since = None  # no event for a while: check for cancellation
             except self._unreachable as error:
-                unreachable_since = unreachable_since or time.monotonic()
-                if time.monotonic() > unreachable_since + MAX_OUTAGE_S:
-                    raise self._unreachable_error(error) from None
+                # Without events for a while, only an answer shows that the service is still there.
+                if isinstance(error, self._silent) and self._answers(f"/jobs/{id}", silence_s):
+                    unreachable_since = None
+                else:
+                    unreachable_since = unreachable_since or time.monotonic()
+                    if time.monotonic() > unreachable_since + MAX_OUTAGE_S:
+                        raise self._unreachable_error(error) from None
             if is_cancelled(cancel):
                 raise RematError(_CANCELLED)
             if unreachable_since is not None:
                 time.sleep(_RETRY_PAUSE_S)
+
+    def _answers(self, path: str, timeout_s: float) -> bool:
+        """True if the service answers a GET request, whatever the answer is."""
+        try:
+            self._http.request("GET", path, timeout=timeout_s)
+        except self._unreachable:
+            return False
+        return True
 
     def _events(self, id: str, last_event: str, silence_s: float) -> Iterator[tuple[str, str, str]]:
         """Yield (kind, data, event id) of a job's events after the event `last_event`. Raises a

@@ -184,8 +184,12 @@ def test_device_cuda_needs_a_gpu_on_this_machine() -> None:
     if torch.cuda.is_available():
         pytest.skip("then it is the one that is here")
     assert find_target_gpu("cuda") == find_target_gpu("cuda:1") == find_target_gpu("H200")
-    assert find_target_gpu("cpu") is None
-    assert traced(PLAIN["mlp"](), "cpu").device == "cpu"
+
+
+@pytest.mark.parametrize("device", ["cpu", "cpu:0", torch.device("cpu", 0)])
+def test_the_cpu_has_one_device(device: str | torch.device) -> None:
+    assert find_target_gpu(device) is None
+    assert traced(PLAIN["mlp"](), device) == traced(PLAIN["mlp"](), None)
 
 
 @pytest.mark.parametrize(

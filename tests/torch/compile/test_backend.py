@@ -223,6 +223,32 @@ class Broken(nn.Module):
         return x.square().mean()
 
 
+class BrokenOnce(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Linear(64, 64, bias=False) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.first(x))
+        torch._dynamo.graph_break()
+        return self.second(x).square().mean()
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("rows", [1, 4096])
+def test_external_memory_does_not_depend_on_the_batch(rows: int) -> None:
+    """It is the other layer and its gradient, and what the other graph saves. The batch of a graph
+    and the gradient of its input are none of them."""
+    torch.compiler.reset()
+    model = BrokenOnce()
+    before = len(remat.compiled_plans())
+    remat.compile(model, "1GiB", inductor=False)(torch.randn(rows, 64)).backward()
+    first, second = remat.compiled_plans()[before:]
+    layer_bytes = model.first.weight.nbytes
+    assert first.external_bytes == 2 * layer_bytes
+    assert second.external_bytes == 2 * layer_bytes + first.saved_bytes
+
+
 @needs_compiler
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")

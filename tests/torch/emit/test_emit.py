@@ -21,7 +21,9 @@ from torch.utils.checkpoint import checkpoint
 import remat
 from remat.blockwise.policies import BlockPolicy, Policies
 from remat.errors import InfeasibleBudget, RematError, TraceError
+from remat.frontend.blocks.discovery import Submodule
 from remat.frontend.emit import operator_profile, operators
+from remat.frontend.emit.emit import _policies_for_all_calls
 from remat.frontend.emit.operator_profile import OperatorCall
 from remat.integrations import checkpoint as by_torch
 from remat.integrations import torch_remat as by_torch_remat
@@ -231,6 +233,31 @@ def test_a_block_that_is_called_twice_has_one_policy() -> None:
     by_torch.apply(model, policies)
     assert_same(step(model, ids), expected, 1e-5)  # sums of three, in another order
     assert peak_of(model, ids) <= policies.peak_bytes
+
+
+PLAIN = BlockPolicy(block="b", how="as it is")
+WHOLE = BlockPolicy(block="b", how="checkpointed")
+MM, BMM = (BlockPolicy(block="b", how="selective", operators={n: (0,)}) for n in ("mm", "bmm"))
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "expected"),
+    [
+        ((PLAIN, WHOLE, MM), (PLAIN, WHOLE, BMM), (PLAIN, WHOLE)),
+        ((PLAIN, MM), (PLAIN, BMM), (PLAIN,)),
+        ((PLAIN, MM), (PLAIN, WHOLE, BMM), (PLAIN,)),
+        ((PLAIN, WHOLE, MM), (PLAIN,), (PLAIN,)),
+        ((PLAIN, MM), (PLAIN, MM), (PLAIN, MM)),
+    ],
+)
+def test_a_block_whose_calls_differ_names_no_operator_calls(
+    first: tuple[BlockPolicy, ...],
+    second: tuple[BlockPolicy, ...],
+    expected: tuple[BlockPolicy, ...],
+) -> None:
+    """Also where a call could not run checkpointed."""
+    block = Submodule("b", nn.Identity())
+    assert _policies_for_all_calls([block] * 3, [first, second, first]) == [expected] * 3
 
 
 def test_blocks_that_change_their_state_get_no_policy() -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import nn
+from torch._subclasses import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from remat.frontend.memory.meter import (
@@ -32,6 +34,17 @@ def test_storages_count_from_allocation_to_release() -> None:
         assert meter.peak_bytes == 100 + 2 * KIB
     del b, c
     assert meter.live_bytes == 100
+
+
+@pytest.mark.parametrize("kind", ["meta", "fake", "memory"])
+def test_only_storages_with_memory_count_when_they_are_resized(kind: str) -> None:
+    device = "meta" if kind == "meta" else "cpu"
+    with LiveStorageMeter() as meter, FakeTensorMode() if kind == "fake" else nullcontext():
+        storage = torch.empty(256, device=device).untyped_storage()
+        storage.resize_(0)
+        assert meter.live_bytes == 0
+        storage.resize_(2 * KIB)
+        assert meter.live_bytes == meter.peak_bytes == (2 * KIB if kind == "memory" else 0)
 
 
 def test_views_and_in_place_operations_take_no_memory() -> None:

@@ -9,6 +9,8 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
+import remat
+from remat.frontend.planning.host_limits import sizes_to_pin
 from remat.frontend.runtime.pinned_memory import PinnedChunks
 
 MIB = 1 << 20
@@ -89,4 +91,42 @@ def test_memory_is_pinned_before_it_is_needed(mebibytes: int) -> None:
     assert sum(sizes) <= pinned_bytes < 1.6 * sum(sizes)
     for size in sizes:
         chunks.take(size)
+    assert chunks.pinned_bytes == pinned_bytes
+
+
+@hypothesis.given(
+    st.lists(st.tuples(st.integers(1, 2048), st.integers(0, 5)), min_size=1, max_size=20)
+)
+def test_what_is_pinned_before_is_what_is_on_the_host_at_once(
+    tensors: list[tuple[int, int]],
+) -> None:
+    sizes = [mebibytes * MIB for mebibytes, _ in tensors]
+    on_host: list[int] = []
+    most_bytes = 0
+    for size, (_, delay) in zip(sizes, tensors, strict=True):
+        on_host.append(size)
+        most_bytes = max(most_bytes, sum(on_host))
+        if len(on_host) > delay:
+            on_host.pop(0)
+    pinned = sizes_to_pin(sizes, most_bytes)
+    assert sum(pinned) == most_bytes
+    assert max(pinned) == max(sizes)
+
+
+def test_a_failed_reserve_leaves_all_pinned_memory_free() -> None:
+    pinned_bytes = 0
+
+    def pin(size: int) -> torch.Tensor:
+        nonlocal pinned_bytes
+        pinned_bytes += size
+        if pinned_bytes > 8 << 30:
+            raise RuntimeError("no memory")
+        return torch.empty(size, dtype=torch.uint8, device="meta")
+
+    chunks = PinnedChunks(pin)
+    with pytest.raises(remat.RematError, match="cannot pin"):
+        chunks.reserve([3 << 30] * 4)
+    pinned_bytes = chunks.pinned_bytes
+    for _ in range(2):
+        chunks.take(3 << 30)
     assert chunks.pinned_bytes == pinned_bytes

@@ -106,9 +106,9 @@ def unsharded_parameters(module: nn.Module) -> Iterator[None]:
     Raises `TraceError` if parameters remain sharded: not by a `fully_shard` inside the module.
     """
     sharded: list[Any] = [m for m in module.modules() if _fsdp_state(m) is not None]
-    for submodule in sharded:
-        submodule.unshard()
     try:
+        for submodule in sharded:
+            submodule.unshard()
         if any(map(is_dtensor, module.parameters())):
             raise TraceError(
                 f"the parameters of this {type(module).__name__} are sharded, and not by a "

@@ -53,22 +53,22 @@ def _block_errors_explained(not_whole_reason: str, remedy: str) -> Iterator[None
     except (TraceError, InfeasibleBudget) as error:
         if not not_whole_reason:
             raise
-        text = (
-            f"{error}. The model is planned by blocks because it cannot be planned as a whole: "
+        hint = (
+            "The model is planned by blocks because it cannot be planned as a whole: "
             f"{not_whole_reason}{remedy}"
         )
         if isinstance(error, TraceError):
-            raise TraceError(text) from error
-        raise InfeasibleBudget(text, min_feasible_bytes=error.min_feasible_bytes) from error
+            raise TraceError(f"{error}. {hint}") from error
+        raise error.with_hint(hint) from error
 
 
 @contextmanager
 def _gradients_allocated(model: nn.Module) -> Iterator[None]:
     """Within the context, give parameters without a gradient one of zeros."""
     without = [p for p in model.parameters() if p.requires_grad and p.grad is None]
-    for parameter in without:
-        parameter.grad = torch.zeros_like(parameter)
     try:
+        for parameter in without:
+            parameter.grad = torch.zeros_like(parameter)
         yield
     finally:
         for parameter in without:

@@ -374,6 +374,7 @@ class _BoundBlock:
             return None
         if self._tracker.refresh():
             self._programs.clear()
+            self._guards = {guards: guards.bind(self._module) for guards in self._guards}
         signature = call_signature(self._tracker, call.structure, call.leaves)
         assert planned.signature is not None
         if planned.signature.accumulates_gradients:  # without gradients, such a program also runs

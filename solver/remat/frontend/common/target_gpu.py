@@ -41,7 +41,7 @@ def find_target_gpu(device: str | torch.device | None) -> TargetGpu | None:
     if device is None:
         return None
     name = str(device).strip().lower()
-    if name == "cpu" or (_is_cuda_name(name) and torch.cuda.is_available()):
+    if name.partition(":")[0] == "cpu" or (_is_cuda_name(name) and torch.cuda.is_available()):
         return None
     if _is_cuda_name(name):
         return _target_gpu_by_name(DEFAULT_GPU)
@@ -63,6 +63,8 @@ def local_device(name: str | torch.device) -> torch.device:
         raise TraceError(f"the device {str(name)!r} is not known; use cpu or cuda") from error
     if device.type not in ("cpu", "cuda"):
         raise TraceError(f"remat does not support the device {str(name)!r}; use cpu or cuda")
+    if device.type == "cpu":
+        return torch.device("cpu")  # of "cpu:0": tensors have the device without an index
     if device.type == "cuda":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if (device.index or 0) >= count:

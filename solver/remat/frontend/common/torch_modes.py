@@ -33,9 +33,9 @@ def attributes_set(*settings: tuple[Any, str, Any]) -> Iterator[None]:
     """Within the context, attributes have other values. `settings` are triples of an owner, a name
     and a value."""
     before = [(owner, name, getattr(owner, name)) for owner, name, _ in settings]
-    for owner, name, value in settings:
-        setattr(owner, name, value)
     try:
+        for owner, name, value in settings:
+            setattr(owner, name, value)
         yield
     finally:
         for owner, name, value in before:

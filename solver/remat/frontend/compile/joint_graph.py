@@ -59,6 +59,7 @@ class CompiledJointGraph:
     `plain_halves` are the forward and backward graph of plain torch.compile, None without Inductor
     and where they would give wrong results; `backward_inputs` are the lifetimes of their saved
     tensors. `batch_copy_bytes` are copies of the batch that CUDA graphs read; 0 without them.
+    `static_indices` are the positions of parameters and buffers among the `primals`.
     """
 
     module: fx.GraphModule
@@ -75,6 +76,7 @@ class CompiledJointGraph:
     plain_halves: tuple[fx.GraphModule, fx.GraphModule] | None = None
     backward_inputs: InputLifetimes | None = None
     batch_copy_bytes: int = 0
+    static_indices: frozenset[int] = frozenset()
 
     @cached_property
     def position(self) -> dict[fx.Node, int]:
@@ -117,6 +119,19 @@ class CompiledJointGraph:
     def primals(self) -> tuple[fx.Node, ...]:
         """The placeholders that are parameters, buffers and batch."""
         return tuple(node for node in self.placeholders if not is_tangent(node))
+
+    @property
+    def parameters(self) -> list[fx.Node]:
+        """The primals that are parameters and buffers. The others are the batch, and what other
+        graphs of the step return."""
+        return [node for index, node in enumerate(self.primals) if index in self.static_indices]
+
+    @property
+    def parameter_gradients(self) -> set[fx.Node]:
+        """The storage bases of the gradients of parameters. The backward returns a gradient or None
+        for each primal."""
+        static = (g for index, g in enumerate(self.gradients) if index in self.static_indices)
+        return {storage_base(gradient) for gradient in static if isinstance(gradient, fx.Node)}
 
     @property
     def primals_bytes(self) -> int:
@@ -288,6 +303,7 @@ def build_joint_graph(
         plain_halves=graph_modules if inductor and is_plain_correct else None,
         backward_inputs=backward_inputs,
         batch_copy_bytes=_batch_copy_bytes(placeholders, static_lifetime_input_indices or ()),
+        static_indices=frozenset(static_lifetime_input_indices or ()),
     )
 
 

@@ -22,7 +22,6 @@ import torch
 from torch import fx, nn
 from torch._guards import CompileContext
 
-from remat.frontend.common.aliases import storage_base
 from remat.frontend.compile.compile_options import ModelBytes
 from remat.frontend.compile.fx_utils import node_bytes
 from remat.frontend.compile.joint_graph import CompiledJointGraph
@@ -241,13 +240,13 @@ def external_memory_bytes(
     """Return the external memory of a graph in bytes: the model's other parameters and their
     gradients; on CUDA, all other allocated memory. `saved_by_others_bytes` are saved tensors of the
     step's other graphs, which do not count here."""
-    gradients = {storage_base(n) for n in joint.gradients if isinstance(n, fx.Node)}
-    gradients_bytes = max(0, model.trainable_bytes - sum(map(node_bytes, gradients)))
-    resident_bytes = model.resident_bytes
+    own_gradients_bytes = sum(map(node_bytes, joint.parameter_gradients))
+    gradients_bytes = max(0, model.trainable_bytes - own_gradients_bytes)
+    other_bytes = max(0, model.resident_bytes - sum(map(node_bytes, joint.parameters)))
     if joint.device.type == "cuda":
         allocated_bytes = torch.cuda.memory_allocated(joint.device) - saved_by_others_bytes
-        resident_bytes = max(resident_bytes, allocated_bytes)
-    return max(0, resident_bytes - joint.primals_bytes) + gradients_bytes
+        other_bytes = max(other_bytes, allocated_bytes - joint.primals_bytes)
+    return other_bytes + gradients_bytes
 
 
 def allocated_share(budget_bytes: int | None) -> float:

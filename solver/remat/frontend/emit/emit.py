@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import nn
 
-from remat.blockwise.block_step import BlockStep
+from remat.blockwise.block_step import AS_IT_IS, CHECKPOINTED, BlockStep
 from remat.blockwise.choose import cheapest_setting, choose_options
 from remat.blockwise.policies import OPERATORS, RULES, BlockPolicy, Policies
 from remat.costs.roofline import Roofline
@@ -146,8 +146,16 @@ def _select_policies(
     calls = dry_run.calls
     policies_per_call = _policies_for_all_calls([c.submodule for c in calls], trials.policies)
     candidates = [
-        CallCandidates(c, c.measured_options[: len(policies)], tuple(p.how for p in policies))
-        for c, policies in zip(calls, policies_per_call, strict=True)
+        CallCandidates(
+            c,
+            tuple(
+                option
+                for option, policy in zip(c.measured_options, tried, strict=True)
+                if policy in policies
+            ),
+            tuple(policy.how for policy in policies),
+        )
+        for c, tried, policies in zip(calls, trials.policies, policies_per_call, strict=True)
     ]
     candidates = with_saved_inputs(candidates, dry_run)
     step = BlockStep(tuple(candidate.options for candidate in candidates), dry_run.events)
@@ -203,10 +211,7 @@ def _infeasible_names_blocks(reasons: Mapping[str, str]) -> Iterator[None]:
         if not reasons:
             raise
         details = "; ".join(f"{path}: {reason}" for path, reason in reasons.items())
-        raise InfeasibleBudget(
-            f"{error}. Blocks that cannot be checkpointed: {details}",
-            min_feasible_bytes=error.min_feasible_bytes,
-        ) from None
+        raise error.with_hint(f"Blocks that cannot be checkpointed: {details}") from None
 
 
 def _policies_for_all_calls(
@@ -214,18 +219,20 @@ def _policies_for_all_calls(
 ) -> list[tuple[BlockPolicy, ...]]:
     """Return for each call the policies that are possible for all calls of its block.
 
-    A block has one policy. If its calls run different operators, only the first two policies
-    remain, as it is and checkpointed, which do not name operator calls.
+    A block has one policy. If its calls run different operators, only "as it is" and "checkpointed"
+    remain, which do not name operator calls, where they ran in all calls.
     """
     first: dict[int, tuple[BlockPolicy, ...]] = {}
-    limits: dict[int, int] = {}
+    common: dict[int, tuple[BlockPolicy, ...]] = {}
     for block, policies in zip(blocks, policies_per_call, strict=True):
         module = id(block.module)
         if policies != first.setdefault(module, policies):
-            limit = limits.get(module, len(first[module]))
-            limits[module] = min(2, len(policies), limit)
+            remaining = common.get(module, first[module])
+            common[module] = tuple(
+                p for p in remaining if p.how in (AS_IT_IS, CHECKPOINTED) and p in policies
+            )
     return [
-        policies[: limits.get(id(block.module))]
+        common.get(id(block.module), policies)
         for block, policies in zip(blocks, policies_per_call, strict=True)
     ]
 

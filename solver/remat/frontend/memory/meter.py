@@ -111,7 +111,9 @@ class LiveStorageMeter(TorchDispatchMode):
 
     def add_resize(self, change_bytes: int, storage: torch.UntypedStorage) -> None:
         """Count the change of a storage that was resized outside of any operation, also if it is
-        older than the meter."""
+        older than the meter; nothing for storages without memory, which are on "meta"."""
+        if storage.device.type == "meta":
+            return
         if storage._cdata in self._sizes_bytes:
             self._sizes_bytes[storage._cdata] += change_bytes
         self.live_bytes += change_bytes

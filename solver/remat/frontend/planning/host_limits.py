@@ -233,4 +233,17 @@ def reserve_host_memory(device: torch.device, sizes_bytes: Sequence[int], most_b
             f"{_host_place_text(device)} are free: pass a smaller host_budget"
         )
     if device.type == "cuda" and torch.cuda.is_available():
-        pinned_memory(device).reserve(sizes_bytes)
+        pinned_memory(device).reserve(sizes_to_pin(sizes_bytes, most_bytes))
+
+
+def sizes_to_pin(sizes_bytes: Sequence[int], most_bytes: int) -> list[int]:
+    """Return sizes in bytes to pin for tensors of which at most `most_bytes` are on the host at
+    once: the largest tensors, and the rest of `most_bytes` in one piece. Others reuse the memory
+    of these."""
+    pinned: list[int] = []
+    remaining_bytes = min(most_bytes, sum(sizes_bytes))
+    for size_bytes in sorted(sizes_bytes, reverse=True):
+        if size_bytes <= remaining_bytes:
+            pinned.append(size_bytes)
+            remaining_bytes -= size_bytes
+    return [*pinned, remaining_bytes] if remaining_bytes else pinned

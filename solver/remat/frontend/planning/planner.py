@@ -89,11 +89,10 @@ def accumulation_explained(accumulates_gradients: bool) -> Iterator[None]:
     except InfeasibleBudget as error:
         if not accumulates_gradients:
             raise
-        raise InfeasibleBudget(
-            f"{str(error).rstrip('.')}. This call accumulates into gradients that are already "
-            "there, which use memory during the whole step; if accumulation is not intended, call "
-            "zero_grad(set_to_none=True) before the forward.",
-            min_feasible_bytes=error.min_feasible_bytes,
+        raise error.with_hint(
+            "This call accumulates into gradients that are already there, which use memory during "
+            "the whole step; if accumulation is not intended, call zero_grad(set_to_none=True) "
+            "before the forward"
         ) from None
 
 
@@ -148,13 +147,13 @@ class Planner:
 
     def rebind(self, model: nn.Module) -> None:
         """Bind the plans to the model's current submodules, after some were replaced; drop the
-        plans that do not fit them."""
+        plans that do not fit them, and all traces: their guards compare values of the old ones."""
         for key, entry in list(self._entries.items()):
             try:
                 self._entries[key] = entry.record.bind(model)
             except (GuardError, AttributeError):  # a submodule of the plan does not exist any more
                 del self._entries[key]
-                self.trace_cache = TraceCache(self.options)
+        self.trace_cache = TraceCache(self.options)
         self._current_signature = None
 
     def step_for(self, tracker: ModelTracker, call: ModelCall) -> PlannedStep:

@@ -184,7 +184,7 @@ def _launch_backward(
 def _detached_if_view(output: torch.Tensor) -> torch.Tensor:
     """Return an output, detached if it is a view: autograd forbids the caller to write into a view
     that a function returns."""
-    return output.detach() if output is not None and output._is_view() else output
+    return output.detach() if output._is_view() else output
 
 
 def _detached_unless_output(tensor: torch.Tensor, output_ids: Container[int]) -> torch.Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import cache
 from itertools import chain, compress
-from operator import is_
+from operator import attrgetter, is_
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -21,7 +21,7 @@ from remat.documents.program import Program
 from remat.documents.records import Placeholder
 from remat.documents.structure import Structure
 from remat.errors import GuardError
-from remat.frontend.capture.model.hooks import HOOK_KINDS, is_planned_hook
+from remat.frontend.capture.model.hooks import GLOBAL_HOOKS, HOOK_KINDS, is_planned_hook
 from remat.frontend.capture.model.values import Code
 from remat.frontend.common.pytree import flatten
 from remat.frontend.common.torch_modes import autocast_modes
@@ -37,18 +37,28 @@ class TensorProperties(NamedTuple):
     requires_grad: bool
 
 
+class ModuleMembers(NamedTuple):
+    """The class of a module and the names of its submodules, parameters and buffers. Submodules
+    and parameters also have a number: the same module or tensor has one in the whole model."""
+
+    class_name: str  # not all classes can be pickled
+    numbers: tuple[tuple[str, int], ...]
+    buffers: tuple[str, ...]
+
+
 class CallSignature(NamedTuple):
     """Everything about a call of a model that its plan depends on, in a form that can be hashed."""
 
     structure: Structure
     inputs: tuple[TensorProperties, ...]
     parameters: tuple[TensorProperties, ...]
-    module_types: tuple[str, ...]
+    modules: tuple[ModuleMembers, ...]
     training: bool
     training_exceptions: tuple[str, ...]
     autocast: tuple[str, ...]
     accumulates_gradients: bool
     buffers: tuple[TensorProperties | None, ...] = ()
+    tied_buffers: tuple[int, ...] = ()
     hook_ids: tuple[int, ...] = ()
     replaced_methods: tuple[Code, ...] = ()
     defaults: tuple[str, ...] = ()
@@ -60,12 +70,13 @@ _CHANGES = {
     "structure": "inputs",
     "inputs": "inputs",
     "parameters": "parameters",
-    "module_types": "modules",
+    "modules": "modules",
     "training": "training mode",
     "training_exceptions": "training mode",
     "autocast": "autocast",
     "accumulates_gradients": ACCUMULATION,
     "buffers": "buffers",
+    "tied_buffers": "buffers",
     "hook_ids": "hooks",
     "replaced_methods": "replaced methods",
     "defaults": "torch's default dtype or device",
@@ -102,12 +113,18 @@ def tensor_properties(tensor: torch.Tensor) -> TensorProperties:
     )
 
 
+_TABLES = attrgetter("_modules", "_parameters", "_buffers", *HOOK_KINDS)
+"""Returns the dictionaries of a module whose content a plan depends on."""
+
+_NUM_TABLES = 3 + len(HOOK_KINDS)
+
+
 class ModelTracker:
     """Lists of a model's modules, parameters, buffers and hooks, and their last seen properties.
 
     Walking a model of 150 parameters takes longer than launching a quarter of its forward. So the
     model is walked once; each later call compares lists, and walks the model again only if a module
-    or a parameter was replaced.
+    or a parameter was replaced, or anything has another name.
 
     With `sees_replaced_methods`, a signature includes the methods that instances replace, such as
     `model.layer.forward = f`. Not inside of a step, where libraries replace methods for a while.
@@ -123,50 +140,71 @@ class ModelTracker:
         modules = dict(self.model.named_modules())
         self._module_names, self._modules = list(modules), list(modules.values())
         self.parameters = list(self.model.parameters())
-        types = map(type, self._modules)  # by name: not all classes can be pickled
-        self.module_types = tuple(f"{cls.__module__}.{cls.__qualname__}" for cls in types)
-        self._members = self._list_members()
-        self._parameter_tables = [m._parameters for m in self._modules]
-        self._parameter_names = self._list_parameter_names()
+        self._classes_and_tables = self._list_classes_and_tables()
+        self._members = self._list_members(self._classes_and_tables)
+        self.module_members = self._describe_modules()
         self._buffer_tables = [m._buffers for m in self._modules]
         submodules = self._modules[1:]  # hooks of the model itself run around the plan
         self._hook_tables = [getattr(m, kind) for m in submodules for kind in HOOK_KINDS]
+        self._hook_tables += [getattr(nn.modules.module, table) for table in GLOBAL_HOOKS]
         modules = self._modules if self._sees_replaced_methods else ()
         self._methods = [(m.__dict__, _method_names(type(m))) for m in modules]
         self._last_hook_keys: list[int] = []
         self._hook_ids: tuple[int, ...] = ()
         self._last_buffers: list[object] = []
         self._buffer_properties: tuple[TensorProperties | None, ...] = ()
+        self._last_buffer_ids: list[int] = []
+        self._tied_buffers: tuple[int, ...] = ()
         self._last_parameters: tuple[object, ...] = ()
         self._parameter_properties: tuple[TensorProperties, ...] = ()
         self._training_flags: list[bool] = []
         self._training_exceptions: tuple[str, ...] = ()
 
-    def _list_members(self) -> list[object]:
-        """Return the submodules and parameters of every module, one after the other."""
-        tables = [m._modules for m in self._modules], [m._parameters for m in self._modules]
-        return [*chain.from_iterable(table.values() for table in chain(*tables))]
+    def _list_classes_and_tables(self) -> list[Any]:
+        """Return the dictionaries of all modules (`_TABLES`), then the classes of the modules."""
+        modules = self._modules
+        return [*chain.from_iterable(map(_TABLES, modules)), *map(type, modules)]
 
-    def _list_parameter_names(self) -> list[tuple[str, int]]:
-        """Return, for each name of a parameter in a module, the name and the index of the first
-        name of the same tensor: tied parameters have several names."""
-        first_index: dict[int, int] = {}
-        names = ((name, id(p)) for table in self._parameter_tables for name, p in table.items())
-        return [(name, first_index.setdefault(key, i)) for i, (name, key) in enumerate(names)]
+    def _list_members(self, tables: list[Any]) -> list[object]:
+        """Return the names of submodules, parameters and buffers, then the submodules and the
+        parameters, of the modules with these `tables`."""
+        end = _NUM_TABLES * len(self._modules)
+        modules, parameters, buffers = (tables[kind:end:_NUM_TABLES] for kind in range(3))
+        values = (table.values() for table in chain(modules, parameters))
+        return [*chain(*modules, *parameters, *buffers), *chain.from_iterable(values)]
+
+    def _describe_modules(self) -> tuple[ModuleMembers, ...]:
+        """Return the members of all modules: tied parameters and shared modules have one number."""
+        numbers: dict[int, int] = {}
+        return tuple(
+            ModuleMembers(
+                f"{type(module).__module__}.{type(module).__qualname__}",
+                tuple(
+                    (name, numbers.setdefault(id(member), len(numbers)))
+                    for table in (module._modules, module._parameters)
+                    for name, member in table.items()
+                ),
+                tuple(module._buffers),
+            )
+            for module in self._modules
+        )
 
     def refresh(self) -> bool:
-        """Walk the model again if a module or parameter was replaced.
+        """Walk the model again if a module or parameter was replaced, or anything was renamed.
 
-        Returns True if plans have to be bound again: a module was replaced, a parameter has another
-        name, or other parameters are tied.
+        Returns True if plans have to be bound again: after all of this but for parameters that were
+        replaced under the same names and ties.
         """
-        members = self._list_members()
-        if len(members) == len(self._members) and all(map(is_, members, self._members)):
+        tables = self._list_classes_and_tables()
+        is_bound = all(map(is_, tables, self._classes_and_tables))
+        members = self._list_members(tables)
+        same_count = len(members) == len(self._members)
+        if is_bound and same_count and all(map(is_, members, self._members)):
             return False
-        modules, names = self._modules, self._parameter_names
+        modules, description = self._modules, self.module_members
         self._walk_model()
         same_modules = len(modules) == len(self._modules) and all(map(is_, modules, self._modules))
-        return not same_modules or names != self._parameter_names
+        return not (is_bound and same_modules and description == self.module_members)
 
     def parameter_properties(self) -> tuple[TensorProperties, ...]:
         """Return the properties of all parameters: the same tuple object until one changes."""
@@ -197,9 +235,19 @@ class ModelTracker:
             )
         return self._buffer_properties
 
+    def tied_buffers(self) -> tuple[int, ...]:
+        """Return for each buffer the index of the first one that is the same tensor; () if all
+        differ."""
+        ids = [id(b) for table in self._buffer_tables for b in table.values() if b is not None]
+        if ids != self._last_buffer_ids:
+            self._last_buffer_ids = ids
+            is_any_tied = len(set(ids)) < len(ids)
+            self._tied_buffers = tuple(map(ids.index, ids)) if is_any_tied else ()
+        return self._tied_buffers
+
     def hook_ids(self) -> tuple[int, ...]:
-        """Return torch's ids of the submodules' hooks that are part of the plan. Torch gives no id
-        twice."""
+        """Return torch's ids of the hooks of submodules, and of all modules, that are part of the
+        plan. Torch gives no id twice."""
         keys = [*chain.from_iterable(self._hook_tables)]
         if keys != self._last_hook_keys:
             self._last_hook_keys = keys
@@ -266,12 +314,13 @@ def call_signature(
         structure=structure,
         inputs=tuple(tensor_properties(t) for t in leaves),
         parameters=tracker.parameter_properties(),
-        module_types=tracker.module_types,
+        modules=tracker.module_members,
         training=tracker.model.training,
         training_exceptions=tracker.training_exceptions(),
         autocast=autocast_modes(),
         accumulates_gradients=tracker.has_gradients,
         buffers=tracker.buffer_properties(),
+        tied_buffers=tracker.tied_buffers(),
         hook_ids=tracker.hook_ids(),
         replaced_methods=tracker.replaced_methods(),
         defaults=(str(torch.get_default_dtype()), str(torch.get_default_device())),

@@ -60,14 +60,16 @@ class PinnedChunks:
 
     def reserve(self, sizes_bytes: Iterable[int]) -> None:
         """Pin as much memory as spans of these sizes need together, so that they can be taken
-        later. Raises `RematError` if that fails."""
+        later. Raises `RematError` if that fails; what was pinned until then is free."""
         remaining_bytes = sum(sizes_bytes := sorted(sizes_bytes, reverse=True))
         spans: list[_PinnedSpan] = []
-        for size_bytes in sizes_bytes:
-            spans.append(self.take(size_bytes, min(remaining_bytes, _MAX_CHUNK_BYTES)))
-            remaining_bytes -= size_bytes
-        for span in spans:
-            self.give(span)
+        try:
+            for size_bytes in sizes_bytes:
+                spans.append(self.take(size_bytes, min(remaining_bytes, _MAX_CHUNK_BYTES)))
+                remaining_bytes -= size_bytes
+        finally:
+            for span in spans:
+                self.give(span)
 
     def take(self, size_bytes: int, expected_bytes: int = 0) -> _PinnedSpan:
         """Return a span of at least `size_bytes` that nothing else has. If no free one is large

@@ -16,11 +16,16 @@ from remat.documents.program import Program
 from remat.documents.records import Store
 from remat.documents.structure import Structure
 from remat.errors import DocumentError, GuardError
-from remat.frontend.capture.model.values import has_items, path_label, value_at_place
+from remat.frontend.capture.model.values import (
+    MODULE_TABLES,
+    has_items,
+    path_label,
+    value_at_place,
+)
 from remat.frontend.common.pytree import unflattener
 
 _OWN_ATTRIBUTES = frozenset(nn.Module().__dict__) - {"training"}
-"""Attributes that every module has. A program must not set them."""
+"""Attributes that every module has. A program must set neither them nor anything in them."""
 
 
 class StoreWriter:
@@ -66,15 +71,27 @@ def _with_inputs_after(value: Structure, output_count: int) -> Structure:
 
 
 def _check_store(store: Store, model: nn.Module) -> None:
-    """Raise `DocumentError` for a store that would replace a method of a module, or an attribute
-    that every module has."""
-    if store.kind != "attribute" or store.is_content:
-        return
-    name = str(store.place[-1])
-    module = model.get_submodule(str(store.place[0]))
-    is_method = len(store.place) == 2 and callable(getattr(type(module), name, None))
-    if is_method or name in _OWN_ATTRIBUTES:
+    """Raise `DocumentError` for a store that would change the parameters, buffers, submodules,
+    hooks or methods of a module."""
+    is_refused = not _OWN_ATTRIBUTES.isdisjoint(store.place)
+    if store.kind == "attribute" and not is_refused:
+        module, steps = model.get_submodule(str(store.place[0])), store.place[1:]
+        try:
+            owner = value_at_place(module, steps if store.is_content else steps[:-1])
+        except (LookupError, AttributeError, TypeError):
+            return  # `write` reports it
+        if store.is_content:
+            is_refused = isinstance(owner, (nn.Module, torch.Tensor))
+        else:
+            is_refused = isinstance(owner, nn.Module) and _is_member(owner, str(steps[-1]))
+    if is_refused:
         raise DocumentError(f"a program must not set {path_label(store.place)} of a model")
+
+
+def _is_member(module: nn.Module, name: str) -> bool:
+    """True if `name` is a method, parameter, buffer or submodule of a module."""
+    is_method = callable(getattr(type(module), name, None))
+    return is_method or any(name in vars(module)[table] for table in MODULE_TABLES)
 
 
 def _write_store(root: Any, steps: tuple[str | int, ...], value: Any, is_content: bool) -> None:

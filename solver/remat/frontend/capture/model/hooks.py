@@ -36,7 +36,7 @@ HOOK_KINDS = {
 }
 """The attributes of `nn.Module` that have its hooks, and what to call these hooks."""
 
-_GLOBAL_HOOKS = (
+GLOBAL_HOOKS = (
     "_global_forward_hooks",
     "_global_forward_pre_hooks",
     "_global_backward_hooks",
@@ -130,7 +130,7 @@ def hooks_inside(model: nn.Module) -> list[Hook]:
     """Return the hooks that a call of the model's forward runs: hooks of submodules, and torch's
     global module hooks."""
     hooks = [registered.hook for registered in _submodule_hooks(model)]
-    for table in _GLOBAL_HOOKS:
+    for table in GLOBAL_HOOKS:
         hooks += getattr(nn.modules.module, table).values()
     return hooks
 
