@@ -209,7 +209,9 @@ class CandidateSelection:
         selected = self._select_candidate()
         plan = selected.plan
         candidates = self.log.results(plan, is_min=self.limits.budget.is_min)
-        return selected._replace(plan=replace(plan, candidates=candidates))
+        return (
+            selected._replace(plan=replace(plan, candidates=candidates)) if candidates else selected
+        )
 
     def _select_candidate(self) -> VariantPlan:
         """Return the best candidate, as `select`, without the log of candidates in its plan."""
