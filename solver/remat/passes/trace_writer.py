@@ -115,13 +115,14 @@ class TraceWriter:
         current = name
         if state.count > 1:
             current = view(current, "aten.view.default", (flat_shape,), shape=flat_shape)
-        part_shape = (*flat_shape[:before], rows, *flat_shape[before + 1 :])
-        offset = meta.offset + start * stride
-        arguments = (before, start, start + rows)
+        elements, first = rows * state.block, start * state.block
+        part_shape = (*flat_shape[:before], elements, *flat_shape[before + 1 :])
+        offset = meta.offset + first * stride
+        arguments = (before, first, first + elements)
         current = view(current, "aten.slice.Tensor", arguments, shape=part_shape, offset=offset)
         if state.count > 1:
             shape = piece_shape(meta.shape, state, rows)
-            ones = (stride * rows,) * (state.count - 1)
+            ones = (stride * elements,) * (state.count - 1)
             strides = (*meta.stride[:before], *ones, stride, *meta.stride[after:])
             current = view(current, "aten.view.default", (shape,), shape=shape, offset=offset)
         return current

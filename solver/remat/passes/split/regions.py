@@ -8,7 +8,7 @@ consumers, forward and backward.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice, product
@@ -17,10 +17,11 @@ from remat.documents.arguments import referenced_names
 from remat.documents.records import Node
 from remat.documents.targets import ACCUMULATE_TARGET
 from remat.documents.trace import Trace
-from remat.passes.split.rules import split_call
+from remat.passes.split.rules import RESHAPES, split_call
 from remat.passes.split.states import (
     WHOLE,
     CallToSplit,
+    OfRow,
     PartialSum,
     Rows,
     SplitCall,
@@ -124,6 +125,7 @@ class _RegionGrowth:
         self.produced: set[str] = set()
         shape = self.metas[self.seed].shape
         self.rows = math.prod(shape[dimension] for dimension in self.seed_rows.dimensions)
+        self.blocks = {1}
         self.least_elements = MIN_SHARE * self._element_count(self.seed)
 
     def grow(self) -> bool:
@@ -137,10 +139,12 @@ class _RegionGrowth:
         visited: set[str] = set()
         while pending and len(self.split_calls) <= self.max_nodes:
             name = pending.pop()
-            if name in visited or not isinstance(self.states.get(name), Rows):
+            state = self.states.get(name)
+            if name in visited or not isinstance(state, Rows | OfRow):
                 continue
             visited.add(name)
-            if self._element_count(name) <= self.least_elements:
+            tensors = self.rows if isinstance(state, OfRow) else 1
+            if tensors * self._element_count(name) <= self.least_elements:
                 continue
             for index in (self.producer.get(name), *self.consumers.get(name, ())):
                 if (
@@ -172,7 +176,7 @@ class _RegionGrowth:
             return False
         fixed = {**self.states, **wanted}
         for states in islice(self._state_combinations(index), _MAX_COMBINATIONS):
-            split = split_call(CallToSplit(node, self.metas, states, self.rows))
+            split = split_call(CallToSplit(node, self.metas, states, self.rows, fixed))
             if split is None:
                 continue
             results = {r.name: s for r, s in zip(node.results, split.results, strict=True)}
@@ -185,28 +189,30 @@ class _RegionGrowth:
             self.split_calls[index] = split
             self.produced.update(results)
             self.states = {**states, **self.states, **results}
+            self.blocks.update(s.block for s in self.states.values() if isinstance(s, Rows))
             return True
         return False
 
     def _state_combinations(self, index: int) -> Iterator[dict[str, State]]:
         """Yield possible states of the tensors that an operation reads."""
         names = self._tensors_read_by(index)
-        choices = [list(self._state_choices(name)) for name in names]
+        blocks = None if self.trace.nodes[index].target in RESHAPES else self.blocks
+        choices = [list(self._state_choices(name, blocks)) for name in names]
         for states in product(*choices):
             yield dict(zip(names, states, strict=True))
 
-    def _state_choices(self, name: str) -> Iterator[State]:
-        """Yield the states in which one more operation may read a tensor: its present one (a sum is
-        read whole), or, for a tensor new to the region, whole and by rows."""
+    def _state_choices(self, name: str, blocks: Collection[int] | None) -> Iterator[State]:
+        """Yield the states that a tensor may have for one more reader. Rows have one of the
+        numbers of elements in `blocks`, or any if that is None."""
         if name in self.states and name in self.produced:
             state = self.states[name]
-            yield state if isinstance(state, Rows) else WHOLE
+            yield state if isinstance(state, Rows | OfRow) else WHOLE
             return
         if name in self.states:
             yield self.states[name]
             return
         yield WHOLE
-        for rows in candidate_rows(self.metas[name].shape, self.rows):
+        for rows in candidate_rows(self.metas[name].shape, self.rows, blocks):
             if self._has_piece_layout(name, rows, is_slice=True):
                 yield rows
 

@@ -24,7 +24,9 @@ from remat.errors import RematError
 from remat.passes.split.regions import Region
 from remat.passes.split.stages import completed_tensors, ordered_stage_groups, split_bytes
 from remat.passes.split.states import (
+    OfRow,
     PartialSum,
+    PieceRange,
     Rows,
     State,
     piece_meta,
@@ -80,12 +82,21 @@ def _piece_rows(rows: int, pieces: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class _Piece:
-    """A range of rows."""
+    """A piece: its number, and its rows."""
 
     number: int
-    start: int
-    rows: int
+    range: PieceRange
     is_last: bool
+
+    @property
+    def start(self) -> int:
+        """The first row."""
+        return self.range.start
+
+    @property
+    def rows(self) -> int:
+        """The number of rows."""
+        return self.range.rows
 
 
 class _RegionRewriting:
@@ -104,11 +115,13 @@ class _RegionRewriting:
         self.region, self.old, self.completed, self.writer = region, region.trace, completed, writer
         starts = accumulate(piece_rows, initial=0)
         self.pieces = [
-            _Piece(number, start, rows, number == len(piece_rows) - 1)
+            _Piece(number, PieceRange(start, rows), number == len(piece_rows) - 1)
             for number, (start, rows) in enumerate(zip(starts, piece_rows, strict=False))
         ]
         self.piece_name: dict[tuple[str, int], str] = {}
         self.storage_of_piece: dict[tuple[int, int], int] = {}
+        self.elements_before: dict[int, int] = {}
+        """The elements of a whole tensor before its piece, by the storage of the piece."""
         self.total: dict[str, str] = {}  # the running sum, or the buffer, of a tensor
         self.scalar_bytes = _bytes_of_large_scalars(region)
         for storage, size_bytes in self.scalar_bytes.items():
@@ -152,13 +165,18 @@ class _RegionRewriting:
         """Write the operation's call for one piece, and append its results to the tensors that are
         needed as a whole."""
         node, split = self.old.nodes[index], self.region.split_calls[index]
-        args = split.arguments(piece.rows) if split.arguments else node.args
+        states = dict(zip((r.name for r in node.results), split.results, strict=True))
+        results = [r for r in node.results if self._is_in_piece(states[r.name], piece)]
+        if not results:
+            return
+        args = split.arguments(piece.range) if split.arguments else node.args
         if split.scaled is not None:
             args = self._with_scaled_argument(node, args, split.scaled, piece)
+        changed = node.model_copy(update={"args": args})
         renamed = {
             name: self._piece_of_tensor(name, piece, node)
-            for name in node.operand_names
-            if isinstance(self.region.states[name], Rows)
+            for name in changed.operand_names
+            if isinstance(self.region.states.get(name), Rows | OfRow)
         }
         call = unmeasured(
             node,
@@ -168,23 +186,35 @@ class _RegionRewriting:
             piece_of=node.name,
             piece=piece.number,
         ).with_operands(renamed)
-        states = dict(zip((r.name for r in node.results), split.results, strict=True))
         sums = [r for r in node.results if isinstance(states[r.name], PartialSum)]
         if self._can_add_product(node, sums, piece):
             self._write_added_product(call, sums[0], piece)
             return
         source = next(iter(renamed.values())) if node.view else ""
-        results = tuple(self._piece_result(r, states[r.name], piece, source) for r in node.results)
-        self.writer.add(call.model_copy(update={"results": results}))
-        for result in node.results:
+        if source and isinstance(states[results[0].name], OfRow):
+            self._note_elements_before(next(iter(renamed)), source, piece)
+        piece_results = [
+            self._piece_result(result, states[result.name], piece, source) for result in results
+        ]
+        if len(results) < len(node.results):  # the rows of this piece
+            first = results[0].position
+            piece_results = [
+                r.model_copy(update={"position": r.position - first}) for r in piece_results
+            ]
+        self.writer.add(call.model_copy(update={"results": tuple(piece_results)}))
+        for result in results:
             if result.storage in self.scalar_bytes:
                 self._copy_scalar(node, result, piece)
             if isinstance(states[result.name], PartialSum):
                 self._add_summand(node, result, piece)
-            elif result.name in self.completed:
+            elif result.name in self.completed and isinstance(states[result.name], Rows):
                 self._append_piece(node, result, states[result.name], piece)
         if piece.is_last:
             self._divide_sums(node, states)
+
+    @staticmethod
+    def _is_in_piece(state: State, piece: _Piece) -> bool:
+        return not isinstance(state, OfRow) or state.row in piece.range
 
     def _piece_result(self, result: Result, state: State, piece: _Piece, source: str) -> Result:
         """Return the result of a piece in this state, and remember its name. A view is in the
@@ -194,6 +224,8 @@ class _RegionRewriting:
         if result.storage in self.scalar_bytes:
             storage = self._piece_storage(result.storage, piece)
             return result.model_copy(update={"name": name, "storage": storage})
+        if isinstance(state, OfRow):
+            return self._result_of_row(result, name, piece, source)
         if not isinstance(state, Rows):
             storage = self.writer.new_storage(self.old.storage_bytes[result.storage])
             return result.model_copy(update={"name": name, "storage": storage})
@@ -205,9 +237,35 @@ class _RegionRewriting:
         tensor = piece_meta(result.tensor, state, piece.rows, is_slice=is_slice)
         assert tensor is not None
         if is_slice:
-            offset = tensor.offset + piece.start * (rows_stride(result.tensor, state) or 0)
+            row_stride = state.block * (rows_stride(result.tensor, state) or 0)
+            offset = tensor.offset + piece.start * row_stride
             tensor = tensor.model_copy(update={"offset": offset})
         return result.model_copy(update={"name": name, "tensor": tensor, "storage": storage})
+
+    def _note_elements_before(self, name: str, source: str, piece: _Piece) -> None:
+        """Note how many elements of a tensor are before its piece `source`, from which a row is
+        taken, if the piece has a storage of its own."""
+        storage = self.writer.storage_of(source)
+        if storage >= len(self.old.storage_bytes) and isinstance(self.region.states[name], Rows):
+            row_elements = prod(self.old.tensors[name].shape[1:])
+            self.elements_before.setdefault(storage, piece.start * row_elements)
+
+    def _result_of_row(self, result: Result, name: str, piece: _Piece, source: str) -> Result:
+        """Return a result of one row. It keeps its name if other operations read it; a view is in
+        the storage of the tensor `source`, which may be that of a piece."""
+        if result.name in self.completed:
+            self.piece_name[result.name, piece.number] = name = result.name
+        if not source:
+            key = result.storage, -1
+            if key not in self.storage_of_piece:
+                size_bytes = self.old.storage_bytes[result.storage]
+                self.storage_of_piece[key] = self.writer.new_storage(size_bytes)
+            update = {"name": name, "storage": self.storage_of_piece[key]}
+            return result.model_copy(update=update)
+        storage = self.writer.storage_of(source)
+        offset = result.tensor.offset - self.elements_before.get(storage, 0)
+        tensor = result.tensor.model_copy(update={"offset": offset})
+        return result.model_copy(update={"name": name, "storage": storage, "tensor": tensor})
 
     def _piece_storage(self, storage: int, piece: _Piece) -> int:
         """Return the storage of a piece of the tensors in `storage`; add it at the first call."""
@@ -317,7 +375,7 @@ class _RegionRewriting:
             whole = self._partial_result(result, piece)
             before = Ref(self.total[result.name]) if piece.number else None
             name = self.piece_name[result.name, piece.number]
-            tensor, place = result.tensor, (state.first, state.count, piece.start)
+            tensor, place = result.tensor, (state.first, state.count, piece.start * state.block)
             args = (before, Ref(name), tensor.shape, tensor.stride, *place)
             self.writer.append(node, WRITE_ROWS_TARGET, args, whole)
             self.total[result.name] = whole.name

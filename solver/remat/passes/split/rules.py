@@ -7,12 +7,15 @@ cannot be split so. An operator without a rule ends a region.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from math import prod
 
+from remat.documents.arguments import Ref
 from remat.passes.split.states import (
     SUM,
     WHOLE,
     CallToSplit,
+    OfRow,
     PartialSum,
     Rows,
     SplitCall,
@@ -31,18 +34,30 @@ _MAX_INDEX = 2**63 - 1
 
 
 def split_call(call: CallToSplit) -> SplitCall | None:
-    """Return the split call of an operation whose arguments are in these states. None if it cannot
-    be split so, samples random numbers, or reads no tensor by rows."""
+    """Return what a call in these states gives; None if it cannot be split so, or if nothing of it
+    is split."""
+    if call.node.random:
+        return None
+    if of_row := _of_one_row(call):
+        return of_row
     rule = RULES.get(call.node.target)
     is_split = any(isinstance(call.states.get(name), Rows) for name in call.tensors)
-    if rule is None or call.node.random or not is_split:
+    if rule is None or not (is_split or rule is _split_fill):
         return None
     result = rule(call)
     return None if result is None or _may_overflow(call, result) else result
 
 
+def _of_one_row(call: CallToSplit) -> SplitCall | None:
+    """Any operation on tensors of one row, and on others that are whole, is of that row. None if it
+    reads none, or several."""
+    states = {call.states.get(name, WHOLE) for name in call.tensors} - {WHOLE}
+    (state,) = states if len(states) == 1 else (WHOLE,)
+    return call.results_in(state) if isinstance(state, OfRow) else None
+
+
 def _may_overflow(call: CallToSplit, result: SplitCall) -> bool:
-    """True if a mean in float16 becomes a sum, which may overflow: torch adds it up in float32."""
+    """True if a mean becomes a sum in float16: torch adds it up in float32."""
     return any(
         isinstance(state, PartialSum) and state != SUM and item.tensor.dtype == "float16"
         for item, state in zip(call.node.results, result.results, strict=True)
@@ -66,7 +81,7 @@ def _split_elementwise(call: CallToSplit) -> SplitCall | None:
             if aligned.first < 0 or split not in (None, aligned):
                 return None
             split = aligned
-    if split is None or prod(shape[d] for d in split.dimensions) != call.rows:
+    if split is None or prod(shape[d] for d in split.dimensions) != call.rows * split.block:
         return None
     for name in call.tensors:
         sizes, state = call.metas[name].shape, call.states.get(name, WHOLE)
@@ -108,6 +123,20 @@ def _row_rule(
     return rule
 
 
+def _split_fill(call: CallToSplit) -> SplitCall | None:
+    """A tensor of one number, by the rows that its readers want. The operand gives no numbers."""
+    rows = call.wanted.get(call.node.results[0].name)
+    return _split_with_shape(call, rows if isinstance(rows, Rows) else None)
+
+
+def _split_stack(call: CallToSplit) -> SplitCall | None:
+    """Tensors of the same rows become one, along a new dimension outside of the rows."""
+    rows, added = call.common_rows(), call.argument(1, 0) % len(call.node.results[0].tensor.shape)
+    if rows is None or rows.first < added < rows.dimensions.stop:
+        return None
+    return call.results_in(rows.shifted(added <= rows.first))
+
+
 # -- products and reductions -----------------------------------------------------------------------
 
 
@@ -121,25 +150,29 @@ def _product_rule(equation: str, first: int = 0) -> Rule:
     (left, right), result = equation.split("->")[0].split(","), equation.split("->")[1]
 
     def rule(call: CallToSplit) -> SplitCall | None:
+        operands = call.state(first), call.state(first + 1)
+        block = next((state.block for state in operands if isinstance(state, Rows)), 1)
         for dimension in dict.fromkeys(left + right):
             places = left.find(dimension), right.find(dimension)
-            states = tuple(Rows(place) if place >= 0 else WHOLE for place in places)
-            if states == (call.state(first), call.state(first + 1)):
+            states = tuple(Rows(place, 1, block) if place >= 0 else WHOLE for place in places)
+            if states == operands:
                 is_reduced = dimension not in result
-                return call.results_in(SUM if is_reduced else Rows(result.index(dimension)))
+                return call.results_in(
+                    SUM if is_reduced else Rows(result.index(dimension), 1, block)
+                )
         return None
 
     return rule
 
 
 def _split_product_with_bias(call: CallToSplit) -> SplitCall | None:
-    """Split a matrix product with a bias, which has a row for each row or one for all, by rows."""
-    result, bias = _product_rule("ik,kj->ij", first=1)(call), call.shape(0)
-    if result is None or result.results != (Rows(0),):
+    """A matrix product added to a bias: for each row, or one for all. It is split by rows."""
+    result, bias, rows = _product_rule("ik,kj->ij", first=1)(call), call.shape(0), call.state(1)
+    if result is None or result.results != (rows,) or not isinstance(rows, Rows) or rows.first:
         return None
     if call.state(0) == WHOLE:
         return result if len(bias) == 1 or (len(bias) == 2 and bias[0] == 1) else None
-    is_by_rows = call.state(0) == Rows(0) and len(bias) == 2 and bias[0] == call.rows
+    is_by_rows = call.state(0) == rows and len(bias) == 2 and bias[0] == call.rows * rows.block
     return result if is_by_rows else None
 
 
@@ -176,7 +209,7 @@ def _split_reshape(call: CallToSplit) -> SplitCall | None:
     if rows is None:
         return None
     before = prod(call.shape(0)[: rows.first])
-    candidates = candidate_rows(result, call.rows)
+    candidates = candidate_rows(result, call.rows, None)
     return _split_with_shape(
         call, next((c for c in candidates if prod(result[: c.first]) == before), None)
     )
@@ -188,7 +221,7 @@ def _split_expand(call: CallToSplit) -> SplitCall | None:
     if rows is None:
         return None
     moved = rows.shifted(len(result) - len(call.shape(0)))
-    has_rows = prod(result[d] for d in moved.dimensions) == call.rows
+    has_rows = prod(result[d] for d in moved.dimensions) == call.rows * moved.block
     return _split_with_shape(call, moved if has_rows else None)
 
 
@@ -198,7 +231,7 @@ def _split_with_shape(call: CallToSplit, rows: Rows | None) -> SplitCall | None:
     if rows is None:
         return None
     shape = call.node.results[0].tensor.shape
-    return SplitCall((rows,), lambda number: call.args_with(1, piece_shape(shape, rows, number)))
+    return SplitCall((rows,), lambda piece: call.args_with(1, piece_shape(shape, rows, piece.rows)))
 
 
 def _split_permute(call: CallToSplit) -> SplitCall | None:
@@ -215,7 +248,7 @@ def _split_permute(call: CallToSplit) -> SplitCall | None:
     places = [order.index(d) for d in rows.dimensions]
     if places != list(range(places[0], places[0] + rows.count)):
         return None
-    return call.results_in(Rows(places[0], rows.count))
+    return call.results_in(replace(rows, first=places[0]))
 
 
 def _split_unsqueeze(call: CallToSplit) -> SplitCall | None:
@@ -236,11 +269,55 @@ def _split_squeeze(call: CallToSplit) -> SplitCall | None:
 
 
 def _split_select(call: CallToSplit) -> SplitCall | None:
-    """Split the selection of an index by rows, if its dimension is not one of the rows."""
-    rows, dimension = call.common_rows(0), call.argument(1, 0) % len(call.shape(0))
-    if rows is None or dimension in rows.dimensions:
+    """An index of a dimension that is not one of the rows, or one row of the first dimension."""
+    rows, shape = call.common_rows(0), call.shape(0)
+    dimension = call.argument(1, 0) % len(shape)
+    if rows is None:
         return None
-    return call.results_in(rows.shifted(-(dimension < rows.first)))
+    if dimension not in rows.dimensions:
+        return call.results_in(rows.shifted(-(dimension < rows.first)))
+    if not _are_outermost(call, rows):
+        return None
+    row = call.argument(2) % shape[0]
+    return SplitCall((OfRow(row),), lambda piece: call.args_with(2, row - piece.start))
+
+
+def _split_unbind(call: CallToSplit) -> SplitCall | None:
+    """All rows of the first dimension, each of its own."""
+    rows = call.common_rows(0)
+    if rows is None or call.argument(1, 0) % len(call.shape(0)) or not _are_outermost(call, rows):
+        return None
+    return SplitCall(tuple(OfRow(result.position) for result in call.node.results))
+
+
+def _are_outermost(call: CallToSplit, rows: Rows) -> bool:
+    """True if the rows of the first argument are its first dimension, also in memory."""
+    return rows == Rows(0) and call.metas[call.name(0)].is_row_major()
+
+
+def _join_rule(by_rows: Rule) -> Rule:
+    """Return the rule of an operator that joins tensors of one row each, in the order of the rows,
+    along the first dimension. Tensors by rows follow the rule `by_rows`."""
+
+    def rule(call: CallToSplit) -> SplitCall | None:
+        names = [item.name for item in call.argument(0) if isinstance(item, Ref)]
+        states = [call.states.get(name, WHOLE) for name in names]
+        if not any(isinstance(state, OfRow) for state in states):
+            return by_rows(call)
+        shapes = {call.metas[name].shape for name in names}
+        if states != [OfRow(row) for row in range(call.rows)] or len(shapes) > 1:
+            return None
+        (shape,) = shapes
+        is_stack = call.node.target == "aten.stack.default"
+        if call.argument(1, 0) % max(1, len(shape) + is_stack):
+            return None
+        refs = tuple(map(Ref, names))
+        return SplitCall(
+            (Rows(0, block=1 if is_stack else shape[0]),),
+            lambda piece: call.args_with(0, refs[piece.start : piece.start + piece.rows]),
+        )
+
+    return rule
 
 
 def _split_slice(call: CallToSplit) -> SplitCall | None:
@@ -253,7 +330,15 @@ def _split_slice(call: CallToSplit) -> SplitCall | None:
         return call.results_in(rows)
     if call.node.results[0].tensor.shape != shape:
         return None
-    return SplitCall((rows,), lambda number: (call.node.args[0], dimension, 0, _MAX_INDEX))
+    return SplitCall((rows,), lambda _: (call.node.args[0], dimension, 0, _MAX_INDEX))
+
+
+def _split_flip(call: CallToSplit) -> SplitCall | None:
+    """Dimensions other than the rows are reversed."""
+    rows, dimensions = call.common_rows(0), len(call.shape(0))
+    if rows is None or any(d % dimensions in rows.dimensions for d in call.argument(1)):
+        return None
+    return call.results_in(rows)
 
 
 def _split_slice_backward(call: CallToSplit) -> SplitCall | None:
@@ -266,16 +351,19 @@ def _split_slice_backward(call: CallToSplit) -> SplitCall | None:
 
 
 def _split_nll_loss(call: CallToSplit) -> SplitCall | None:
-    """Split a negative log likelihood loss into partial sums, by its first dimension. A mean is
-    divided by the sum of the weights of targets that are not ignored, the second result."""
+    """The mean is the sum divided by the sum of the weights of targets that are not ignored. In two
+    dimensions, the classes are the second one of the scores, and a row is a sample."""
     kind = call.argument(3)
-    if call.common_rows(0, 1) != Rows(0) or kind not in (_MEAN, _SUM):
+    rows = call.common_rows(0, 1)
+    if rows is None or (rows.first, rows.count) != (0, 1):
         return None
+    if kind not in (_MEAN, _SUM):
+        return SplitCall(tuple(SUM if r.position else rows for r in call.node.results))
     loss = PartialSum(divisor_position=1) if kind == _MEAN else SUM
     if kind == _MEAN and {r.position for r in call.node.results} != {0, 1}:
         return None
     results = tuple(loss if r.position == 0 else SUM for r in call.node.results)
-    return SplitCall(results, lambda number: call.args_with(3, _SUM))
+    return SplitCall(results, lambda _: call.args_with(3, _SUM))
 
 
 def _split_nll_loss_backward(call: CallToSplit) -> SplitCall | None:
@@ -295,7 +383,7 @@ def _elementwise_loss_rule(reduction: int) -> Rule:
         if call.common_rows(0, 1) is None or call.shape(0) != call.shape(1) or call.name(2):
             return None  # a weight may be broadcast
         divisor = float(prod(call.shape(0))) if kind == _MEAN else 1.0
-        return SplitCall((PartialSum(divisor),), lambda number: call.args_with(reduction, _SUM))
+        return SplitCall((PartialSum(divisor),), lambda _: call.args_with(reduction, _SUM))
 
     return rule
 
@@ -350,7 +438,7 @@ _BINARY = """
     gt.Tensor gt.Scalar ge.Tensor ge.Scalar logical_and.default logical_or.default
     logical_xor.default bitwise_and.Tensor bitwise_and.Scalar bitwise_or.Tensor bitwise_or.Scalar
     bitwise_xor.Tensor bitwise_xor.Scalar copysign.Tensor clamp.Tensor clamp_max.Tensor
-    clamp_min.Tensor
+    clamp_min.Tensor logaddexp.default logaddexp2.default
 """
 
 _TERNARY = """
@@ -375,13 +463,26 @@ _OTHERS: dict[str, Rule] = {
     "_softmax_backward_data.default": _row_rule(mixed=2),
     "_log_softmax_backward_data.default": _row_rule(mixed=2),
     "cumsum.default": _row_rule(mixed=1),
+    "cumprod.default": _row_rule(mixed=1),
+    "logcumsumexp.default": _row_rule(mixed=1),
+    "cummax.default": _row_rule(mixed=1),
+    "cummin.default": _row_rule(mixed=1),
+    "flip.default": _split_flip,
+    "sort.default": _row_rule(mixed=1),
+    "sort.stable": _row_rule(mixed=2),
+    "topk.default": _row_rule(mixed=2),
     "gather.default": _row_rule(mixed=1),
     "scatter.value": _row_rule(mixed=1),
     "scatter.src": _row_rule(mixed=1),
     "scatter_add.default": _row_rule(mixed=1),
     "split.Tensor": _row_rule(0, mixed=2),
     "split_with_sizes.default": _row_rule(0, mixed=2),
-    "cat.default": _row_rule(mixed=1),
+    "cat.default": _join_rule(_row_rule(mixed=1)),
+    "stack.default": _join_rule(_split_stack),
+    "unbind.int": _split_unbind,
+    "new_zeros.default": _split_fill,
+    "new_ones.default": _split_fill,
+    "new_full.default": _split_fill,
     "view.default": _split_reshape,
     "_unsafe_view.default": _split_reshape,
     "reshape.default": _split_reshape,
@@ -402,12 +503,22 @@ _OTHERS: dict[str, Rule] = {
     "amax.default": _split_reduction,
     "amin.default": _split_reduction,
     "logsumexp.default": _split_reduction,
+    "argmax.default": _split_reduction,
+    "argmin.default": _split_reduction,
+    "max.dim": _split_reduction,
+    "min.dim": _split_reduction,
+    "any.dim": _split_reduction,
+    "all.dim": _split_reduction,
+    "prod.dim_int": _split_reduction,
+    "var.correction": _split_reduction,
     "native_layer_norm.default": _row_rule(0, normalized=1),
     "native_layer_norm_backward.default": _row_rule(0, 1, 3, 4, normalized=2, summed=True),
     "_fused_rms_norm.default": _row_rule(0, normalized=1),
     "_fused_rms_norm_backward.default": _row_rule(0, 1, 3, normalized=2, summed=True),
     "nll_loss_forward.default": _split_nll_loss,
     "nll_loss_backward.default": _split_nll_loss_backward,
+    "nll_loss2d_forward.default": _split_nll_loss,
+    "nll_loss2d_backward.default": _split_nll_loss_backward,
     "mse_loss.default": _elementwise_loss_rule(2),
     "mse_loss_backward.default": _elementwise_loss_backward_rule(3),
     "binary_cross_entropy.default": _elementwise_loss_rule(3),
@@ -425,3 +536,6 @@ RULES: dict[str, Rule] = {
     **{f"aten.{name}": rule for name, rule in _OTHERS.items()},
 }
 """The rule of each operator that can be split, by target."""
+
+RESHAPES = frozenset(target for target, rule in RULES.items() if rule is _split_reshape)
+"""The operators that join and divide dimensions."""

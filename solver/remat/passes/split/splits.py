@@ -187,8 +187,8 @@ def _recorded_region(index: TraceIndex, split: AnySplit) -> Region:
     """Return the region of a recorded split in this trace. Raises `RematError` if it has none."""
     rows = Rows(split.first_dimension, split.dimension_count)
     tensor = index.trace.tensors.get(split.seed)
-    dimensions = 0 if tensor is None else len(tensor.shape)
-    exists = split.dimension_count and rows.dimensions.stop <= dimensions
+    shape = () if tensor is None else tensor.shape
+    exists = split.dimension_count and rows.dimensions.stop <= len(shape)
     region = find_region(index, split.seed, rows) if exists else None
     if region is None:
         raise RematError(f"the operations around {split.seed} cannot be split")

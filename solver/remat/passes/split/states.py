@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import prod
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from remat.documents.arguments import Args, Argument, Ref
 from remat.documents.records import Node, TensorMeta
@@ -14,10 +14,12 @@ from remat.documents.records import Node, TensorMeta
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Each piece has some of the rows: `count` dimensions from `first` on, as one dimension."""
+    """Each piece has some of the rows: `count` dimensions from `first` on, as one dimension. A row
+    is `block` elements of that: of 8 x 16 tokens as one dimension, a row of 16 is a sequence."""
 
     first: int
     count: int = 1
+    block: int = 1
 
     @property
     def dimensions(self) -> range:
@@ -26,7 +28,14 @@ class Rows:
 
     def shifted(self, by: int) -> Rows:
         """Return the rows of a tensor that has `by` more dimensions before them."""
-        return Rows(self.first + by, self.count)
+        return replace(self, first=self.first + by)
+
+
+@dataclass(frozen=True, slots=True)
+class OfRow:
+    """The tensor is of one row: only the piece with that row computes it."""
+
+    row: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,20 +53,33 @@ class PartialSum:
     divisor_position: int | None = None
 
 
-State: TypeAlias = Rows | Whole | PartialSum
+State: TypeAlias = Rows | OfRow | Whole | PartialSum
 
 WHOLE, SUM = Whole(), PartialSum()
 
 
+class PieceRange(NamedTuple):
+    """The rows of a piece: the first, and how many."""
+
+    start: int
+    rows: int
+
+    def __contains__(self, row: object) -> bool:
+        return isinstance(row, int) and self.start <= row < self.start + self.rows
+
+
 @dataclass(frozen=True)
 class CallToSplit:
-    """An operation that may be split into pieces of `rows` rows in total, with the metadata of all
-    tensors, and the states of the ones that it reads."""
+    """An operation, the metadata of all tensors, and the states of the ones that it reads.
+
+    `wanted` has the states in which other operations read its results, where that is known.
+    """
 
     node: Node
     metas: Mapping[str, TensorMeta]
     states: Mapping[str, State]
     rows: int
+    wanted: Mapping[str, State] = field(default_factory=dict)
 
     def argument(self, index: int, default: Argument = None) -> Any:
         """Return an argument, or the default if the call leaves it out."""
@@ -104,18 +126,21 @@ class SplitCall:
     """The states of an operation's results, and what a piece of it calls.
 
     `results` has a state for each of the node's results. `arguments` returns the arguments of a
-    piece with so many rows, if they differ from the whole operation's; `target` is its operator, if
-    another. The argument with the index `scaled` is multiplied by the piece's share of the rows.
+    piece, if they differ from the whole operation's; `target` is its operator, if another. The
+    argument with the index `scaled` is multiplied by the piece's share of the rows.
     """
 
     results: tuple[State, ...]
-    arguments: Callable[[int], Args] | None = None
+    arguments: Callable[[PieceRange], Args] | None = None
     target: str = ""
     scaled: int | None = None
 
 
-def candidate_rows(shape: Sequence[int], rows: int) -> Iterator[Rows]:
-    """Yield each run of adjacent dimensions whose sizes multiply to `rows`."""
+def candidate_rows(
+    shape: Sequence[int], rows: int, blocks: Collection[int] | None = ()
+) -> Iterator[Rows]:
+    """Yield each run of adjacent dimensions whose sizes multiply to `rows`, then each dimension of
+    so many rows of several elements: of one of the `blocks`, or of any number if that is None."""
     for first in range(len(shape)):
         for count in range(1, len(shape) - first + 1):
             product = prod(shape[first : first + count])
@@ -123,13 +148,17 @@ def candidate_rows(shape: Sequence[int], rows: int) -> Iterator[Rows]:
                 yield Rows(first, count)
             if product >= rows:
                 break
+    for first, size in enumerate(shape):
+        block = size // rows
+        if block > 1 and block * rows == size and (blocks is None or block in blocks):
+            yield Rows(first, block=block)
 
 
 def piece_shape(shape: Sequence[int], state: Rows, piece_rows: int) -> tuple[int, ...]:
     """Return the shape of a piece with so many rows: where several dimensions are the rows, all but
     the last have size 1."""
-    ones = (1,) * (state.count - 1)
-    return (*shape[: state.first], *ones, piece_rows, *shape[state.first + state.count :])
+    sizes = (1,) * (state.count - 1) + (piece_rows * state.block,)
+    return (*shape[: state.first], *sizes, *shape[state.first + state.count :])
 
 
 def piece_meta(
@@ -141,20 +170,21 @@ def piece_meta(
     None if the rows are not evenly spaced in memory, or if a tensor of its own would start after
     its first row.
     """
-    rows = prod(meta.shape[d] for d in state.dimensions)
+    elements = prod(meta.shape[d] for d in state.dimensions)
+    piece_elements = piece_rows * state.block
     row_stride = rows_stride(meta, state)
     if row_stride is None or (not is_slice and row_stride and meta.offset >= row_stride):
         return None
 
     def scaled(stride: int) -> int:
         """Return the stride of a dimension: smaller if the rows are inside of it."""
-        contains_rows = not is_slice and row_stride and stride >= row_stride * rows
-        return stride * piece_rows // rows if contains_rows else stride
+        contains_rows = not is_slice and row_stride and stride >= row_stride * elements
+        return stride * piece_elements // elements if contains_rows else stride
 
     strides = [scaled(stride) for stride in meta.stride]
     for dimension in state.dimensions:
         strides[dimension] = row_stride * (
-            1 if dimension == state.dimensions[-1] else max(piece_rows, 1)
+            1 if dimension == state.dimensions[-1] else max(piece_elements, 1)
         )
     return meta.model_copy(
         update={"shape": piece_shape(meta.shape, state, piece_rows), "stride": tuple(strides)}
@@ -162,7 +192,7 @@ def piece_meta(
 
 
 def rows_stride(meta: TensorMeta, state: Rows) -> int | None:
-    """Return the distance of neighbouring rows in memory, in elements; None if it varies."""
+    """Return the distance in memory of neighbouring elements of the rows; None if it varies."""
     dimensions = [d for d in state.dimensions if meta.shape[d] > 1]
     for outer, inner in pairwise(dimensions):
         if meta.stride[outer] != meta.stride[inner] * meta.shape[inner]:
