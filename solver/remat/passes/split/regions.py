@@ -17,7 +17,7 @@ from remat.documents.arguments import referenced_names
 from remat.documents.records import Node
 from remat.documents.targets import ACCUMULATE_TARGET
 from remat.documents.trace import Trace
-from remat.passes.split.rules import RESHAPES, split_call
+from remat.passes.split.rules import JOINS, RESHAPES, SELECTIONS, split_call
 from remat.passes.split.states import (
     WHOLE,
     CallToSplit,
@@ -175,7 +175,7 @@ class _RegionGrowth:
         if any(self.trace.storage_of[n] in self.index.mutated for n in self.trace.operands[index]):
             return False
         fixed = {**self.states, **wanted}
-        for states in islice(self._state_combinations(index), _MAX_COMBINATIONS):
+        for states in islice(self._state_combinations(index, fixed), _MAX_COMBINATIONS):
             split = split_call(CallToSplit(node, self.metas, states, self.rows, fixed))
             if split is None:
                 continue
@@ -193,17 +193,33 @@ class _RegionGrowth:
             return True
         return False
 
-    def _state_combinations(self, index: int) -> Iterator[dict[str, State]]:
-        """Yield possible states of the tensors that an operation reads."""
-        names = self._tensors_read_by(index)
-        blocks = None if self.trace.nodes[index].target in RESHAPES else self.blocks
-        choices = [list(self._state_choices(name, blocks)) for name in names]
+    def _state_combinations(
+        self, index: int, fixed: Mapping[str, State]
+    ) -> Iterator[dict[str, State]]:
+        """Yield possible states of the tensors that an operation reads; `fixed` has those of its
+        results that are known."""
+        node, names = self.trace.nodes[index], self._tensors_read_by(index)
+        related = [*(r.name for r in node.results), *names]
+        known = (fixed[name] for name in related if name in fixed)
+        row = next((state for state in known if isinstance(state, OfRow)), None)
+        if node.target in SELECTIONS:  # its operand has all rows
+            row = None
+        blocks = None if node.target in RESHAPES else self.blocks
+        choices = [list(self._state_choices(name, blocks, row)) for name in names]
         for states in product(*choices):
             yield dict(zip(names, states, strict=True))
+        if node.target in JOINS and len(names) == self.rows:
+            rows = {name: OfRow(row) for row, name in enumerate(names)}
+            if all(self.states.get(name, state) == state for name, state in rows.items()):
+                yield dict(rows)
 
-    def _state_choices(self, name: str, blocks: Collection[int] | None) -> Iterator[State]:
-        """Yield the states that a tensor may have for one more reader. Rows have one of the
-        numbers of elements in `blocks`, or any if that is None."""
+    def _state_choices(
+        self, name: str, blocks: Collection[int] | None, row: OfRow | None
+    ) -> Iterator[State]:
+        """Yield the states in which one more operation may read a tensor: its present one (a sum is
+        read whole), or, for a tensor new to the region, of the operation's `row` (if it is large),
+        whole, and by rows. Rows have one of the numbers of elements in `blocks`, or any if that is
+        None."""
         if name in self.states and name in self.produced:
             state = self.states[name]
             yield state if isinstance(state, Rows | OfRow) else WHOLE
@@ -211,6 +227,9 @@ class _RegionGrowth:
         if name in self.states:
             yield self.states[name]
             return
+        is_large = self.rows * self._element_count(name) > self.least_elements
+        if row is not None and is_large and name in self.producer:
+            yield row
         yield WHOLE
         for rows in candidate_rows(self.metas[name].shape, self.rows, blocks):
             if self._has_piece_layout(name, rows, is_slice=True):

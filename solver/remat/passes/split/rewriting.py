@@ -254,11 +254,12 @@ class _RegionRewriting:
         """Return a result of one row. It keeps its name if other operations read it; a view is in
         the storage of the tensor `source`, which may be that of a piece."""
         if result.name in self.completed:
-            self.piece_name[result.name, piece.number] = name = result.name
+            self.piece_name[result.name, piece.number] = result.name
+            return result
         if not source:
-            key = result.storage, -1
+            size_bytes = self.old.storage_bytes[result.storage]
+            key = result.storage, piece.number
             if key not in self.storage_of_piece:
-                size_bytes = self.old.storage_bytes[result.storage]
                 self.storage_of_piece[key] = self.writer.new_storage(size_bytes)
             update = {"name": name, "storage": self.storage_of_piece[key]}
             return result.model_copy(update=update)
@@ -284,6 +285,8 @@ class _RegionRewriting:
         if key in self.piece_name:
             return self.piece_name[key]
         state = self.region.states[name]
+        if isinstance(state, OfRow):
+            return name
         assert isinstance(state, Rows)
         piece_name = self.writer.append_slice(
             like, name, self.old.tensors[name], state, piece.start, piece.rows

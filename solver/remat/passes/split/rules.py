@@ -29,6 +29,12 @@ Rule = Callable[[CallToSplit], SplitCall | None]
 _MEAN, _SUM = 1, 2
 """Values of the argument `reduction` of torch's losses."""
 
+JOINS = ("aten.cat.default", "aten.stack.default")
+"""The operators that join tensors of one row each."""
+
+SELECTIONS = ("aten.select.int", "aten.unbind.int")
+"""The operators that give tensors of one row each."""
+
 _MAX_INDEX = 2**63 - 1
 """The end of a slice up to the last element."""
 
@@ -38,10 +44,10 @@ def split_call(call: CallToSplit) -> SplitCall | None:
     is split."""
     if call.node.random:
         return None
-    if of_row := _of_one_row(call):
+    if call.node.target not in JOINS and (of_row := _of_one_row(call)):
         return of_row
     rule = RULES.get(call.node.target)
-    is_split = any(isinstance(call.states.get(name), Rows) for name in call.tensors)
+    is_split = any(isinstance(call.states.get(name), Rows | OfRow) for name in call.tensors)
     if rule is None or not (is_split or rule is _split_fill):
         return None
     result = rule(call)
@@ -95,13 +101,14 @@ def _split_elementwise(call: CallToSplit) -> SplitCall | None:
 def _row_rule(
     *arguments: int,
     mixed: int | None = None,
+    default: int = 0,
     normalized: int | None = None,
     summed: bool = False,
 ) -> Rule:
     """Return the rule of an operator that works on the same rows of these `arguments`, or of all
     tensors without any; other tensors are whole.
 
-    Elements are mixed along the dimension in the argument `mixed`, by default the first, or along
+    Elements are mixed along the dimension in the argument `mixed`, by default `default`, or along
     as many of the last ones as the shape in the argument `normalized` has: these must not be rows.
     Results have the same rows; if `summed`, only the first one has, and others are sums.
     """
@@ -113,7 +120,7 @@ def _row_rule(
         dimensions = len(
             call.metas[call.name(arguments[0]) if arguments else call.tensors[0]].shape
         )
-        if mixed is not None and call.argument(mixed, 0) % dimensions in rows.dimensions:
+        if mixed is not None and call.argument(mixed, default) % dimensions in rows.dimensions:
             return None
         inner = 0 if normalized is None else len(call.argument(normalized))
         if rows.dimensions.stop > dimensions - inner:
@@ -126,6 +133,8 @@ def _row_rule(
 def _split_fill(call: CallToSplit) -> SplitCall | None:
     """A tensor of one number, by the rows that its readers want. The operand gives no numbers."""
     rows = call.wanted.get(call.node.results[0].name)
+    if isinstance(rows, OfRow):
+        return call.results_in(rows)
     return _split_with_shape(call, rows if isinstance(rows, Rows) else None)
 
 
@@ -468,9 +477,9 @@ _OTHERS: dict[str, Rule] = {
     "cummax.default": _row_rule(mixed=1),
     "cummin.default": _row_rule(mixed=1),
     "flip.default": _split_flip,
-    "sort.default": _row_rule(mixed=1),
-    "sort.stable": _row_rule(mixed=2),
-    "topk.default": _row_rule(mixed=2),
+    "sort.default": _row_rule(mixed=1, default=-1),
+    "sort.stable": _row_rule(mixed=2, default=-1),
+    "topk.default": _row_rule(mixed=2, default=-1),
     "gather.default": _row_rule(mixed=1),
     "scatter.value": _row_rule(mixed=1),
     "scatter.src": _row_rule(mixed=1),

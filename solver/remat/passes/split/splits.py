@@ -17,6 +17,7 @@ from remat.graph import Graph, Split
 from remat.passes.split.moved_slices import with_moved_slices
 from remat.passes.split.regions import Region, TraceIndex, find_region
 from remat.passes.split.rewriting import split_regions
+from remat.passes.split.rules import RESHAPES
 from remat.passes.split.stages import split_bytes
 from remat.passes.split.states import PartialSum, Rows, candidate_rows
 
@@ -142,15 +143,24 @@ def operand_bytes(graph: Graph) -> list[int]:
 
 
 def _regions_around(index: TraceIndex, name: str, max_nodes: float) -> list[Region]:
-    """Return the regions around a tensor, one for each choice of adjacent dimensions as rows that
-    can be split; none for a tensor that no operation produces."""
+    """Return a region around a tensor for each number of rows that it can have, itself or reshaped:
+    a row of the logits of 8 x 16 tokens is a token, or a sequence."""
     if name not in index.producer:  # a tangent
         return []
-    shape = index.trace.tensors[name].shape
-    sizes = {prod(shape[i:j]) for i in range(len(shape)) for j in range(i + 1, len(shape) + 1)}
-    states = [state for rows in sizes if rows > 1 for state in candidate_rows(shape, rows)]
-    regions = (find_region(index, name, state, max_nodes) for state in states)
-    return [region for region in regions if region is not None]
+    readers = (index.trace.nodes[reader] for reader in index.consumers.get(name, ()))
+    reshaped = [node.results[0].name for node in readers if node.view and node.target in RESHAPES]
+    regions: list[Region] = []
+    tried: set[int] = set()
+    for seed in (name, *reshaped):
+        shape = index.trace.tensors[seed].shape
+        sizes = {prod(shape[i:j]) for i in range(len(shape)) for j in range(i + 1, len(shape) + 1)}
+        states = [
+            state for rows in sizes - tried if rows > 1 for state in candidate_rows(shape, rows)
+        ]
+        tried |= sizes
+        found = (find_region(index, seed, state, max_nodes) for state in states)
+        regions += [region for region in found if region is not None]
+    return regions
 
 
 # -- splits of another trace -----------------------------------------------------------------------

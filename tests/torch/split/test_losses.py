@@ -1,0 +1,69 @@
+"""Losses as their users write them: none keeps a tensor as large as the logits, gradients equal."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from tests.helpers.training.losses import LOSSES, SEQUENCES, TOKENS, WORDS, Policy, batch_of
+
+import remat
+from remat.documents.trace import Trace
+from remat.passes.split.splits import split_largest_operations
+from remat.schedule import Schedule
+
+WHOLE = {"orpo": "two slices of the logits overlap"}
+"""Losses that keep a tensor of all logits, and why."""
+
+_SHORTEST = (TOKENS - 1) / TOKENS
+"""Shifted logits have one token less."""
+
+
+def traced(name: str, dtype: torch.dtype) -> tuple[Policy, dict[str, torch.Tensor], Trace]:
+    torch.manual_seed(0)
+    model, batch = Policy(LOSSES[name], dtype), batch_of(dtype=dtype)
+    trace = remat.trace(model, (), batch, outputs="loss")
+    return model, batch, remat.measure(trace, remat.Roofline("cpu"))
+
+
+def in_pieces(trace: Trace) -> Trace:
+    for _ in range(4):
+        split = split_largest_operations(trace, 16)
+        if split is trace:
+            break
+        trace = remat.measure(split, remat.Roofline("cpu"))
+    return trace
+
+
+def as_large_as_logits(trace: Trace, item_bytes: int) -> list[str]:
+    """Return the operators that produce a tensor as large as the (shifted) logits."""
+    least_bytes = _SHORTEST * SEQUENCES * TOKENS * WORDS * item_bytes
+    return [
+        node.target
+        for node in trace.nodes
+        if not node.view
+        for result in node.results
+        if trace.storage_bytes[result.storage] >= least_bytes
+    ]
+
+
+def first_output(result: Any) -> torch.Tensor:
+    return result[0] if isinstance(result, tuple) else result
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_in_pieces_is_the_same_without_whole_logits(name: str) -> None:
+    model, batch, trace = traced(name, torch.float64)
+    split = in_pieces(trace)
+    assert bool(as_large_as_logits(split, 8)) == (name in WHOLE)
+    program = remat.rewrite(split, Schedule.keep_all(split.graph()))
+    planned = remat.lower(program, copy.deepcopy(model))
+    expected, got = model(**batch), planned(**batch)
+    first_output(expected).backward()
+    first_output(got).backward()
+    torch.testing.assert_close(first_output(got), first_output(expected), rtol=1e-10, atol=1e-12)
+    pairs = zip(planned.parameters(), model.parameters(), strict=True)
+    for parameter, reference in pairs:
+        torch.testing.assert_close(parameter.grad, reference.grad, rtol=1e-9, atol=1e-12)
