@@ -305,6 +305,27 @@ def simpo(logits: Tensor, b: Batch) -> Any:
     return -F.logsigmoid(2.0 * (chosen - rejected) - 1.0).mean()
 
 
+@loss
+def dpo_of_chunks(logits: Tensor, b: Batch) -> Any:
+    sums = [
+        (logps_of(part[:, :-1], labels[:, 1:]) * mask[:, 1:]).sum(-1)
+        for part, labels, mask in zip(
+            logits.chunk(2), b["labels"].chunk(2), b["mask"].chunk(2), strict=True
+        )
+    ]
+    return -F.logsigmoid(0.1 * (sums[0] - sums[1])).mean()
+
+
+@loss
+def rpo_of_halves(logits: Tensor, b: Batch) -> Any:
+    half = SEQUENCES // 2
+    chosen, rejected = logits[:half], logits[half:]
+    nll = F.cross_entropy(chosen.flatten(0, 1), b["ignored"][:half].flatten())
+    margin = logps_of(chosen, b["labels"][:half]).sum(-1)
+    margin = margin - logps_of(rejected, b["labels"][half:]).sum(-1)
+    return nll - F.logsigmoid(0.1 * margin).mean()
+
+
 # -- distillation ----------------------------------------------------------------------------------
 
 

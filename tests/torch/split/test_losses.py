@@ -14,7 +14,7 @@ from remat.documents.trace import Trace
 from remat.passes.split.splits import split_largest_operations
 from remat.schedule import Schedule
 
-WHOLE = {"orpo": "two slices of the logits overlap"}
+WHOLE: dict[str, str] = {}
 """Losses that keep a tensor of all logits, and why."""
 
 _SHORTEST = (TOKENS - 1) / TOKENS

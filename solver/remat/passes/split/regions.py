@@ -11,18 +11,26 @@ import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import islice, product
+from itertools import accumulate, islice, product
 
 from remat.documents.arguments import referenced_names
 from remat.documents.records import Node
 from remat.documents.targets import ACCUMULATE_TARGET
 from remat.documents.trace import Trace
-from remat.passes.split.rules import JOINS, RESHAPES, SELECTIONS, split_call
+from remat.passes.split.rules import (
+    DIVISIONS,
+    JOINS,
+    RESHAPES,
+    SELECTIONS,
+    SLICE_BACKWARD,
+    split_call,
+)
 from remat.passes.split.states import (
     WHOLE,
     CallToSplit,
     OfRow,
     PartialSum,
+    PieceRange,
     Rows,
     SplitCall,
     State,
@@ -204,8 +212,10 @@ class _RegionGrowth:
         row = next((state for state in known if isinstance(state, OfRow)), None)
         if node.target in SELECTIONS:  # its operand has all rows
             row = None
+        parts = {fixed[n].part for n in related if isinstance(fixed.get(n), Rows)}
+        parts |= self._parts_of_arguments(node) or ({None} if not parts else set())
         blocks = None if node.target in RESHAPES else self.blocks
-        choices = [list(self._state_choices(name, blocks, row)) for name in names]
+        choices = [list(self._state_choices(name, blocks, row, parts)) for name in names]
         for states in product(*choices):
             yield dict(zip(names, states, strict=True))
         if node.target in JOINS and len(names) == self.rows:
@@ -213,13 +223,38 @@ class _RegionGrowth:
             if all(self.states.get(name, state) == state for name, state in rows.items()):
                 yield dict(rows)
 
+    def _parts_of_arguments(self, node: Node) -> set[PieceRange | None]:
+        """Return the parts of the rows that the arguments of an operation may have where its result
+        has other ones: all that are sliced or divided, some of those that are joined or padded."""
+        if node.target in DIVISIONS:
+            return {None}
+        size = (
+            node.results[0].tensor.shape[0] if node.results and node.results[0].tensor.shape else 0
+        )
+        if not size or self.rows % size:
+            return set()
+        share = self.rows // size
+        if node.target == SLICE_BACKWARD and node.args[2] == 0:
+            start, stop, _ = slice(*node.args[3:5]).indices(size)
+            return {PieceRange(start * share, (stop - start) * share), None}
+        if node.target == JOINS[0] and len(node.args) == 1:
+            sizes = [self.metas[name].shape[0] for name in node.operand_names]
+            starts = accumulate(sizes, initial=0)
+            pairs = zip(starts, sizes, strict=False)
+            return {PieceRange(share * start, share * rows) for start, rows in pairs} | {None}
+        return set()
+
     def _state_choices(
-        self, name: str, blocks: Collection[int] | None, row: OfRow | None
+        self,
+        name: str,
+        blocks: Collection[int] | None,
+        row: OfRow | None,
+        parts: Collection[PieceRange | None],
     ) -> Iterator[State]:
         """Yield the states in which one more operation may read a tensor: its present one (a sum is
         read whole), or, for a tensor new to the region, of the operation's `row` (if it is large),
-        whole, and by rows. Rows have one of the numbers of elements in `blocks`, or any if that is
-        None."""
+        whole, and by rows: all, or one of the `parts`. Rows have one of the numbers of elements in
+        `blocks`, or any if that is None."""
         if name in self.states and name in self.produced:
             state = self.states[name]
             yield state if isinstance(state, Rows | OfRow) else WHOLE
@@ -231,7 +266,8 @@ class _RegionGrowth:
         if row is not None and is_large and name in self.producer:
             yield row
         yield WHOLE
-        for rows in candidate_rows(self.metas[name].shape, self.rows, blocks):
+        shape = self.metas[name].shape
+        for rows in (r for part in parts for r in candidate_rows(shape, self.rows, blocks, part)):
             if self._has_piece_layout(name, rows, is_slice=True):
                 yield rows
 

@@ -12,11 +12,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, permutations
 from math import prod
 
-from remat.documents.arguments import Args, Argument, Ref
+from remat.documents.arguments import Args, Argument, Kwargs, Literal, Ref
 from remat.documents.records import Node, Result, SplitRecord
 from remat.documents.targets import ADD_PRODUCT_TARGET, ADD_TARGET, WRITE_ROWS_TARGET
 from remat.documents.trace import Trace
@@ -82,11 +82,12 @@ def _piece_rows(rows: int, pieces: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class _Piece:
-    """A piece: its number, and its rows."""
+    """A piece: its number, its rows, and if it is the first or last one of an operation."""
 
     number: int
     range: PieceRange
-    is_last: bool
+    is_first: bool = False
+    is_last: bool = False
 
     @property
     def start(self) -> int:
@@ -115,11 +116,13 @@ class _RegionRewriting:
         self.region, self.old, self.completed, self.writer = region, region.trace, completed, writer
         starts = accumulate(piece_rows, initial=0)
         self.pieces = [
-            _Piece(number, PieceRange(start, rows), number == len(piece_rows) - 1)
+            _Piece(number, PieceRange(start, rows))
             for number, (start, rows) in enumerate(zip(starts, piece_rows, strict=False))
         ]
         self.piece_name: dict[tuple[str, int], str] = {}
         self.storage_of_piece: dict[tuple[int, int], int] = {}
+        self.first_row: dict[int, int] = {}
+        """The first row in the storage of a piece."""
         self.elements_before: dict[int, int] = {}
         """The elements of a whole tensor before its piece, by the storage of the piece."""
         self.total: dict[str, str] = {}  # the running sum, or the buffer, of a tensor
@@ -166,8 +169,14 @@ class _RegionRewriting:
         needed as a whole."""
         node, split = self.old.nodes[index], self.region.split_calls[index]
         states = dict(zip((r.name for r in node.results), split.results, strict=True))
-        results = [r for r in node.results if self._is_in_piece(states[r.name], piece)]
-        if not results:
+        results = [r for r in node.results if _is_in_piece(states[r.name], piece)]
+        writing = [p.number for p in self.pieces if self._writes(index, p)]
+        if not results or piece.number not in writing:
+            return
+        first, last = writing[0], writing[-1]
+        piece = replace(piece, is_first=piece.number == first, is_last=piece.number == last)
+        if not self._has_rows(node, piece):
+            self._write_zeros(node, results[0], states, piece)
             return
         args = split.arguments(piece.range) if split.arguments else node.args
         if split.scaled is not None:
@@ -212,9 +221,40 @@ class _RegionRewriting:
         if piece.is_last:
             self._divide_sums(node, states)
 
-    @staticmethod
-    def _is_in_piece(state: State, piece: _Piece) -> bool:
-        return not isinstance(state, OfRow) or state.row in piece.range
+    def _writes(self, index: int, piece: _Piece) -> bool:
+        """True if an operation is written for a piece."""
+        node, split = self.old.nodes[index], self.region.split_calls[index]
+        is_in_piece = any(_is_in_piece(state, piece) for state in split.results)
+        return is_in_piece and (split.is_zero_outside or self._has_rows(node, piece))
+
+    def _has_rows(self, node: Node, piece: _Piece) -> bool:
+        """True if a piece has some of the rows that an operation reads."""
+        states = (self.region.states.get(name) for name in node.operand_names)
+        parts = [state for state in states if isinstance(state, Rows) and state.part]
+        return not parts or any(state.in_piece(piece.range).rows for state in parts)
+
+    def _write_zeros(
+        self, node: Node, result: Result, states: Mapping[str, State], piece: _Piece
+    ) -> None:
+        """Write the piece of a result that has none of the operands' rows."""
+        zeros = self._piece_result(result, states[result.name], piece, "")
+        kwargs: Kwargs = {
+            "dtype": Literal("dtype", zeros.tensor.dtype),
+            "device": Literal("device", self.old.device),
+        }
+        call = unmeasured(
+            node,
+            name=self.writer.new_name(f"{node.name}_piece_{piece.number}"),
+            target="aten.zeros.default",
+            args=(zeros.tensor.shape,),
+            kwargs=kwargs,
+            results=(zeros,),
+            piece_of=node.name,
+            piece=piece.number,
+        )
+        self.writer.add(call)
+        if result.name in self.completed:
+            self._append_piece(node, result, states[result.name], piece)
 
     def _piece_result(self, result: Result, state: State, piece: _Piece, source: str) -> Result:
         """Return the result of a piece in this state, and remember its name. A view is in the
@@ -222,7 +262,7 @@ class _RegionRewriting:
         name = self.writer.new_name(f"{result.name}_piece_{piece.number}")
         self.piece_name[result.name, piece.number] = name
         if result.storage in self.scalar_bytes:
-            storage = self._piece_storage(result.storage, piece)
+            storage = self._piece_storage(result.storage, piece, Rows(0))
             return result.model_copy(update={"name": name, "storage": storage})
         if isinstance(state, OfRow):
             return self._result_of_row(result, name, piece, source)
@@ -232,14 +272,20 @@ class _RegionRewriting:
         if source:
             storage = self.writer.storage_of(source)
         else:
-            storage = self._piece_storage(result.storage, piece)
+            storage = self._piece_storage(result.storage, piece, state)
         is_slice = storage < len(self.old.storage_bytes)  # of a tensor from outside of the region
-        tensor = piece_meta(result.tensor, state, piece.rows, is_slice=is_slice)
+        own = state.in_piece(piece.range)
+        tensor = piece_meta(result.tensor, state, own.rows, is_slice=is_slice)
         assert tensor is not None
+        row_stride = state.block * (rows_stride(result.tensor, state) or 0)
+        first = own.start + (state.part.start if state.part else 0)
         if is_slice:
-            row_stride = state.block * (rows_stride(result.tensor, state) or 0)
-            offset = tensor.offset + piece.start * row_stride
+            offset = tensor.offset + own.start * row_stride
             tensor = tensor.model_copy(update={"offset": offset})
+        elif source and first > self.first_row[storage]:
+            offset = tensor.offset + (first - self.first_row[storage]) * row_stride
+            tensor = tensor.model_copy(update={"offset": offset})
+        self.first_row.setdefault(storage, first)
         return result.model_copy(update={"name": name, "tensor": tensor, "storage": storage})
 
     def _note_elements_before(self, name: str, source: str, piece: _Piece) -> None:
@@ -268,13 +314,14 @@ class _RegionRewriting:
         tensor = result.tensor.model_copy(update={"offset": offset})
         return result.model_copy(update={"name": name, "storage": storage, "tensor": tensor})
 
-    def _piece_storage(self, storage: int, piece: _Piece) -> int:
-        """Return the storage of a piece of the tensors in `storage`; add it at the first call."""
+    def _piece_storage(self, storage: int, piece: _Piece, state: Rows) -> int:
+        """Return the storage of a piece of the tensors in `storage`, which are in this state; add
+        it at the first call."""
         key = storage, piece.number
         if key not in self.storage_of_piece:
-            whole_bytes = self.old.storage_bytes[storage]
+            whole_bytes, rows = self.old.storage_bytes[storage], state.row_count(self.region.rows)
             self.storage_of_piece[key] = self.writer.new_storage(
-                -(-whole_bytes * piece.rows // self.region.rows)
+                -(-whole_bytes * state.in_piece(piece.range).rows // rows)
             )
         return self.storage_of_piece[key]
 
@@ -289,7 +336,7 @@ class _RegionRewriting:
             return name
         assert isinstance(state, Rows)
         piece_name = self.writer.append_slice(
-            like, name, self.old.tensors[name], state, piece.start, piece.rows
+            like, name, self.old.tensors[name], state, *state.in_piece(piece.range)
         )
         self.piece_name[key] = piece_name
         return piece_name
@@ -303,7 +350,9 @@ class _RegionRewriting:
         meta = self.old.tensors[argument.name]
         size_bytes = self.old.storage_bytes[self.old.storage_of[argument.name]]
         result = Result(name=name, tensor=meta, storage=self.writer.new_storage(size_bytes))
-        share = piece.rows / self.region.rows
+        states = (self.region.states.get(name) for name in node.operand_names)
+        rows = next(state for state in states if isinstance(state, Rows))
+        share = rows.in_piece(piece.range).rows / rows.row_count(self.region.rows)
         self.writer.append(node, "aten.mul.Scalar", (argument, share), result)
         return (*args[:index], Ref(name), *args[index + 1 :])
 
@@ -312,7 +361,8 @@ class _RegionRewriting:
     def _can_add_product(self, node: Node, sums: Sequence[Result], piece: _Piece) -> bool:
         """True if the kernel of a piece's matrix product can add it to the sum: in the backward,
         from the second piece on."""
-        return bool(node.target == "aten.mm.default" and sums and piece.number and node.backward)
+        is_product = node.target == "aten.mm.default" and bool(sums)
+        return is_product and node.backward and not piece.is_first
 
     def _write_added_product(self, call: Node, result: Result, piece: _Piece) -> None:
         """Write the operation that computes a piece's matrix product and adds it to the sum."""
@@ -334,7 +384,7 @@ class _RegionRewriting:
     def _add_summand(self, node: Node, result: Result, piece: _Piece) -> None:
         """Write the operation that adds a piece's summand to the sum: none for the first piece."""
         name = self.piece_name[result.name, piece.number]
-        if not piece.number:
+        if piece.is_first:
             self.total[result.name] = name
             return
         whole = self._partial_result(result, piece)
@@ -376,9 +426,10 @@ class _RegionRewriting:
         assert isinstance(state, Rows)
         if node.backward or not result.tensor.is_row_major():
             whole = self._partial_result(result, piece)
-            before = Ref(self.total[result.name]) if piece.number else None
+            before = None if piece.is_first else Ref(self.total[result.name])
             name = self.piece_name[result.name, piece.number]
-            tensor, place = result.tensor, (state.first, state.count, piece.start * state.block)
+            start = state.in_piece(piece.range).start
+            tensor, place = result.tensor, (state.first, state.count, start * state.block)
             args = (before, Ref(name), tensor.shape, tensor.stride, *place)
             self.writer.append(node, WRITE_ROWS_TARGET, args, whole)
             self.total[result.name] = whole.name
@@ -387,13 +438,14 @@ class _RegionRewriting:
 
     def _concatenate_pieces(self, node: Node, result: Result, state: Rows) -> None:
         """Write the concatenation of all pieces of a result."""
-        parts = tuple(Ref(self.piece_name[result.name, p.number]) for p in self.pieces)
+        keys = ((result.name, p.number) for p in self.pieces)
+        parts = tuple(Ref(self.piece_name[key]) for key in keys if key in self.piece_name)
         whole = result.model_copy(update={"position": -1})
         dimension = state.dimensions[-1]
         if state.count == 1:
             self.writer.append(node, "aten.cat.default", (parts, dimension), whole)
             return
-        shape = piece_shape(result.tensor.shape, state, self.region.rows)
+        shape = piece_shape(result.tensor.shape, state, state.row_count(self.region.rows))
         stride = [prod(shape[d + 1 :]) for d in range(len(shape))]
         tensor = result.tensor.model_copy(update={"shape": shape, "stride": tuple(stride)})
         flat = Result(
@@ -402,6 +454,13 @@ class _RegionRewriting:
         self.writer.append(node, "aten.cat.default", (parts, dimension), flat)
         args = (Ref(flat.name), result.tensor.shape)
         self.writer.append(node, "aten.view.default", args, whole, view=True)
+
+
+def _is_in_piece(state: State, piece: _Piece) -> bool:
+    """True if a piece has some of a tensor in this state."""
+    if isinstance(state, OfRow):
+        return state.row in piece.range
+    return not isinstance(state, Rows) or state.in_piece(piece.range).rows > 0
 
 
 def _bytes_of_large_scalars(region: Region) -> dict[int, int]:

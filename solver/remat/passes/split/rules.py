@@ -8,17 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import accumulate, pairwise
 from math import prod
 
-from remat.documents.arguments import Ref
+from remat.documents.arguments import Args, Ref
 from remat.passes.split.states import (
     SUM,
     WHOLE,
     CallToSplit,
     OfRow,
     PartialSum,
+    PieceRange,
     Rows,
     SplitCall,
+    State,
     Whole,
     candidate_rows,
     piece_shape,
@@ -34,6 +37,11 @@ JOINS = ("aten.cat.default", "aten.stack.default")
 
 SELECTIONS = ("aten.select.int", "aten.unbind.int")
 """The operators that give tensors of one row each."""
+
+DIVISIONS = ("aten.slice.Tensor", "aten.split.Tensor", "aten.split_with_sizes.default")
+"""The operators that give parts of the rows."""
+
+SLICE_BACKWARD = "aten.slice_backward.default"
 
 _MAX_INDEX = 2**63 - 1
 """The end of a slice up to the last element."""
@@ -87,7 +95,10 @@ def _split_elementwise(call: CallToSplit) -> SplitCall | None:
             if aligned.first < 0 or split not in (None, aligned):
                 return None
             split = aligned
-    if split is None or prod(shape[d] for d in split.dimensions) != call.rows * split.block:
+    if (
+        split is None
+        or prod(shape[d] for d in split.dimensions) != split.row_count(call.rows) * split.block
+    ):
         return None
     for name in call.tensors:
         sizes, state = call.metas[name].shape, call.states.get(name, WHOLE)
@@ -160,15 +171,16 @@ def _product_rule(equation: str, first: int = 0) -> Rule:
 
     def rule(call: CallToSplit) -> SplitCall | None:
         operands = call.state(first), call.state(first + 1)
-        block = next((state.block for state in operands if isinstance(state, Rows)), 1)
+        by_rows = next((state for state in operands if isinstance(state, Rows)), Rows(0))
         for dimension in dict.fromkeys(left + right):
             places = left.find(dimension), right.find(dimension)
-            states = tuple(Rows(place, 1, block) if place >= 0 else WHOLE for place in places)
+            states = tuple(
+                replace(by_rows, first=place, count=1) if place >= 0 else WHOLE for place in places
+            )
             if states == operands:
                 is_reduced = dimension not in result
-                return call.results_in(
-                    SUM if is_reduced else Rows(result.index(dimension), 1, block)
-                )
+                rows = replace(by_rows, first=max(0, result.find(dimension)), count=1)
+                return call.results_in(SUM if is_reduced else rows)
         return None
 
     return rule
@@ -181,7 +193,11 @@ def _split_product_with_bias(call: CallToSplit) -> SplitCall | None:
         return None
     if call.state(0) == WHOLE:
         return result if len(bias) == 1 or (len(bias) == 2 and bias[0] == 1) else None
-    is_by_rows = call.state(0) == rows and len(bias) == 2 and bias[0] == call.rows * rows.block
+    is_by_rows = (
+        call.state(0) == rows
+        and len(bias) == 2
+        and bias[0] == rows.row_count(call.rows) * rows.block
+    )
     return result if is_by_rows else None
 
 
@@ -218,7 +234,7 @@ def _split_reshape(call: CallToSplit) -> SplitCall | None:
     if rows is None:
         return None
     before = prod(call.shape(0)[: rows.first])
-    candidates = candidate_rows(result, call.rows, None)
+    candidates = candidate_rows(result, call.rows, None, rows.part)
     return _split_with_shape(
         call, next((c for c in candidates if prod(result[: c.first]) == before), None)
     )
@@ -230,7 +246,7 @@ def _split_expand(call: CallToSplit) -> SplitCall | None:
     if rows is None:
         return None
     moved = rows.shifted(len(result) - len(call.shape(0)))
-    has_rows = prod(result[d] for d in moved.dimensions) == call.rows * moved.block
+    has_rows = prod(result[d] for d in moved.dimensions) == moved.row_count(call.rows) * moved.block
     return _split_with_shape(call, moved if has_rows else None)
 
 
@@ -240,7 +256,11 @@ def _split_with_shape(call: CallToSplit, rows: Rows | None) -> SplitCall | None:
     if rows is None:
         return None
     shape = call.node.results[0].tensor.shape
-    return SplitCall((rows,), lambda piece: call.args_with(1, piece_shape(shape, rows, piece.rows)))
+
+    def arguments(piece: PieceRange) -> Args:
+        return call.args_with(1, piece_shape(shape, rows, rows.in_piece(piece).rows))
+
+    return SplitCall((rows,), arguments)
 
 
 def _split_permute(call: CallToSplit) -> SplitCall | None:
@@ -311,6 +331,8 @@ def _join_rule(by_rows: Rule) -> Rule:
     def rule(call: CallToSplit) -> SplitCall | None:
         names = [item.name for item in call.argument(0) if isinstance(item, Ref)]
         states = [call.states.get(name, WHOLE) for name in names]
+        if joined := _joined_parts(call, states):
+            return joined
         if not any(isinstance(state, OfRow) for state in states):
             return by_rows(call)
         shapes = {call.metas[name].shape for name in names}
@@ -329,17 +351,87 @@ def _join_rule(by_rows: Rule) -> Rule:
     return rule
 
 
+def _joined_parts(call: CallToSplit, states: list[State]) -> SplitCall | None:
+    """Return the split call that joins neighbouring parts of the rows along the first dimension;
+    None for other tensors."""
+    parts = [state.part for state in states if isinstance(state, Rows)]
+    ranges = [part for part in parts if part is not None]
+    is_in_order = all(one.stop == other.start for one, other in pairwise(ranges))
+    plain = {replace(state, part=None) for state in states if isinstance(state, Rows)}
+    if len(ranges) < max(2, len(states)) or not is_in_order or plain != {Rows(0)}:
+        return None
+    if call.node.target != "aten.cat.default" or call.argument(1, 0):
+        return None
+    whole = PieceRange(ranges[0].start, sum(part.rows for part in ranges))
+    result = Rows(0, part=None if whole == PieceRange(0, call.rows) else whole)
+    refs = [item for item in call.argument(0) if isinstance(item, Ref)]
+
+    def arguments(piece: PieceRange) -> Args:
+        own = zip(refs, states, strict=True)
+        present = (r for r, s in own if isinstance(s, Rows) and s.in_piece(piece).rows)
+        return call.args_with(0, tuple(present))
+
+    return SplitCall((result,), arguments)
+
+
+def _split_chunks(call: CallToSplit) -> SplitCall | None:
+    """Split a division into chunks by rows: along another dimension, or of the rows, if these are
+    the first dimension."""
+    if (split := _row_rule(0, mixed=2)(call)) is not None:
+        return split
+    rows, results = call.common_rows(0), call.node.results
+    if rows is None or rows.count > 1 or call.argument(2, 0):
+        return None
+    ends = [0, *accumulate(result.tensor.shape[0] for result in results)]
+    parts = [_part_of_rows(call, rows, 0, *pair) for pair in pairwise(ends)]
+    if len(results) < 2 or any(part is None for part in parts):
+        return None
+
+    def arguments(piece: PieceRange) -> Args:
+        sizes = (part.in_piece(piece).rows for part in parts if part is not None)
+        return (call.node.args[0], tuple(size for size in sizes if size), 0)
+
+    states = tuple(part for part in parts if part is not None)
+    return SplitCall(states, arguments, target="aten.split_with_sizes.default")
+
+
 def _split_slice(call: CallToSplit) -> SplitCall | None:
-    """Split a slice by rows, if its dimension is not one of the rows, or if it selects all rows."""
+    """Split a slice by rows, if its dimension is not one of the rows, if it selects all rows, or if
+    it selects a range of the rows, which are the outermost dimensions."""
     rows, shape = call.common_rows(0), call.shape(0)
     dimension = call.argument(1, 0) % len(shape)
     if rows is None:
         return None
     if dimension not in rows.dimensions:
         return call.results_in(rows)
-    if call.node.results[0].tensor.shape != shape:
+    if call.node.results[0].tensor.shape == shape:
+        return SplitCall((rows,), lambda _: (call.node.args[0], dimension, 0, _MAX_INDEX))
+    start, stop, step = slice(*call.node.args[2:5]).indices(shape[dimension])
+    part = _part_of_rows(call, rows, dimension, start, stop)
+    if part is None or step != 1:
         return None
-    return SplitCall((rows,), lambda _: (call.node.args[0], dimension, 0, _MAX_INDEX))
+    last = rows.dimensions[-1]
+
+    def arguments(piece: PieceRange) -> Args:
+        first = rows.in_piece(piece).start + (rows.part.start if rows.part else 0)
+        assert part.part is not None
+        begin = max(part.part.start, first) - first
+        return (call.node.args[0], last, begin, begin + part.in_piece(piece).rows)
+
+    return SplitCall((part,), arguments)
+
+
+def _part_of_rows(
+    call: CallToSplit, rows: Rows, dimension: int, start: int, stop: int
+) -> Rows | None:
+    """Return the rows of a slice of the first argument along the first of the dimensions that are
+    the rows; None if these are not its outermost dimensions, or have several elements each."""
+    shape = call.shape(0)
+    if dimension or rows.first or rows.block > 1 or not call.metas[call.name(0)].is_row_major():
+        return None
+    inner = prod(shape[1 : rows.count])
+    first = 0 if rows.part is None else rows.part.start
+    return replace(rows, part=PieceRange(first + start * inner, (stop - start) * inner))
 
 
 def _split_flip(call: CallToSplit) -> SplitCall | None:
@@ -351,9 +443,30 @@ def _split_flip(call: CallToSplit) -> SplitCall | None:
 
 
 def _split_slice_backward(call: CallToSplit) -> SplitCall | None:
-    """Split the gradient of a slice by rows, if the slice's dimension is not one of the rows."""
-    split = _row_rule(0, mixed=2)(call)
-    return None if split is None else _split_with_shape(call, call.common_rows(0))
+    """Split the gradient of a slice by rows, if the slice's dimension is not one of the rows, or if
+    the slice is a part of the outermost dimension's rows: then other pieces are zero."""
+    split, rows = _row_rule(0, mixed=2)(call), call.common_rows(0)
+    if split is not None:
+        return _split_with_shape(call, rows)
+    shape, dimension, start, stop, step = (*call.node.args[1:6], 1)[:5]
+    if rows is None or rows.first or rows.block > 1 or dimension or step != 1:
+        return None
+    start, stop, _ = slice(start, stop).indices(shape[0])
+    inner = prod(shape[1 : rows.count])
+    if rows.part is None or rows.part.rows != (stop - start) * inner:
+        return None
+    first = rows.part.start - start * inner
+    whole = PieceRange(first, shape[0] * inner)
+    result = replace(rows, part=None if whole == PieceRange(0, call.rows) else whole)
+    last = rows.dimensions[-1]
+
+    def arguments(piece: PieceRange) -> Args:
+        here, mine = result.in_piece(piece), rows.in_piece(piece)
+        begin = max(0, rows.part.start - first - here.start)
+        sizes = piece_shape(shape, result, here.rows)
+        return (call.node.args[0], sizes, last, begin, begin + mine.rows, 1)
+
+    return SplitCall((result,), arguments, is_zero_outside=True)
 
 
 # -- losses and embeddings -------------------------------------------------------------------------
@@ -484,8 +597,8 @@ _OTHERS: dict[str, Rule] = {
     "scatter.value": _row_rule(mixed=1),
     "scatter.src": _row_rule(mixed=1),
     "scatter_add.default": _row_rule(mixed=1),
-    "split.Tensor": _row_rule(0, mixed=2),
-    "split_with_sizes.default": _row_rule(0, mixed=2),
+    "split.Tensor": _split_chunks,
+    "split_with_sizes.default": _split_chunks,
     "cat.default": _join_rule(_row_rule(mixed=1)),
     "stack.default": _join_rule(_split_stack),
     "unbind.int": _split_unbind,
@@ -504,7 +617,7 @@ _OTHERS: dict[str, Rule] = {
     "squeeze.dims": _split_squeeze,
     "slice.Tensor": _split_slice,
     "select.int": _split_select,
-    "slice_backward.default": _split_slice_backward,
+    SLICE_BACKWARD.removeprefix("aten."): _split_slice_backward,
     "sum.default": _split_reduction,
     "sum.dim_IntList": _split_reduction,
     "mean.default": _split_reduction,

@@ -12,19 +12,49 @@ from remat.documents.arguments import Args, Argument, Ref
 from remat.documents.records import Node, TensorMeta
 
 
+class PieceRange(NamedTuple):
+    """A range of rows, such as a piece's: the first, and how many."""
+
+    start: int
+    rows: int
+
+    @property
+    def stop(self) -> int:
+        """The row after the last."""
+        return self.start + self.rows
+
+    def __contains__(self, row: object) -> bool:
+        return isinstance(row, int) and self.start <= row < self.stop
+
+
 @dataclass(frozen=True, slots=True)
 class Rows:
     """Each piece has some of the rows: `count` dimensions from `first` on, as one dimension. A row
-    is `block` elements of that: of 8 x 16 tokens as one dimension, a row of 16 is a sequence."""
+    is `block` elements of that: of 8 x 16 tokens as one dimension, a row of 16 is a sequence.
+
+    A tensor with a `part` has only these of the region's rows, such as the chosen ones of chosen
+    and rejected sequences: pieces without any of them leave it out.
+    """
 
     first: int
     count: int = 1
     block: int = 1
+    part: PieceRange | None = None
 
     @property
     def dimensions(self) -> range:
         """The indices of the dimensions that are the rows."""
         return range(self.first, self.first + self.count)
+
+    def row_count(self, rows: int) -> int:
+        """Return the number of rows of the tensor, in a region of so many."""
+        return rows if self.part is None else self.part.rows
+
+    def in_piece(self, piece: PieceRange) -> PieceRange:
+        """Return the rows of the tensor that a piece has, counted from the tensor's first one."""
+        part = self.part or PieceRange(0, piece.stop)
+        start = max(piece.start, part.start)
+        return PieceRange(start - part.start, max(0, min(piece.stop, part.stop) - start))
 
     def shifted(self, by: int) -> Rows:
         """Return the rows of a tensor that has `by` more dimensions before them."""
@@ -56,16 +86,6 @@ class PartialSum:
 State: TypeAlias = Rows | OfRow | Whole | PartialSum
 
 WHOLE, SUM = Whole(), PartialSum()
-
-
-class PieceRange(NamedTuple):
-    """The rows of a piece: the first, and how many."""
-
-    start: int
-    rows: int
-
-    def __contains__(self, row: object) -> bool:
-        return isinstance(row, int) and self.start <= row < self.start + self.rows
 
 
 @dataclass(frozen=True)
@@ -127,31 +147,38 @@ class SplitCall:
 
     `results` has a state for each of the node's results. `arguments` returns the arguments of a
     piece, if they differ from the whole operation's; `target` is its operator, if another. The
-    argument with the index `scaled` is multiplied by the piece's share of the rows.
+    argument with the index `scaled` is multiplied by the piece's share of the rows. A piece without
+    rows of the operands is left out, or zero if `is_zero_outside`.
     """
 
     results: tuple[State, ...]
     arguments: Callable[[PieceRange], Args] | None = None
     target: str = ""
     scaled: int | None = None
+    is_zero_outside: bool = False
 
 
 def candidate_rows(
-    shape: Sequence[int], rows: int, blocks: Collection[int] | None = ()
+    shape: Sequence[int],
+    rows: int,
+    blocks: Collection[int] | None = (),
+    part: PieceRange | None = None,
 ) -> Iterator[Rows]:
     """Yield each run of adjacent dimensions whose sizes multiply to `rows`, then each dimension of
-    so many rows of several elements: of one of the `blocks`, or of any number if that is None."""
+    so many rows of several elements: of one of the `blocks`, or of any number if that is None. With
+    a `part`, the tensor has only these rows."""
+    rows = rows if part is None else part.rows
     for first in range(len(shape)):
         for count in range(1, len(shape) - first + 1):
             product = prod(shape[first : first + count])
             if product == rows:
-                yield Rows(first, count)
+                yield Rows(first, count, part=part)
             if product >= rows:
                 break
     for first, size in enumerate(shape):
         block = size // rows
         if block > 1 and block * rows == size and (blocks is None or block in blocks):
-            yield Rows(first, block=block)
+            yield Rows(first, block=block, part=part)
 
 
 def piece_shape(shape: Sequence[int], state: Rows, piece_rows: int) -> tuple[int, ...]:
@@ -172,9 +199,15 @@ def piece_meta(
     """
     elements = prod(meta.shape[d] for d in state.dimensions)
     piece_elements = piece_rows * state.block
-    row_stride = rows_stride(meta, state)
-    if row_stride is None or (not is_slice and row_stride and meta.offset >= row_stride):
+    row_stride, offset = rows_stride(meta, state), meta.offset
+    if row_stride is None:
         return None
+    if not is_slice and row_stride and offset >= row_stride:
+        if state.part is None or state.first:
+            return None
+        offset -= state.part.start * state.block * row_stride  # a view of a part of the rows
+        if not 0 <= offset < row_stride:
+            return None
 
     def scaled(stride: int) -> int:
         """Return the stride of a dimension: smaller if the rows are inside of it."""
@@ -187,7 +220,11 @@ def piece_meta(
             1 if dimension == state.dimensions[-1] else max(piece_elements, 1)
         )
     return meta.model_copy(
-        update={"shape": piece_shape(meta.shape, state, piece_rows), "stride": tuple(strides)}
+        update={
+            "shape": piece_shape(meta.shape, state, piece_rows),
+            "stride": tuple(strides),
+            "offset": offset,
+        }
     )
 
 
