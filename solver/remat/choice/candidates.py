@@ -92,12 +92,18 @@ class CandidateSearch:
         self.measure = solver.measure
         self.is_min = solver.budget_bytes is None
         self.clock = solver.clock.limited_to(solver.choice_limit_s)
+        self.most_split = step.trace
+        """The step in the most pieces that were tried."""
         self._solver = solver
 
     @property
     def has_judged(self) -> bool:
         """True once the step as it is has been judged."""
         return "as_it_is" in self.__dict__
+
+    def obstacle(self) -> str:
+        """Return what stays whole in all candidates, and why, as a sentence; "" if nothing does."""
+        return split_obstacle(self.step.trace, self.most_split)
 
     @cached_property
     def as_it_is(self) -> Candidate:
@@ -213,6 +219,8 @@ def _candidate_in_pieces(
     best = None
     for split in split_rounds(search.step.trace, pieces, search.measure, max_piece_nodes):
         candidate = search.judged(TraceStep(split))
+        if candidate.step.pieces >= TraceStep(search.most_split).pieces:
+            search.most_split = split
         if best is not None and search.is_min and not candidate.is_better_than(best, True, 1.0):
             break
         best = candidate
@@ -251,17 +259,22 @@ def plan_best_candidate(
 
     With one number of `request.pieces`, the largest operations are split if they can be. The
     statistics of the plan of a split step have the bound of the unsplit step's time, or the
-    smallest peak found for it. Where the plan has extra time and the logits cannot be split, it
-    says why. Raises the errors of `solver`.
+    smallest peak found for it. Where the plan has extra time and the largest operation cannot be
+    split, it says why. Raises the errors of `solver`.
     """
+    search = CandidateSearch(step, request, solver)
     try:
-        chosen = _plan_of_best_candidate(CandidateSearch(step, request, solver), solver)
+        chosen = _plan_of_best_candidate(search, solver)
     except InfeasibleBudget as error:
-        if request.pieces and (obstacle := split_obstacle(step.trace)):
+        if request.pieces and (obstacle := split_obstacle(step.trace, search.most_split)):
             raise error.with_hint(obstacle) from None
         raise
     plan = chosen.plan
-    if request.pieces and plan.overhead > 0 and (obstacle := split_obstacle(step.trace)):
+    if (
+        request.pieces
+        and plan.overhead > 0
+        and (obstacle := split_obstacle(step.trace, search.most_split))
+    ):
         plan = replace(plan, declined=replace(plan.declined, not_split=obstacle))
     return chosen._replace(plan=plan)
 

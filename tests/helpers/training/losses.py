@@ -43,7 +43,7 @@ class Policy(nn.Module):
 
 
 def batch_of(seed: int = 0, dtype: torch.dtype = torch.float32) -> Batch:
-    """Return a batch with everything that the losses read: labels, masks, scores of another model."""
+    """Return a batch with all that the losses read: labels, masks, scores of another model."""
     generator = torch.Generator().manual_seed(seed)
     shape = SEQUENCES, TOKENS
 
@@ -68,7 +68,11 @@ def batch_of(seed: int = 0, dtype: torch.dtype = torch.float32) -> Batch:
         "teacher_values": uniform(*shape, 5),
         "teacher_indices": torch.randint(WORDS, (*shape, 5), generator=generator),
         "class_weights": 0.5 + uniform(WORDS),
-        "documents": torch.arange(TOKENS).mul(3).div(TOKENS, rounding_mode="floor").expand(shape).contiguous(),
+        "documents": torch.arange(TOKENS)
+        .mul(3)
+        .div(TOKENS, rounding_mode="floor")
+        .expand(shape)
+        .contiguous(),
         "returns": uniform(*shape),
     }
 
@@ -104,7 +108,9 @@ def masked_tokens(logits: Tensor, b: Batch) -> Any:
 
 @loss
 def transposed(logits: Tensor, b: Batch) -> Any:
-    return masked_mean(F.cross_entropy(logits.transpose(1, 2), b["labels"], reduction="none"), b["mask"])
+    return masked_mean(
+        F.cross_entropy(logits.transpose(1, 2), b["labels"], reduction="none"), b["mask"]
+    )
 
 
 @loss

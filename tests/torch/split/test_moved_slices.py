@@ -15,6 +15,7 @@ from tests.helpers.training.recorded_steps import assert_same, eager_step, run_s
 from torch import nn
 
 import remat
+from remat.limits.units import format_bytes
 from remat.passes.split.moved_slices import MOVED_SUFFIX, with_moved_slices
 from remat.passes.split.splits import split_largest_operations, with_recorded_splits
 
@@ -99,27 +100,32 @@ def transposed(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits.transpose(1, 2), ids)
 
 
-def shifted_and_transposed(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(logits[:, :-1].transpose(1, 2), ids[:, 1:])
+def rolled(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """`roll` has no rule."""
+    return F.cross_entropy(logits.flatten(0, 1).roll(1, 0), ids.flatten())
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("loss", "verb"), [(transposed, "transposed"), (shifted_and_transposed, "sliced")]
+    ("loss", "batch", "reason"),
+    [
+        (rolled, 4, "because no rule splits aten.roll"),
+        (transposed, 1, "because an operation needs its rows together"),
+    ],
 )
-def test_logits_that_cannot_be_split_are_reported(
-    loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], verb: str
+def test_what_stays_whole_is_named_with_the_operator_without_a_rule(
+    loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], batch: int, reason: str
 ) -> None:
     """In the error, and in the explanation of a plan."""
-    case = case_of(LanguageModel(loss))
-    reason = rf"head: the logits are {verb} before their loss .*flatten\(0, 1\), labels"
-    with pytest.raises(remat.InfeasibleBudget, match=reason):
-        remat.optimize(case.model, "20%", case.args, costs=COSTS)
+    case = case_of(LanguageModel(loss), batch)
+    size_bytes = 4 * batch * 33 * WORDS
+    whole = f"{format_bytes(size_bytes)} of .* exist as a whole, {reason}"
+    with pytest.raises(remat.InfeasibleBudget, match=whole):
+        remat.optimize(case.model, "60%", case.args, costs=COSTS)
     layers = (nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(12))
     case.model.layer = nn.Sequential(*layers)  # something to recompute
     planned = remat.optimize(case.model, "92%", case.args, costs=COSTS, split=2)
     assert planned.plan is not None
-    assert f"the logits are {verb} before their loss" in planned.plan.explain("head")
+    assert reason in planned.plan.describe()
 
 
 @pytest.mark.slow
@@ -131,8 +137,8 @@ def test_under_torch_compile_logits_are_sliced_or_reported() -> None:
     assert_same_compiled([step(case, compiled)], [expected], tolerance=1e-5)
     assert remat.compiled_plans()[-1].plan.graph.splits[0].module == "head"
     torch._dynamo.reset()
-    with pytest.raises(Exception, match="the logits are transposed before their loss"):
-        remat.compile(LanguageModel(transposed), "20%", inductor=False, split=4)(*case.args)
+    with pytest.raises(Exception, match="no rule splits aten"):
+        remat.compile(LanguageModel(rolled), "20%", inductor=False, split=4)(*case.args)
 
 
 def test_splits_are_repeated_on_another_trace() -> None:

@@ -54,10 +54,10 @@ def split_joint_graph(
     except (RematError, ValueError) as error:  # a ValueError: it cannot be described by a trace
         raise CannotSplit(str(error)) from error
     if split is trace:
-        raise CannotSplit(split_obstacle(trace) or "there is no rule for one of them")
+        raise CannotSplit(split_obstacle(trace, trace))
     graph = _SplitGraphWriter(module, split).write()
     splits = tuple(record.to_split() for record in split.splits)
-    return fx.GraphModule(module, graph), splits, split_obstacle(trace)
+    return fx.GraphModule(module, graph), splits, split_obstacle(trace, split)
 
 
 class CannotSplit(RematError):

@@ -1,63 +1,50 @@
-"""Why the head of a language model stays whole, and what to write instead."""
+"""What stays whole in a step whose largest operations are split, and why."""
 
 from __future__ import annotations
 
-from remat.documents.records import Node
 from remat.documents.trace import Trace
-from remat.passes.split.moved_slices import CASTS, VIEWS, with_moved_slices
-from remat.passes.split.regions import TraceIndex
+from remat.limits.units import format_bytes
+from remat.passes.split.rules import RULES
 
-_SLICE = "aten.slice.Tensor"
-_TRANSPOSES = ("aten.transpose.int", "aten.permute.default")
-_COPIES = (*VIEWS, *CASTS, "aten.clone.default")
-_LOSSES = ("aten._log_softmax.default", "aten.amax.default", "aten.logsumexp.default")
-"""The first operations of a cross-entropy loss."""
+_MAX_NAMED = 3
+"""The most operators that are named."""
 
-_SHIFT = " with all logits, and shift the labels instead, with -100 where there is none"
-
-_MIN_SHARE = 0.25
-"""The smallest logits that are reported, as a share of the largest tensor of the step."""
+_WHOLE_SHARE = 0.5
+"""Tensors above this share of the unsplit step's largest one count as whole: pieces are smaller."""
 
 
-def split_obstacle(trace: Trace) -> str:
-    """Return a sentence, without its full stop, about logits that are sliced or transposed before
-    their loss, so that they cannot be split with it; "" without any. It begins with the path of the
-    module that computes them, if that is known."""
-    trace = with_moved_slices(trace)  # these can be split
-    index = TraceIndex(trace)
-    produced = {r.storage for node in trace.nodes for r in node.results}
-    least_bytes = _MIN_SHARE * max((trace.storage_bytes[s] for s in produced), default=0)
-    for node in trace.nodes:
-        if node.backward or node.piece_of or node.target not in (_SLICE, *_TRANSPOSES):
-            continue
-        (source,) = node.operand_names
-        is_large = trace.storage_bytes[trace.storage_of[source]] >= least_bytes
-        if is_large and _changes_rows(trace, node, source) and _is_read_by_loss(index, node):
-            is_slice = node.target == _SLICE
-            module = trace.nodes[index.producer[source]].module if source in index.producer else ""
-            return (
-                f"{f'{module}: ' if module else ''}the logits are "
-                f"{'sliced' if is_slice else 'transposed'} before their loss ({node.name}), so "
-                "that they exist as a whole; write F.cross_entropy(logits.flatten(0, 1), "
-                f"labels.flatten()){_SHIFT if is_slice else ''}"
-            )
-    return ""
+def split_obstacle(trace: Trace, split: Trace) -> str:
+    """Return a sentence, without its full stop, about the largest tensor that is still whole: its
+    bytes, and the operators without a rule that produce or read it. "" if there is none.
+
+    `trace` is the step, and `split` the same with its largest operations split, as far as they can
+    be. The sentence begins with the path of the module that computes the tensor, if that is known.
+    """
+    largest_bytes = _largest_bytes(trace)
+    storages = {
+        result.storage: split.storage_bytes[result.storage]
+        for node in split.nodes
+        for result in node.results
+    }
+    storage = max(storages, key=storages.__getitem__, default=-1)
+    if storage < 0 or storages[storage] <= _WHOLE_SHARE * largest_bytes:
+        return ""
+    touching = [
+        node
+        for node, operands in zip(split.nodes, split.operands, strict=True)
+        if any(split.storage_of[name] == storage for name in operands)
+        or any(result.storage == storage for result in node.results)
+    ]
+    producer = next(n for n in touching if any(r.storage == storage for r in n.results))
+    targets = sorted({n.target for n in touching if n.target not in RULES})
+    missing = [target for target in targets if not target.startswith("remat.")]
+    named = ", ".join(target.removesuffix(".default") for target in missing[:_MAX_NAMED])
+    why = f"no rule splits {named}" if missing else "an operation needs its rows together"
+    module = f"{producer.module}: " if producer.module else ""
+    size = format_bytes(storages[storage])
+    return f"{module}{size} of {producer.piece_of or producer.name} exist as a whole, because {why}"
 
 
-def _changes_rows(trace: Trace, node: Node, source: str) -> bool:
-    """True if the node changes the dimensions before the last one, of three or more."""
-    before, after = trace.tensors[source].shape, node.results[0].tensor.shape
-    return len(before) >= 3 and before[:-1] != after[:-1]
-
-
-def _is_read_by_loss(index: TraceIndex, node: Node) -> bool:
-    """True if a cross-entropy loss reads the result of a node, or a copy or view of it."""
-    pending = [node.results[0].name]
-    while pending:
-        for number in index.consumers.get(pending.pop(), ()):
-            reader = index.trace.nodes[number]
-            if reader.target in _LOSSES:
-                return True
-            if reader.target in (*_COPIES, _SLICE, *_TRANSPOSES):
-                pending += [result.name for result in reader.results]
-    return False
+def _largest_bytes(trace: Trace) -> int:
+    sizes_bytes = (trace.storage_bytes[r.storage] for node in trace.nodes for r in node.results)
+    return max(sizes_bytes, default=0)
