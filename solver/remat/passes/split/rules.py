@@ -142,11 +142,12 @@ def _row_rule(
 
 
 def _split_fill(call: CallToSplit) -> SplitCall | None:
-    """A tensor of one number, by the rows that its readers want. The operand gives no numbers."""
+    """Split a tensor of one number by the rows that its readers want: no operand gives numbers."""
     rows = call.wanted.get(call.node.results[0].name)
     if isinstance(rows, OfRow):
         return call.results_in(rows)
-    return _split_with_shape(call, rows if isinstance(rows, Rows) else None)
+    shape_index = int(call.node.target.startswith("aten.new_"))
+    return _split_with_shape(call, rows if isinstance(rows, Rows) else None, shape_index)
 
 
 def _split_stack(call: CallToSplit) -> SplitCall | None:
@@ -250,15 +251,17 @@ def _split_expand(call: CallToSplit) -> SplitCall | None:
     return _split_with_shape(call, moved if has_rows else None)
 
 
-def _split_with_shape(call: CallToSplit, rows: Rows | None) -> SplitCall | None:
-    """Return the split call whose result has these rows, and whose argument 1 is the shape of a
-    piece; None without rows."""
+def _split_with_shape(
+    call: CallToSplit, rows: Rows | None, shape_index: int = 1
+) -> SplitCall | None:
+    """Return the split call whose result has these rows, and whose argument at `shape_index` is the
+    shape of a piece; None without rows."""
     if rows is None:
         return None
     shape = call.node.results[0].tensor.shape
 
     def arguments(piece: PieceRange) -> Args:
-        return call.args_with(1, piece_shape(shape, rows, rows.in_piece(piece).rows))
+        return call.args_with(shape_index, piece_shape(shape, rows, rows.in_piece(piece).rows))
 
     return SplitCall((rows,), arguments)
 
@@ -605,6 +608,9 @@ _OTHERS: dict[str, Rule] = {
     "new_zeros.default": _split_fill,
     "new_ones.default": _split_fill,
     "new_full.default": _split_fill,
+    "zeros.default": _split_fill,
+    "ones.default": _split_fill,
+    "full.default": _split_fill,
     "view.default": _split_reshape,
     "_unsafe_view.default": _split_reshape,
     "reshape.default": _split_reshape,
@@ -650,6 +656,8 @@ _OTHERS: dict[str, Rule] = {
 }
 
 RULES: dict[str, Rule] = {
+    "prims.convert_element_type.default": _split_elementwise,
+    "prims.fma.default": _split_elementwise,
     **{
         f"aten.{name}": _split_elementwise
         for names in (_UNARY, _BINARY, _TERNARY, _BACKWARD)
