@@ -256,9 +256,9 @@ def top_two_margin(logits: Tensor, b: Batch) -> Any:
 def nucleus(logits: Tensor, b: Batch) -> Any:
     with torch.no_grad():
         ordered, indices = logits.softmax(-1).sort(dim=-1, descending=True)
-        outside = ordered.cumsum(-1) - ordered > 0.9
-        outside = torch.zeros_like(outside).scatter(-1, indices, outside)
-    return masked_mean(-logps_of(logits.masked_fill(outside, -1e4), b["labels"]), b["mask"])
+        excluded = ordered.cumsum(-1) - ordered > 0.9
+        excluded = torch.zeros_like(excluded).scatter(-1, indices, excluded)
+    return masked_mean(-logps_of(logits.masked_fill(excluded, -1e4), b["labels"]), b["mask"])
 
 
 # -- preferences -----------------------------------------------------------------------------------

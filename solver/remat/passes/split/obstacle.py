@@ -1,4 +1,4 @@
-"""What stays whole in a step whose largest operations are split, and why."""
+"""The largest tensor that stays whole in a step whose operations are split, and the reason."""
 
 from __future__ import annotations
 

@@ -208,32 +208,31 @@ class _RegionGrowth:
         results that are known."""
         node, names = self.trace.nodes[index], self._tensors_read_by(index)
         related = [*(r.name for r in node.results), *names]
-        known = (fixed[name] for name in related if name in fixed)
-        row = next((state for state in known if isinstance(state, OfRow)), None)
+        states = [fixed[name] for name in related if name in fixed]
+        row = next((state for state in states if isinstance(state, OfRow)), None)
         if node.target in SELECTIONS:  # its operand has all rows
             row = None
-        parts = {fixed[n].part for n in related if isinstance(fixed.get(n), Rows)}
+        parts = {state.part for state in states if isinstance(state, Rows)}
         parts |= self._parts_of_arguments(node) or ({None} if not parts else set())
+        in_order = sorted(parts, key=lambda part: part or (-1, -1))
         blocks = None if node.target in RESHAPES else self.blocks
-        choices = [list(self._state_choices(name, blocks, row, parts)) for name in names]
-        for states in product(*choices):
-            yield dict(zip(names, states, strict=True))
+        choices = [list(self._state_choices(name, blocks, row, in_order)) for name in names]
+        for combination in product(*choices):
+            yield dict(zip(names, combination, strict=True))
         if node.target in JOINS and len(names) == self.rows:
-            rows = {name: OfRow(row) for row, name in enumerate(names)}
-            if all(self.states.get(name, state) == state for name, state in rows.items()):
-                yield dict(rows)
+            in_rows: dict[str, State] = {name: OfRow(n) for n, name in enumerate(names)}
+            if all(self.states.get(name, state) == state for name, state in in_rows.items()):
+                yield in_rows
 
     def _parts_of_arguments(self, node: Node) -> set[PieceRange | None]:
         """Return the parts of the rows that the arguments of an operation may have where its result
         has other ones: all that are sliced or divided, some of those that are joined or padded."""
         if node.target in DIVISIONS:
             return {None}
-        size = (
-            node.results[0].tensor.shape[0] if node.results and node.results[0].tensor.shape else 0
-        )
-        if not size or self.rows % size:
+        shape = node.results[0].tensor.shape if node.results else ()
+        if not shape or not shape[0] or self.rows % shape[0]:
             return set()
-        share = self.rows // size
+        size, share = shape[0], self.rows // shape[0]
         if node.target == SLICE_BACKWARD and node.args[2] == 0:
             start, stop, _ = slice(*node.args[3:5]).indices(size)
             return {PieceRange(start * share, (stop - start) * share), None}

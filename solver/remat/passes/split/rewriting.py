@@ -274,13 +274,13 @@ class _RegionRewriting:
         else:
             storage = self._piece_storage(result.storage, piece, state)
         is_slice = storage < len(self.old.storage_bytes)  # of a tensor from outside of the region
-        own = state.in_piece(piece.range)
-        tensor = piece_meta(result.tensor, state, own.rows, is_slice=is_slice)
+        own_rows = state.in_piece(piece.range)
+        tensor = piece_meta(result.tensor, state, own_rows.rows, is_slice=is_slice)
         assert tensor is not None
         row_stride = state.block * (rows_stride(result.tensor, state) or 0)
-        first = own.start + (state.part.start if state.part else 0)
+        first = own_rows.start + (state.part.start if state.part else 0)
         if is_slice:
-            offset = tensor.offset + own.start * row_stride
+            offset = tensor.offset + own_rows.start * row_stride
             tensor = tensor.model_copy(update={"offset": offset})
         elif source and first > self.first_row[storage]:
             offset = tensor.offset + (first - self.first_row[storage]) * row_stride

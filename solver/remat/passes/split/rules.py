@@ -370,8 +370,8 @@ def _joined_parts(call: CallToSplit, states: list[State]) -> SplitCall | None:
     refs = [item for item in call.argument(0) if isinstance(item, Ref)]
 
     def arguments(piece: PieceRange) -> Args:
-        own = zip(refs, states, strict=True)
-        present = (r for r, s in own if isinstance(s, Rows) and s.in_piece(piece).rows)
+        pairs = zip(refs, states, strict=True)
+        present = (r for r, s in pairs if isinstance(s, Rows) and s.in_piece(piece).rows)
         return call.args_with(0, tuple(present))
 
     return SplitCall((result,), arguments)
@@ -451,21 +451,22 @@ def _split_slice_backward(call: CallToSplit) -> SplitCall | None:
     split, rows = _row_rule(0, mixed=2)(call), call.common_rows(0)
     if split is not None:
         return _split_with_shape(call, rows)
-    shape, dimension, start, stop, step = (*call.node.args[1:6], 1)[:5]
-    if rows is None or rows.first or rows.block > 1 or dimension or step != 1:
+    part = None if rows is None else rows.part
+    if rows is None or part is None or rows.first or rows.block > 1:
         return None
-    start, stop, _ = slice(start, stop).indices(shape[0])
+    shape: tuple[int, ...] = call.argument(1)
+    start, stop, step = slice(*(call.argument(n) for n in (3, 4, 5))).indices(shape[0])
     inner = prod(shape[1 : rows.count])
-    if rows.part is None or rows.part.rows != (stop - start) * inner:
+    if call.argument(2) or step != 1 or part.rows != (stop - start) * inner:
         return None
-    first = rows.part.start - start * inner
+    first = part.start - start * inner
     whole = PieceRange(first, shape[0] * inner)
     result = replace(rows, part=None if whole == PieceRange(0, call.rows) else whole)
     last = rows.dimensions[-1]
 
     def arguments(piece: PieceRange) -> Args:
         here, mine = result.in_piece(piece), rows.in_piece(piece)
-        begin = max(0, rows.part.start - first - here.start)
+        begin = max(0, part.start - first - here.start)
         sizes = piece_shape(shape, result, here.rows)
         return (call.node.args[0], sizes, last, begin, begin + mine.rows, 1)
 

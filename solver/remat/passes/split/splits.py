@@ -158,8 +158,8 @@ def _regions_around(index: TraceIndex, name: str, max_nodes: float) -> list[Regi
             state for rows in sizes - tried if rows > 1 for state in candidate_rows(shape, rows)
         ]
         tried |= sizes
-        found = (find_region(index, seed, state, max_nodes) for state in states)
-        regions += [region for region in found if region is not None]
+        regions_of_seed = (find_region(index, seed, state, max_nodes) for state in states)
+        regions += [region for region in regions_of_seed if region is not None]
     return regions
 
 
