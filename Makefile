@@ -62,7 +62,7 @@ ROOM_TESTS = $(shell for room in $(ROOM); do \
 
 test-rooms: $(STAMP)  ## The tests of parts of the library: ROOM=milp, or ROOM="split offload"
 	@test -n "$(ROOM_TESTS)" || { echo "no tests of ROOM='$(ROOM)'; one is ROOM=milp"; exit 2; }
-	OMP_NUM_THREADS=1 $(BIN)/pytest -m "$(MARKS)" -q $(ROOM_TESTS)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m "$(MARKS)" -n $(JOBS) --dist worksteal -q $(ROOM_TESTS)
 
 .PHONY: checked-pytest
 checked-pytest: lint system-packages
