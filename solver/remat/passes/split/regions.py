@@ -21,8 +21,10 @@ from remat.passes.split.rules import (
     DIVISIONS,
     JOINS,
     RESHAPES,
+    SELECT_SCATTER,
     SELECTIONS,
     SLICE_BACKWARD,
+    SLICE_SCATTER,
     split_call,
 )
 from remat.passes.split.states import (
@@ -212,6 +214,8 @@ class _RegionGrowth:
         row = next((state for state in states if isinstance(state, OfRow)), None)
         if node.target in SELECTIONS:  # its operand has all rows
             row = None
+        elif node.target == SELECT_SCATTER and node.args[2] == 0:
+            row = OfRow(int(node.args[3]) % self.rows)  # type: ignore[arg-type]
         parts = {state.part for state in states if isinstance(state, Rows)}
         parts |= self._parts_of_arguments(node) or ({None} if not parts else set())
         in_order = sorted(parts, key=lambda part: part or (-1, -1))
@@ -233,7 +237,7 @@ class _RegionGrowth:
         if not shape or not shape[0] or self.rows % shape[0]:
             return set()
         size, share = shape[0], self.rows // shape[0]
-        if node.target == SLICE_BACKWARD and node.args[2] == 0:
+        if node.target in (SLICE_BACKWARD, SLICE_SCATTER) and node.args[2:3] in ((), (0,)):
             start, stop, _ = slice(*node.args[3:5]).indices(size)
             return {PieceRange(start * share, (stop - start) * share), None}
         if node.target == JOINS[0] and len(node.args) == 1:

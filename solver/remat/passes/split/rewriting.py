@@ -28,6 +28,7 @@ from remat.passes.split.states import (
     PartialSum,
     PieceRange,
     Rows,
+    SplitCall,
     State,
     piece_meta,
     piece_shape,
@@ -175,8 +176,8 @@ class _RegionRewriting:
             return
         first, last = writing[0], writing[-1]
         piece = replace(piece, is_first=piece.number == first, is_last=piece.number == last)
-        if not self._has_rows(node, piece):
-            self._write_zeros(node, results[0], states, piece)
+        if not self._has_rows(node, split, piece):
+            self._write_outside(node, split, results[0], piece)
             return
         args = split.arguments(piece.range) if split.arguments else node.args
         if split.scaled is not None:
@@ -225,36 +226,42 @@ class _RegionRewriting:
         """True if an operation is written for a piece."""
         node, split = self.old.nodes[index], self.region.split_calls[index]
         is_in_piece = any(_is_in_piece(state, piece) for state in split.results)
-        return is_in_piece and (split.is_zero_outside or self._has_rows(node, piece))
+        return is_in_piece and (bool(split.other_pieces) or self._has_rows(node, split, piece))
 
-    def _has_rows(self, node: Node, piece: _Piece) -> bool:
-        """True if a piece has some of the rows that an operation reads."""
+    def _has_rows(self, node: Node, split: SplitCall, piece: _Piece) -> bool:
+        """True if a piece has some of the rows that an operation works on."""
+        if split.row is not None:
+            return split.row in piece.range
         states = (self.region.states.get(name) for name in node.operand_names)
         parts = [state for state in states if isinstance(state, Rows) and state.part]
         return not parts or any(state.in_piece(piece.range).rows for state in parts)
 
-    def _write_zeros(
-        self, node: Node, result: Result, states: Mapping[str, State], piece: _Piece
-    ) -> None:
-        """Write the piece of a result that has none of the operands' rows."""
-        zeros = self._piece_result(result, states[result.name], piece, "")
-        kwargs: Kwargs = {
-            "dtype": Literal("dtype", zeros.tensor.dtype),
-            "device": Literal("device", self.old.device),
-        }
-        call = unmeasured(
-            node,
-            name=self.writer.new_name(f"{node.name}_piece_{piece.number}"),
-            target="aten.zeros.default",
-            args=(zeros.tensor.shape,),
-            kwargs=kwargs,
-            results=(zeros,),
-            piece_of=node.name,
-            piece=piece.number,
-        )
-        self.writer.add(call)
+    def _write_outside(self, node: Node, split: SplitCall, result: Result, piece: _Piece) -> None:
+        """Write a piece of a result that has none of the rows which the operation works on: zeros,
+        or the piece of the first argument as it is."""
+        (state,) = split.results
+        if split.other_pieces == "first":
+            name = self._piece_of_tensor(node.operand_names[0], piece, node)
+            self.piece_name[result.name, piece.number] = name
+        else:
+            zeros = self._piece_result(result, state, piece, "")
+            kwargs: Kwargs = {
+                "dtype": Literal("dtype", zeros.tensor.dtype),
+                "device": Literal("device", self.old.device),
+            }
+            call = unmeasured(
+                node,
+                name=self.writer.new_name(f"{node.name}_piece_{piece.number}"),
+                target="aten.zeros.default",
+                args=(zeros.tensor.shape,),
+                kwargs=kwargs,
+                results=(zeros,),
+                piece_of=node.name,
+                piece=piece.number,
+            )
+            self.writer.add(call)
         if result.name in self.completed:
-            self._append_piece(node, result, states[result.name], piece)
+            self._append_piece(node, result, state, piece)
 
     def _piece_result(self, result: Result, state: State, piece: _Piece, source: str) -> Result:
         """Return the result of a piece in this state, and remember its name. A view is in the

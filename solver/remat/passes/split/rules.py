@@ -42,6 +42,8 @@ DIVISIONS = ("aten.slice.Tensor", "aten.split.Tensor", "aten.split_with_sizes.de
 """The operators that give parts of the rows."""
 
 SLICE_BACKWARD = "aten.slice_backward.default"
+SLICE_SCATTER = "aten.slice_scatter.default"
+SELECT_SCATTER = "aten.select_scatter.default"
 
 _MAX_INDEX = 2**63 - 1
 """The end of a slice up to the last element."""
@@ -52,7 +54,7 @@ def split_call(call: CallToSplit) -> SplitCall | None:
     is split."""
     if call.node.random:
         return None
-    if call.node.target not in JOINS and (of_row := _of_one_row(call)):
+    if call.node.target not in (*JOINS, SELECT_SCATTER) and (of_row := _of_one_row(call)):
         return of_row
     rule = RULES.get(call.node.target)
     is_split = any(isinstance(call.states.get(name), Rows | OfRow) for name in call.tensors)
@@ -470,7 +472,52 @@ def _split_slice_backward(call: CallToSplit) -> SplitCall | None:
         sizes = piece_shape(shape, result, here.rows)
         return (call.node.args[0], sizes, last, begin, begin + mine.rows, 1)
 
-    return SplitCall((result,), arguments, is_zero_outside=True)
+    return SplitCall((result,), arguments, other_pieces="zero")
+
+
+def _split_slice_scatter(call: CallToSplit) -> SplitCall | None:
+    """Split a tensor of which a slice is replaced by rows, if the slice's dimension is not one of
+    the rows, or if the slice is a part of the outermost dimension's rows: then other pieces stay as
+    they are."""
+    if (split := _row_rule(0, 1, mixed=2)(call)) is not None:
+        return split
+    rows, part_rows = call.state(0), call.state(1)
+    if not isinstance(rows, Rows) or not isinstance(part_rows, Rows) or part_rows.part is None:
+        return None
+    part, shape = part_rows.part, call.shape(0)
+    start, stop, step = slice(*(call.argument(n) for n in (3, 4, 5))).indices(shape[0])
+    inner = prod(shape[1 : rows.count])
+    first = 0 if rows.part is None else rows.part.start
+    is_same = (first + start * inner, (stop - start) * inner) == part
+    if rows.first or rows.block > 1 or call.argument(2, 0) or step != 1 or not is_same:
+        return None
+
+    def arguments(piece: PieceRange) -> Args:
+        begin = max(0, part.start - first - rows.in_piece(piece).start)
+        end = begin + part_rows.in_piece(piece).rows
+        return (*call.node.args[:2], rows.dimensions[-1], begin, end)
+
+    return SplitCall((rows,), arguments, other_pieces="first")
+
+
+def _split_select_scatter(call: CallToSplit) -> SplitCall | None:
+    """Split a tensor of which an index is replaced by rows, if the index is of another dimension,
+    or is a row of the first dimension: then other pieces stay as they are."""
+    rows, replaced, dimension = call.state(0), call.state(1), call.argument(2)
+    if not isinstance(rows, Rows) or rows.part is not None:
+        return None
+    if dimension not in rows.dimensions:
+        expected = rows.shifted(-(dimension < rows.first))
+        return call.results_in(rows) if replaced == expected else None
+    row = call.argument(3) % call.shape(0)[dimension]
+    if not _are_outermost(call, rows) or replaced not in (OfRow(row), WHOLE):
+        return None
+    return SplitCall(
+        (rows,),
+        lambda piece: (*call.node.args[:3], row - piece.start),
+        other_pieces="first",
+        row=row,
+    )
 
 
 # -- losses and embeddings -------------------------------------------------------------------------
@@ -625,6 +672,8 @@ _OTHERS: dict[str, Rule] = {
     "slice.Tensor": _split_slice,
     "select.int": _split_select,
     SLICE_BACKWARD.removeprefix("aten."): _split_slice_backward,
+    SLICE_SCATTER.removeprefix("aten."): _split_slice_scatter,
+    SELECT_SCATTER.removeprefix("aten."): _split_select_scatter,
     "sum.default": _split_reduction,
     "sum.dim_IntList": _split_reduction,
     "mean.default": _split_reduction,

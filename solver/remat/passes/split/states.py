@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import prod
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from remat.documents.arguments import Args, Argument, Ref
 from remat.documents.records import Node, TensorMeta
@@ -148,14 +148,16 @@ class SplitCall:
     `results` has a state for each of the node's results. `arguments` returns the arguments of a
     piece, if they differ from the whole operation's; `target` is its operator, if another. The
     argument with the index `scaled` is multiplied by the piece's share of the rows. A piece without
-    rows of the operands is left out, or zero if `is_zero_outside`.
+    rows of the operands, or without the `row`, is left out, or what `other_pieces` says: zero, or that
+    of the first argument.
     """
 
     results: tuple[State, ...]
     arguments: Callable[[PieceRange], Args] | None = None
     target: str = ""
     scaled: int | None = None
-    is_zero_outside: bool = False
+    other_pieces: Literal["", "zero", "first"] = ""
+    row: int | None = None
 
 
 def candidate_rows(
