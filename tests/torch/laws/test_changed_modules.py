@@ -171,6 +171,8 @@ def nothing(model: Model) -> None:
     """A change that is none."""
 
 
+PARAMETRIZATIONS = "blocks.1.linear.parametrizations.weight"
+
 CHANGES: dict[str, tuple[Change, Change] | Change] = {
     # Modules
     "scale": lambda m: setattr(m.blocks[1], "scale", Scale(5.0)),
@@ -210,7 +212,7 @@ CHANGES: dict[str, tuple[Change, Change] | Change] = {
     ),
     "other parametrization": (
         lambda m: parametrize.register_parametrization(m.blocks[1].linear, "weight", Scale(2.0)),
-        lambda m: m.blocks[1].linear.parametrizations["weight"].__setitem__(0, Scale(3.0)),
+        lambda m: m.get_submodule(PARAMETRIZATIONS).register_module("0", Scale(3.0)),
     ),
     "parametrized bias": lambda m: parametrize.register_parametrization(
         m.blocks[1].linear, "bias", Scale(2.0)
@@ -294,7 +296,8 @@ def change_of(name: str) -> tuple[Change, Change]:
 
 def assert_planned_once(run: nn.Module) -> None:
     """Check that at most two plans exist: one for before the change, one for after it."""
-    provider = run._provider if isinstance(run, remat.RematModule) else run.forward.planner
+    forward: Any = run.forward
+    provider = run._provider if isinstance(run, remat.RematModule) else forward.planner
     assert provider._entry_count <= 2, "each step is planned once more"
 
 

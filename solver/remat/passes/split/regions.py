@@ -239,7 +239,7 @@ class _RegionGrowth:
         size, share = shape[0], self.rows // shape[0]
         if node.target in (SLICE_BACKWARD, SLICE_SCATTER) and node.args[2:3] in ((), (0,)):
             start, stop, _ = slice(*node.args[3:5]).indices(size)
-            return {PieceRange(start * share, (stop - start) * share), None}
+            return {PieceRange(start * share, max(0, stop - start) * share), None}
         if node.target == JOINS[0] and len(node.args) == 1:
             sizes = [self.metas[name].shape[0] for name in node.operand_names]
             starts = accumulate(sizes, initial=0)

@@ -393,6 +393,11 @@ class _RegionRewriting:
         name = self.piece_name[result.name, piece.number]
         if piece.is_first:
             self.total[result.name] = name
+            is_sum = self.region.produced[result.name] == PartialSum()
+            if piece.is_last and is_sum:  # no other piece has rows of it
+                whole = self._partial_result(result, piece)
+                self.writer.append(node, "aten.clone.default", (Ref(name),), whole)
+                self.total[result.name] = whole.name
             return
         whole = self._partial_result(result, piece)
         args = (Ref(self.total[result.name]), Ref(name))

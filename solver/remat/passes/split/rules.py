@@ -106,7 +106,8 @@ def _split_elementwise(call: CallToSplit) -> SplitCall | None:
         sizes, state = call.metas[name].shape, call.states.get(name, WHOLE)
         missing = len(shape) - len(sizes)
         row_sizes = [sizes[d - missing] for d in split.dimensions if d >= missing]
-        if isinstance(state, PartialSum) or (isinstance(state, Whole) and prod(row_sizes) != 1):
+        is_whole = isinstance(state, Whole) and prod(row_sizes) != 1
+        if isinstance(state, PartialSum | OfRow) or is_whole:
             return None
     return call.results_in(split)
 
@@ -133,7 +134,8 @@ def _row_rule(
         dimensions = len(
             call.metas[call.name(arguments[0]) if arguments else call.tensors[0]].shape
         )
-        if mixed is not None and call.argument(mixed, default) % dimensions in rows.dimensions:
+        mixed_dimension = 0 if mixed is None else call.keyword("dim", mixed, default)
+        if mixed is not None and mixed_dimension % dimensions in rows.dimensions:
             return None
         inner = 0 if normalized is None else len(call.argument(normalized))
         if rows.dimensions.stop > dimensions - inner:
@@ -215,7 +217,7 @@ def _split_reduction(call: CallToSplit) -> SplitCall | None:
     dimensions = None if is_complete else call.argument(1)
     dimensions = (dimensions,) if isinstance(dimensions, int) else dimensions
     reduced = {d % len(shape) for d in dimensions or range(len(shape))}
-    keeps = bool(call.argument(2, False)) and not is_complete
+    keeps = bool(call.keyword("keepdim", 2, False)) and not is_complete
     if reduced.isdisjoint(rows.dimensions):
         removed = 0 if keeps else sum(d < rows.first for d in reduced)
         return call.results_in(rows.shifted(-removed))
@@ -321,7 +323,10 @@ def _split_unbind(call: CallToSplit) -> SplitCall | None:
     rows = call.common_rows(0)
     if rows is None or call.argument(1, 0) % len(call.shape(0)) or not _are_outermost(call, rows):
         return None
-    return SplitCall(tuple(OfRow(result.position) for result in call.node.results))
+    positions = [result.position for result in call.node.results]
+    if positions != list(range(call.rows)):  # some results are left out
+        return None
+    return SplitCall(tuple(map(OfRow, positions)))
 
 
 def _are_outermost(call: CallToSplit, rows: Rows) -> bool:
@@ -389,7 +394,10 @@ def _split_chunks(call: CallToSplit) -> SplitCall | None:
         return None
     ends = [0, *accumulate(result.tensor.shape[0] for result in results)]
     parts = [_part_of_rows(call, rows, 0, *pair) for pair in pairwise(ends)]
-    if len(results) < 2 or any(part is None for part in parts):
+    is_complete = [r.position for r in results] == list(range(len(results)))
+    if len(results) < 2 or any(part is None for part in parts) or not is_complete:
+        return None
+    if ends[-1] != call.shape(0)[0]:  # some results are left out
         return None
 
     def arguments(piece: PieceRange) -> Args:
@@ -432,7 +440,9 @@ def _part_of_rows(
     """Return the rows of a slice of the first argument along the first of the dimensions that are
     the rows; None if these are not its outermost dimensions, or have several elements each."""
     shape = call.shape(0)
-    if dimension or rows.first or rows.block > 1 or not call.metas[call.name(0)].is_row_major():
+    if dimension or rows.first or rows.block > 1 or stop <= start:
+        return None
+    if not call.metas[call.name(0)].is_row_major():
         return None
     inner = prod(shape[1 : rows.count])
     first = 0 if rows.part is None else rows.part.start
@@ -463,6 +473,8 @@ def _split_slice_backward(call: CallToSplit) -> SplitCall | None:
         return None
     first = part.start - start * inner
     whole = PieceRange(first, shape[0] * inner)
+    if first < 0 or whole.stop > call.rows:  # padded to another place than it was taken from
+        return None
     result = replace(rows, part=None if whole == PieceRange(0, call.rows) else whole)
     last = rows.dimensions[-1]
 
@@ -542,7 +554,10 @@ def _split_nll_loss(call: CallToSplit) -> SplitCall | None:
 def _split_nll_loss_backward(call: CallToSplit) -> SplitCall | None:
     """Split the backward of that loss by rows: each piece reads the sum of weights of all rows."""
     is_reduced = call.argument(4) in (_MEAN, _SUM)
-    return _row_rule(1, 2)(call) if is_reduced else _row_rule(0, 1, 2)(call)
+    split = _row_rule(1, 2)(call) if is_reduced else _row_rule(0, 1, 2)(call)
+    rows = call.state(1)
+    is_by_samples = isinstance(rows, Rows) and (rows.first, rows.count) == (0, 1)
+    return split if is_by_samples else None
 
 
 def _elementwise_loss_rule(reduction: int) -> Rule:

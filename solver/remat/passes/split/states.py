@@ -105,6 +105,10 @@ class CallToSplit:
         """Return an argument, or the default if the call leaves it out."""
         return self.node.args[index] if index < len(self.node.args) else default
 
+    def keyword(self, name: str, index: int, default: Argument = None) -> Any:
+        """Return an argument that the call may pass by its name."""
+        return self.node.kwargs.get(name, self.argument(index, default))
+
     def name(self, index: int) -> str:
         """Return the name of an argument that is a tensor; "" if it is none."""
         argument = self.argument(index)
@@ -170,6 +174,8 @@ def candidate_rows(
     so many rows of several elements: of one of the `blocks`, or of any number if that is None. With
     a `part`, the tensor has only these rows."""
     rows = rows if part is None else part.rows
+    if rows < 1:
+        return
     for first in range(len(shape)):
         for count in range(1, len(shape) - first + 1):
             product = prod(shape[first : first + count])

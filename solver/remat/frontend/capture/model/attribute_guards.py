@@ -196,7 +196,7 @@ class BoundGuards:
 
     def _owner(self, path: Path) -> Any:
         """Return the object at a path; `ABSENT` if there is none."""
-        owner = self._roots[path[0]]
+        owner: Any = self._roots[path[0]]
         try:
             for step in path[1:]:
                 owner = owner[step] if is_container(owner) else getattr(owner, str(step))

@@ -277,7 +277,7 @@ def reachable_variables(model: nn.Module) -> Iterator[NamedTable]:
         content = attributes if namespace.is_of_user else None
         yield NamedTable(namespace.label, namespace.variables, present, content)
     classes = *user_classes(model), *named.classes
-    metaclasses = (m for cls in classes for m in type(cls).__mro__ if is_user_class(m))
+    metaclasses = (m for cls in classes for m in type.mro(type(cls)) if is_user_class(m))
     for cls in dict.fromkeys((*classes, *metaclasses)):
         names = frozenset((*class_data_attributes(cls), *_method_names(cls)))
         content = attributes if is_user_class(cls) else None
