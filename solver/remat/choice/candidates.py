@@ -94,12 +94,9 @@ class CandidateSearch:
         self.clock = solver.clock.limited_to(solver.choice_limit_s)
         self.most_split = step.trace
         """The step in the most pieces that were tried."""
+        self.quick_plan: Plan | None = None
+        """The plan of a quick solve of the step as it is, once there is one."""
         self._solver = solver
-
-    @property
-    def has_judged(self) -> bool:
-        """True once the step as it is has been judged."""
-        return "as_it_is" in self.__dict__
 
     def obstacle(self) -> str:
         """Return what stays whole in all candidates, and why, as a sentence; "" if nothing does."""
@@ -109,7 +106,9 @@ class CandidateSearch:
     def as_it_is(self) -> Candidate:
         """The step as it is, judged when this is read first: never where no source proposes a
         candidate."""
-        return self.judged(self.step)
+        candidate = self.judged(self.step)
+        self.quick_plan = candidate.plan
+        return candidate
 
     def judged(self, step: TraceStep) -> Candidate:
         """Return a form of the step as a candidate: with the plan of a quick solve, or None without
@@ -205,7 +204,6 @@ def requested_pieces(search: CandidateSearch) -> Candidate | None:
     """Return the step with its largest operations in the number of pieces of the request, which
     must have exactly one; None if they cannot be split."""
     (number,) = search.request.pieces
-    _ = search.as_it_is  # for the figures of the plan, and before time is spent on pieces
     return _candidate_in_pieces(search, number, math.inf)
 
 
@@ -266,15 +264,11 @@ def plan_best_candidate(
     try:
         chosen = _plan_of_best_candidate(search, solver)
     except InfeasibleBudget as error:
-        if request.pieces and (obstacle := split_obstacle(step.trace, search.most_split)):
+        if request.pieces and (obstacle := search.obstacle()):
             raise error.with_hint(obstacle) from None
         raise
     plan = chosen.plan
-    if (
-        request.pieces
-        and plan.overhead > 0
-        and (obstacle := split_obstacle(step.trace, search.most_split))
-    ):
+    if request.pieces and plan.overhead > 0 and (obstacle := search.obstacle()):
         plan = replace(plan, declined=replace(plan.declined, not_split=obstacle))
     return chosen._replace(plan=plan)
 
@@ -287,8 +281,8 @@ def _plan_of_best_candidate(search: CandidateSearch, solver: TraceSolver) -> Ste
     is_requested = len(search.request.pieces) == 1
 
     def plan_of(form: TraceStep, quick: Plan | None) -> StepPlan[TraceStep]:
-        """Return the full plan of a form of the step or, if there is no time left to reach as small
-        a peak, that of the quick solve."""
+        """Return the full plan of a form of the step, or the plan of the quick solve if there is no
+        time left to reach as small a peak."""
         plan = solver.solve(form, solver.budget_bytes)
         if is_min and quick is not None and plan.peak_bytes > quick.peak_bytes:
             solver.log.replace_plan(plan, quick)
@@ -296,9 +290,13 @@ def _plan_of_best_candidate(search: CandidateSearch, solver: TraceSolver) -> Ste
         return StepPlan(form, plan)
 
     def plan_as_it_is() -> StepPlan[TraceStep]:
-        return plan_of(step, search.as_it_is.plan if search.has_judged else None)
+        return plan_of(step, search.quick_plan)
 
-    best = requested_pieces(search) if is_requested else search.best()
+    if is_requested:
+        _ = search.as_it_is  # for the figures, before pieces take the time
+        best = requested_pieces(search)
+    else:
+        best = search.best()
     if best is None:
         return plan_as_it_is()
     as_it_is = search.as_it_is

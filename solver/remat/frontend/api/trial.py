@@ -174,7 +174,7 @@ def run_eager_trial(
     Eager mode runs on a copy, and every step starts from `seed`. Outputs are held or dropped before
     the backward, as the plan assumes. Call it under `torch.autocast` if the plan was made under it;
     backward passes run outside of autocast, as torch recommends. Gradients are cleared at the end;
-    buffers such as those of batch norm are as after `rounds + 2` steps. `predicted_eager_bytes` is
+    buffers, such as batch norm's, are as after `rounds + 2` steps. `predicted_eager_bytes` is
     the predicted peak of eager mode, for the table, as from
     `remat.report.eager_step.eager_peak_bytes`; by default it is the plan's baseline.
 

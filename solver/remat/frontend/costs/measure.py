@@ -99,7 +99,7 @@ def measure_pieces(
     """Return the trace with measured costs of the operations that have none: of the pieces of
     others. A `Roofline` estimates all operations, also those that have costs.
 
-    Arguments and errors are those of `measure`.
+    Arguments and errors are as in `measure`.
     """
     missing = [node for node in trace.nodes if node.cost_s is None]
     return _measure_nodes(trace, missing, device, cache, None, limit_bytes)
@@ -114,7 +114,7 @@ def _measure_nodes(
     limit_bytes: int | None,
 ) -> Trace:
     """Return the trace with costs of these nodes, or of all nodes by a `Roofline`; the other
-    arguments are those of `measure`."""
+    arguments are as in `measure`."""
     if isinstance(device, Roofline):
         return with_roofline_costs(trace, device)
     target_device = _checked_measuring_device(

@@ -152,8 +152,8 @@ def settings_for_all_blocks(
 def _policy_index(
     modules: Sequence[str], indices: Mapping[tuple[str, tuple[str, ...]], int]
 ) -> int | None:
-    """Return the index of the policy with which a layer recomputes those of the `modules` that it
-    has; None if this policy was not tried or failed. `indices` has the index of each tried
+    """Return the index of the policy with which a layer recomputes the `modules`, as far as it
+    has them; None if this policy was not tried or failed. `indices` has the index of each tried
     policy."""
     layer_modules = {name for _, names in indices for name in names}
     recomputed = tuple(name for name in modules if name in layer_modules)

@@ -17,16 +17,16 @@ from remat.documents.arguments import referenced_names
 from remat.documents.records import Node
 from remat.documents.targets import ACCUMULATE_TARGET
 from remat.documents.trace import Trace
-from remat.passes.split.rules import (
+from remat.passes.split.part_rules import (
+    CAT,
     DIVISIONS,
     JOINS,
-    RESHAPES,
     SELECT_SCATTER,
     SELECTIONS,
     SLICE_BACKWARD,
     SLICE_SCATTER,
-    split_call,
 )
+from remat.passes.split.rules import RESHAPES, split_call
 from remat.passes.split.states import (
     WHOLE,
     CallToSplit,
@@ -206,8 +206,8 @@ class _RegionGrowth:
     def _state_combinations(
         self, index: int, fixed: Mapping[str, State]
     ) -> Iterator[dict[str, State]]:
-        """Yield possible states of the tensors that an operation reads; `fixed` has those of its
-        results that are known."""
+        """Yield possible states of the tensors that an operation reads. `fixed` has the states of
+        tensors that are known, the operation's results among them."""
         node, names = self.trace.nodes[index], self._tensors_read_by(index)
         related = [*(r.name for r in node.results), *names]
         states = [fixed[name] for name in related if name in fixed]
@@ -240,7 +240,7 @@ class _RegionGrowth:
         if node.target in (SLICE_BACKWARD, SLICE_SCATTER) and node.args[2:3] in ((), (0,)):
             start, stop, _ = slice(*node.args[3:5]).indices(size)
             return {PieceRange(start * share, max(0, stop - start) * share), None}
-        if node.target == JOINS[0] and len(node.args) == 1:
+        if node.target == CAT and len(node.args) == 1:
             sizes = [self.metas[name].shape[0] for name in node.operand_names]
             starts = accumulate(sizes, initial=0)
             pairs = zip(starts, sizes, strict=False)

@@ -90,16 +90,6 @@ class _Piece:
     is_first: bool = False
     is_last: bool = False
 
-    @property
-    def start(self) -> int:
-        """The first row."""
-        return self.range.start
-
-    @property
-    def rows(self) -> int:
-        """The number of rows."""
-        return self.range.rows
-
 
 class _RegionRewriting:
     """Writes the pieces of a region's operations: its state is what exists so far of each tensor.
@@ -122,10 +112,9 @@ class _RegionRewriting:
         ]
         self.piece_name: dict[tuple[str, int], str] = {}
         self.storage_of_piece: dict[tuple[int, int], int] = {}
-        self.first_row: dict[int, int] = {}
-        """The first row in the storage of a piece."""
-        self.elements_before: dict[int, int] = {}
-        """The elements of a whole tensor before its piece, by the storage of the piece."""
+        self.begins: dict[int, tuple[int, int]] = {}
+        """The first row in the storage of a piece, and the elements of the whole tensor before
+        it."""
         self.total: dict[str, str] = {}  # the running sum, or the buffer, of a tensor
         self.scalar_bytes = _bytes_of_large_scalars(region)
         for storage, size_bytes in self.scalar_bytes.items():
@@ -201,8 +190,6 @@ class _RegionRewriting:
             self._write_added_product(call, sums[0], piece)
             return
         source = next(iter(renamed.values())) if node.view else ""
-        if source and isinstance(states[results[0].name], OfRow):
-            self._note_elements_before(next(iter(renamed)), source, piece)
         piece_results = [
             self._piece_result(result, states[result.name], piece, source) for result in results
         ]
@@ -289,23 +276,16 @@ class _RegionRewriting:
         if is_slice:
             offset = tensor.offset + own_rows.start * row_stride
             tensor = tensor.model_copy(update={"offset": offset})
-        elif source and first > self.first_row[storage]:
-            offset = tensor.offset + (first - self.first_row[storage]) * row_stride
-            tensor = tensor.model_copy(update={"offset": offset})
-        self.first_row.setdefault(storage, first)
+        else:
+            begin, _ = self.begins.setdefault(storage, (first, first * row_stride))
+            if source and first > begin:  # a view of a part of the rows
+                offset = tensor.offset + (first - begin) * row_stride
+                tensor = tensor.model_copy(update={"offset": offset})
         return result.model_copy(update={"name": name, "tensor": tensor, "storage": storage})
-
-    def _note_elements_before(self, name: str, source: str, piece: _Piece) -> None:
-        """Note how many elements of a tensor are before its piece `source`, from which a row is
-        taken, if the piece has a storage of its own."""
-        storage = self.writer.storage_of(source)
-        if storage >= len(self.old.storage_bytes) and isinstance(self.region.states[name], Rows):
-            row_elements = prod(self.old.tensors[name].shape[1:])
-            self.elements_before.setdefault(storage, piece.start * row_elements)
 
     def _result_of_row(self, result: Result, name: str, piece: _Piece, source: str) -> Result:
         """Return a result of one row. It keeps its name if other operations read it; a view is in
-        the storage of the tensor `source`, which may be that of a piece."""
+        the storage of the tensor `source`, which may be a piece."""
         if result.name in self.completed:
             self.piece_name[result.name, piece.number] = result.name
             return result
@@ -317,7 +297,8 @@ class _RegionRewriting:
             update = {"name": name, "storage": self.storage_of_piece[key]}
             return result.model_copy(update=update)
         storage = self.writer.storage_of(source)
-        offset = result.tensor.offset - self.elements_before.get(storage, 0)
+        _, elements_before = self.begins.get(storage, (0, 0))
+        offset = result.tensor.offset - elements_before
         tensor = result.tensor.model_copy(update={"offset": offset})
         return result.model_copy(update={"name": name, "storage": storage, "tensor": tensor})
 

@@ -152,8 +152,8 @@ class SplitCall:
     `results` has a state for each of the node's results. `arguments` returns the arguments of a
     piece, if they differ from the whole operation's; `target` is its operator, if another. The
     argument with the index `scaled` is multiplied by the piece's share of the rows. A piece without
-    rows of the operands, or without the `row`, is left out, or what `other_pieces` says: zero, or
-    that of the first argument.
+    rows of the operands, or without the `row`, is left out; or `other_pieces` says that it is zero,
+    or equal to the piece of the first argument.
     """
 
     results: tuple[State, ...]

@@ -49,7 +49,7 @@ Fake results have a storage that ends with their last element: of a view, it is 
 
 def fake_in_copied_storage(base: torch.Tensor) -> torch.Tensor:
     """Return the fake result of an operator of `STORAGE_COPIES` whose first argument is `base`: a
-    tensor of the same layout, in a storage as large as that of `base`."""
+    tensor of the same layout, in a storage as large as `base` has."""
     if torch._debug_has_internal_overlap(base) == 1:
         return torch.empty_like(base)
     elements = base.untyped_storage().nbytes() // base.element_size()
