@@ -41,24 +41,74 @@ from benchmarks.harness import machine, report
 ROOT = Path(__file__).resolve().parent.parent
 EXPLAINED = Path(__file__).with_name("mutants_explained.toml")
 
+_RUNTIME_TESTS = (
+    "torch/runtime/test_outputs",
+    "torch/runtime/test_module",
+    "torch/runtime/test_eager_semantics",
+    "torch/runtime/test_writes_in_place",
+    "torch/laws/test_random_modules",
+)
+
 MODULES: dict[str, tuple[str, ...]] = {
-    "solver/remat/simulate.py": ("solver/test_simulate", "solver/test_graph"),
-    "solver/remat/rewrite.py": ("torch/documents/test_rewrite",),
-    "solver/remat/plan.py": ("solver/test_plan",),
-    "solver/remat/plan_data.py": ("solver/test_plan",),
-    "solver/remat/documents/plan.py": ("solver/test_plan",),
+    "solver/remat/simulate.py": (
+        "solver/test_simulate",
+        "solver/test_graph",
+        "solver/test_plan",
+        "solver/strategies/test_baselines",
+    ),
+    "solver/remat/rewrite.py": (
+        "torch/documents/test_rewrite",
+        "torch/documents/test_documents",
+        "torch/runtime/test_writes_in_place",
+    ),
+    "solver/remat/plan.py": (
+        "solver/test_plan",
+        "solver/test_wrong_objects",
+        "solver/report/test_solving",
+        "solver/report/test_explain",
+        "solver/view/test_view",
+    ),
+    "solver/remat/plan_data.py": (
+        "solver/test_plan",
+        "solver/report/test_solving",
+        "solver/report/test_explain",
+        "solver/view/test_figures",
+        "torch/split/test_candidates",
+    ),
+    "solver/remat/documents/plan.py": ("solver/test_plan", "torch/cli/test_documents"),
     "solver/remat/strategies/search/state.py": (
         "solver/strategies/search/test_search",
+        "solver/strategies/search/test_steps",
         "solver/strategies/search/test_bound_scope",
+        "solver/strategies/search/test_failing_steps",
+        "solver/strategies/search/test_baseline_starts",
+        "solver/milp/test_support",
     ),
-    "solver/remat/frontend/runtime/lower.py": ("torch/runtime/test_lower",),
-    "solver/remat/frontend/runtime/autograd_function.py": ("torch/runtime/test_autograd_function",),
-    "solver/remat/frontend/runtime/guards.py": ("torch/runtime/test_guards",),
+    "solver/remat/frontend/runtime/lower.py": (
+        "torch/runtime/test_lower",
+        "torch/runtime/test_memory_reuse",
+        "torch/runtime/test_rng_state",
+        *_RUNTIME_TESTS,
+        "torch/offload/test_late_copies",
+    ),
+    "solver/remat/frontend/runtime/autograd_function.py": (
+        "torch/runtime/test_autograd_function",
+        "torch/laws/test_several_calls",
+        *_RUNTIME_TESTS,
+        "torch/memory/test_released_tensors",
+    ),
+    "solver/remat/frontend/runtime/guards.py": (
+        "torch/runtime/test_guards",
+        "torch/runtime/test_launch",
+        "torch/laws/test_changed_modules",
+        "torch/laws/test_changed_values",
+        "torch/planning/test_changed_values",
+    ),
     "solver/remat/frontend/costs/cost_key.py": ("torch/costs/test_key",),
     "server/remat_server/http/auth.py": ("server/test_auth",),
     "server/remat_server/store/leases.py": ("server/test_leases",),
 }
-"""The tested modules, each with its test files."""
+"""The tested modules with their test files, the fastest first: pytest stops at a failure."""
 
 TIMEOUT_FACTOR = 4.0
 TIMEOUT_SLACK_S = 30.0

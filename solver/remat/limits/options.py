@@ -60,6 +60,10 @@ SCALARS = "scalars"
 """The value of `differentiate` for all outputs of one element that require a gradient. It is
 internal: the meaning of "auto" with `outputs="loss"`."""
 
+CRITERION = "criterion"
+"""The value of `differentiate` for what a criterion returns: its loss, or the first of what it
+returns; other scalars are metrics. It is internal: the meaning of "auto" with `loss=`."""
+
 
 def differentiated_with(outputs: str, differentiate: str | Sequence[str]) -> str | Sequence[str]:
     """Return the option `differentiate` for a step with this option `outputs`: where only the loss

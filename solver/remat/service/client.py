@@ -43,7 +43,7 @@ from remat.strategies import Auto, Strategy
 if TYPE_CHECKING:
     from torch import nn
 
-    from remat.frontend.api.optimize import Criterion
+    from remat.frontend.api.criterion import Criterion
     from remat.frontend.runtime.module import RematModule
 
 _SERVICE_COSTS = ("measure", "roofline:")

@@ -3,21 +3,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Unpack
 
-import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from remat.choice.plan_request import TracePlan
 from remat.costs.trace_costs import roofline_of
 from remat.documents.trace import Trace
 from remat.errors import TraceError, wrong_type
+from remat.frontend.api.criterion import Criterion, ModelWithLoss
 from remat.frontend.capture.model.wrapped_code import unwrap_compiled
 from remat.frontend.capture.trace import check_differentiable, normalise_inputs
-from remat.frontend.common.code_origin import errors_name_part
 from remat.frontend.costs.measure import check_cost_source
 from remat.frontend.memory.device_memory import reserve_size
 from remat.frontend.planning.planner import Planner
@@ -25,7 +23,7 @@ from remat.frontend.planning.solving import plan_trace
 from remat.frontend.runtime.guards import ModelCall, ModelTracker
 from remat.frontend.runtime.module import RematModule
 from remat.limits.limits import Limits
-from remat.limits.options import pieces_to_try
+from remat.limits.options import CRITERION, pieces_to_try
 from remat.plan_options import (
     MEASURED_BY_SERVICE,
     OPTIMIZE,
@@ -93,10 +91,14 @@ def optimize(
     the budget and that peak.
 
     `loss` is the criterion of a training loop that computes the loss outside of the model, such as
-    `torch.nn.CrossEntropyLoss()`. The result then computes `loss(model(*inputs), target)`: its
-    last positional argument, in the example inputs too, is the target. The model's output is then
-    a value of the plan, which may be recomputed or split. The result has the submodules `model` and
-    `loss`; train and save the model through either.
+    `torch.nn.CrossEntropyLoss()`. The result then computes `loss(model(*inputs), *targets)`: the
+    last positional arguments, in the example inputs too, are what the loss requires after the
+    model's output. Keyword arguments go to the model, the loss, or both, by the names in their
+    signatures. The loss may return metrics with the loss, in a dictionary with the key "loss" or
+    in a tuple with the loss first; no gradients come from the metrics. It may use other models,
+    such as a reference or a teacher. The model's output is then a value of the plan, which may be
+    recomputed or split. The result has the submodules `model` and `loss`; train and save the model
+    through either.
 
     The result shares the model's parameters and hooks, and behaves like the model. If torch.compile
     compiled the model, the module inside is planned. Raises `InfeasibleBudget`, `BudgetError`,
@@ -108,9 +110,12 @@ def optimize(
     if isinstance(model, RematModule):
         raise TraceError("this model is optimised already; pass the original one")
     check_no_planned_submodule(model)
+    checked = replace(checked_door_options(OPTIMIZE, budget, options), service=service)
     if loss is not None:
         model = ModelWithLoss(model, loss)
-    planner = Planner(replace(checked_door_options(OPTIMIZE, budget, options), service=service))
+        if checked.differentiate == "auto":
+            checked = replace(checked, differentiate=CRITERION)
+    planner = Planner(checked)
     if example_inputs is None and example_kwargs is None:
         return RematModule(model, planner)
     args, kwargs = normalise_inputs(
@@ -189,80 +194,3 @@ def check_no_planned_submodule(model: nn.Module) -> None:
                 f"{name} inside of this {type(model).__name__} is {how} by remat already; plan the "
                 "whole model, or only its submodules"
             )
-
-
-Criterion = Callable[[Any, Any], Any]
-"""A function or module that computes a loss from a model's output and a target."""
-
-
-class ModelWithLoss(nn.Module):
-    """A module that returns `loss(model(*inputs, **kwargs), target)`. Its last positional argument
-    is the target.
-
-    With the criterion in the planned step, the model's output is a value like any other: it may be
-    recomputed, or exist only in pieces.
-    """
-
-    def __init__(self, model: nn.Module, loss: Criterion) -> None:
-        if isinstance(loss, type):
-            raise TypeError(f"loss is the class {loss.__name__}; pass an instance of it")
-        if not callable(loss):
-            raise TypeError(
-                f"loss is {loss!r}; it must be a function of the model's output and a target, such "
-                "as torch.nn.CrossEntropyLoss()"
-            )
-        super().__init__()
-        self.model = model
-        self.loss = loss
-        self.train(model.training)
-
-    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Return the loss of one batch. Raises `TraceError` without a target, and for a loss
-        of several elements, or that no gradient comes from."""
-        if len(inputs) + len(kwargs) < 2 or not inputs:
-            raise TraceError(
-                "with loss=, the last positional argument is the target of the loss, and those "
-                f"before it are the model's; this call has {len(inputs)}: pass the model's inputs, "
-                "then the target"
-            )
-        *model_inputs, target = inputs
-        with errors_name_part(type(self.model).__name__):
-            output = self.model(*model_inputs, **kwargs)
-        with errors_name_part(self.criterion_name):
-            loss = self.loss(output, target)
-        self._check_loss(loss, output)
-        return loss
-
-    @property
-    def criterion_name(self) -> str:
-        """The criterion, as errors name it."""
-        return f"the criterion {getattr(self.loss, '__name__', type(self.loss).__name__)}"
-
-    def _check_loss(self, loss: Any, output: Any) -> None:
-        """Raise `TraceError` for a result of the criterion that cannot be trained with."""
-        if isinstance(loss, torch.Tensor) and loss.numel() != 1:
-            raise TraceError(
-                f"the loss has the shape {tuple(loss.shape)}: reduce it to one number, such as its "
-                "mean"
-            )
-        if not _tensor_leaves(loss):
-            raise TraceError(
-                f"{self.criterion_name} returns no tensor, but an object of the type "
-                f"{type(loss).__name__}; it must return the loss"
-            )
-        is_trained = self.training and torch.is_grad_enabled() and _any_requires_grad(output)
-        if is_trained and not _any_requires_grad(loss):
-            raise TraceError(
-                f"no gradient comes from the result of {self.criterion_name}: it is detached, "
-                "computed without gradients, or does not use the model's output"
-            )
-
-
-def _any_requires_grad(tree: Any) -> bool:
-    """True if any tensor of a pytree requires a gradient."""
-    return any(tensor.requires_grad for tensor in _tensor_leaves(tree))
-
-
-def _tensor_leaves(tree: Any) -> list[torch.Tensor]:
-    """Return the tensors of a pytree."""
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]

@@ -12,7 +12,7 @@ from torch import fx
 from remat.documents.structure import Structure
 from remat.errors import TraceError, no_loss_returned
 from remat.frontend.common.pytree import DroppedOutput, flatten, tensors_in, unflatten
-from remat.limits.options import SCALARS
+from remat.limits.options import CRITERION, SCALARS
 
 
 def outputs_to_differentiate(
@@ -22,8 +22,8 @@ def outputs_to_differentiate(
 
     "all" is every output that requires a gradient, "scalars" those of one element; names select
     some. "auto" is the output named `loss`, or the first of a tuple, if that is the only scalar
-    one; else the same as "all". Raises `TraceError` if no output requires a gradient, or a name is
-    unknown.
+    one; else the same as "all". "criterion" is that output also where other outputs are scalars.
+    Raises `TraceError` if no output requires a gradient, or a name is unknown.
     """
     requires_grad = [t.requires_grad for t in tensors]
     if not any(requires_grad):
@@ -39,13 +39,14 @@ def outputs_to_differentiate(
             raise no_loss_returned("the model")
         return is_scalar
     paths = [structure.path_of(i) for i in range(len(tensors))]
-    if differentiate != "auto":
+    if differentiate not in ("auto", CRITERION):
         names = [differentiate] if isinstance(differentiate, str) else list(differentiate)
         if missing := [n for n in names if n not in paths]:
             raise TraceError(f"the model has no output {missing[0]!r}; it returns {paths}")
         return [r and p in names for r, p in zip(requires_grad, paths, strict=True)]
     for path in ("loss", "[0]"):
-        if path in paths and is_scalar[paths.index(path)] and sum(is_scalar) == 1:
+        is_loss = path in paths and is_scalar[paths.index(path)]
+        if is_loss and (differentiate == CRITERION or sum(is_scalar) == 1):
             return [p == path for p in paths]
     return requires_grad
 
