@@ -12,6 +12,7 @@ makes each layer checkpoint itself by its policy.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any, Unpack
 
@@ -27,6 +28,7 @@ from remat.frontend.api.enable import (
     disable,
     enable,
     is_enabled,
+    plans,
 )
 from remat.frontend.emit import operators
 from remat.frontend.emit.apply_policies import blocks_with_policies, check_policy_rules
@@ -40,6 +42,8 @@ except ImportError:
 
 __all__ = ["RematCallback", "apply", "gradient_checkpointing_func"]
 
+logger = logging.getLogger("remat")
+
 _DEFAULT_POLICY = BlockPolicy(block="", how=CHECKPOINTED)
 
 
@@ -50,19 +54,31 @@ class RematCallback(TrainerCallback):
     If the budget is in bytes or "auto", the optimizer's state is reserved from it. A model that is
     already enabled is left as it is. TRL's trainers compute their loss from other outputs than
     the model's `loss`: with them, `differentiate` is "all" by default.
+
+    A trainer that calls only a part of the model, such as the layers without the head, needs the
+    name of this submodule: `module`. For TRL's `DistillationTrainer` that is the default.
     """
 
-    def __init__(self, budget: int | str, **options: Unpack[EnableOptions]) -> None:
+    def __init__(
+        self, budget: int | str, *, module: str | None = None, **options: Unpack[EnableOptions]
+    ) -> None:
         check_enable_options(budget, options)
         self.budget = budget
+        self.module = module
         self.options = options
         self._enabled: nn.Module | None = None
+        self._is_first_step = True
 
     def on_train_begin(
         self, args: Any, state: Any, control: Any, model: Any = None, **others: Any
     ) -> None:
         """Enable the model. The Trainer calls this when training starts."""
-        if model is None or is_enabled(model):
+        if model is None:
+            return
+        model = model.get_submodule(
+            _default_part(model, args) if self.module is None else self.module
+        )
+        if is_enabled(model):
             return
         options: Any = dict(self.options)
         optimizer = getattr(others.get("optimizer"), "optimizer", others.get("optimizer"))
@@ -71,12 +87,35 @@ class RematCallback(TrainerCallback):
         if _is_trl_arguments(args):
             options.setdefault("differentiate", "all")
         self._enabled = enable(model, self.budget, **options)
+        self._is_first_step = True
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        """Warn if the first step did not call the enabled model."""
+        if self._enabled is not None and self._is_first_step and not plans(self._enabled):
+            logger.warning(
+                "the training step did not call the forward of %s with gradients, so nothing is "
+                "planned: the trainer calls a part of it. Pass its name, as in RematCallback(%r, "
+                'module="model")',
+                type(self._enabled).__name__,
+                self.budget,
+            )
+        self._is_first_step = False
 
     def on_train_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """Disable the model. The Trainer calls this when training ends."""
         if self._enabled is not None:
             disable(self._enabled)
             self._enabled = None
+
+
+def _default_part(model: nn.Module, args: object) -> str:
+    """Return the name of the submodule that the trainer with these arguments calls: "" for the
+    model itself."""
+    if type(args).__name__ != "DistillationConfig" or not _is_trl_arguments(args):
+        return ""
+    path = "base_model.model" if hasattr(model, "peft_config") else ""
+    prefix = getattr(model.get_submodule(path), "base_model_prefix", "")
+    return ".".join(filter(None, (path, prefix)))
 
 
 def _is_trl_arguments(args: object) -> bool:

@@ -179,12 +179,49 @@ def test_a_callback_enables_the_model_for_a_run(
     assert len(remat.plans(enabled)) == 1
 
 
+class _OfLayers(Logged):
+    """A trainer that calls the layers, and computes logits and loss itself."""
+
+    def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
+        hidden = model.model(inputs["input_ids"]).last_hidden_state
+        labels = inputs["labels"].flatten()
+        return nn.functional.cross_entropy(model.lm_head(hidden).flatten(0, 1), labels)
+
+
+def test_a_trainer_that_calls_a_part_of_the_model(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    seen, planned_parts = [], []
+    for part in (None, "", "model"):
+        model = fresh_model(llama)
+        plain = trainer(model, tmp_path, 2, save_strategy="no")
+        training = _OfLayers(model, plain.args, train_dataset=examples(model))
+        if part is not None:
+            callback = RematCallback(
+                "80%", module=part, strategy=NEAR, costs=remat.Roofline("cpu"), split="off"
+            )
+            training.add_callback(callback)
+            plans: list[remat.Plan] = []
+            training.add_callback(_Looking(plans, part))
+            caplog.clear()
+            with caplog.at_level("WARNING", "remat"):
+                training.train()
+            is_warned = "did not call the forward of LlamaForCausalLM" in caplog.text
+            planned_parts.append((len(plans), is_warned))
+        else:
+            training.train()
+        seen.append(training.seen)
+    assert planned_parts == [(0, True), (1, False)]
+    assert seen[0] == seen[1] == seen[2]
+
+
 class _Looking(TrainerCallback):
-    def __init__(self, plans: list[Any]) -> None:
+    def __init__(self, plans: list[Any], part: str = "") -> None:
         self.found = plans
+        self.part = part
 
     def on_step_end(self, *_: Any, model: Any = None, **__: Any) -> None:
-        self.found[:] = remat.plans(model)
+        self.found[:] = remat.plans(model.get_submodule(self.part))
 
 
 @pytest.mark.slow
