@@ -28,17 +28,20 @@ def loss(function: Loss) -> Loss:
 
 
 class Policy(nn.Module):
-    """Embedding, a layer, and a head over the vocabulary; its loss is part of it."""
+    """Embedding, a layer with dropout, and a head over the vocabulary; its loss is part of it."""
 
-    def __init__(self, criterion: Loss, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self, criterion: Loss, dtype: torch.dtype = torch.float32, dropout: float = 0.0
+    ) -> None:
         super().__init__()
         self.criterion = criterion
+        self.dropout = nn.Dropout(dropout)
         self.embedding = nn.Embedding(WORDS, WIDTH, dtype=dtype)
         self.layer = nn.Linear(WIDTH, WIDTH, dtype=dtype)
         self.head = nn.Linear(WIDTH, WORDS, bias=False, dtype=dtype)
 
     def forward(self, ids: Tensor, **batch: Tensor) -> Any:
-        hidden = torch.tanh(self.layer(self.embedding(ids)))
+        hidden = self.dropout(torch.tanh(self.layer(self.embedding(ids))))
         return self.criterion(self.head(hidden), {"ids": ids, **batch})
 
 
