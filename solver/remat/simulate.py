@@ -98,8 +98,8 @@ def overwritten_copies(graph: Graph, schedule: Schedule, copies: Sequence[Copy])
     overwrites = overwritten_in_run(graph, schedule)
     return frozenset(
         index
-        for index, (value, start, end) in enumerate(copies)
-        if start < end < len(schedule) and value in overwrites[end]
+        for index, (value, _, end) in enumerate(copies)
+        if end < len(schedule) and value in overwrites[end]
     )
 
 
@@ -175,8 +175,8 @@ def _bytes_during_runs(
     first_runs = np.sort(np.unique(runs, return_index=True)[1])
     overwritten, overwriting = graph.overwrite_lists.of_runs(runs[first_runs])
     keys = overwritten * len(runs) + first_runs[overwriting]
-    values, starts, ends = spans
-    is_overwritten = (starts < ends) & (ends < len(runs)) & np.isin(values * len(runs) + ends, keys)
+    values, _, ends = spans
+    is_overwritten = (ends < len(runs)) & np.isin(values * len(runs) + ends, keys)
     np.subtract.at(
         during_bytes, ends[is_overwritten], graph.size_array_bytes[values[is_overwritten]]
     )

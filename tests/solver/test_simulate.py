@@ -14,7 +14,7 @@ from tests.helpers.graphs import chain, small_graphs
 from remat.errors import GraphError
 from remat.graph import Graph, Operation, Value
 from remat.schedule import Schedule
-from remat.simulate import Copy, peak_and_time, simulate
+from remat.simulate import Copy, Timeline, overwritten_copies, peak_and_time, simulate
 
 
 def test_the_peak_of_a_chain_is_the_one_counted_by_hand() -> None:
@@ -82,12 +82,13 @@ def test_an_empty_graph_has_its_constant_memory() -> None:
 def test_the_simulator_agrees_with_an_explicit_memory(graph: Graph, data: st.DataObject) -> None:
     runs: list[int] = []
     for op in range(len(graph)):
-        recomputable = [o for o in range(op) if graph.operations[o].recomputable]
+        recomputable = [o for o in range(op) if graph.may_recompute(o, op)]
         if recomputable:
             runs += data.draw(st.lists(st.sampled_from(recomputable), max_size=2))
         runs.append(op)
     timeline = simulate(graph, Schedule.of(runs))
     assert list(timeline.during_bytes) == _explicit(graph, runs)
+    assert list(timeline.during_bytes) == _from_copies(graph, runs, timeline)
     assert peak_and_time(graph, Schedule.of(runs)) == (timeline.peak_bytes, timeline.time_s)
 
 
@@ -119,6 +120,17 @@ def _explicit(graph: Graph, runs: list[int]) -> list[int]:
             if all(value not in graph.operations[runs[r]].inputs for r in readers):
                 live -= graph.values[value].size_bytes
         during.append(live + operation.workspace_bytes)
+    return during
+
+
+def _from_copies(graph: Graph, runs: list[int], timeline: Timeline) -> list[int]:
+    """Return the bytes during each run, from the copies: without those that the run overwrites."""
+    overwritten = overwritten_copies(graph, Schedule.of(runs), timeline.copies)
+    during = [graph.constant_bytes + graph.operations[op].workspace_bytes for op in runs]
+    for index, copy in enumerate(timeline.copies):
+        for run in range(copy.start, min(copy.end + 1, len(runs))):
+            if run < copy.end or index not in overwritten:
+                during[run] += graph.values[copy.value].size_bytes
     return during
 
 

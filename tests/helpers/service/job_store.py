@@ -81,13 +81,15 @@ def finish(
     status: str = "succeeded",
     problem: dict[str, Any] | None = None,
     body: bytes = b"body",
-    is_shared: bool = True,
+    **options: Any,
 ) -> bool:
-    problem_fields: dict[str, Any] = {"problem": problem}
+    """Finish a job; `options` are those of `leases.finish`."""
     if status == "succeeded":
-        problem_fields |= {"body": body, "summary": [SUMMARY], "is_shared": is_shared}
+        options |= {"body": body, "summary": [SUMMARY]}
     with database.write() as connection:
-        return leases.finish(connection, worker, id, status, seconds=1.0, **problem_fields)
+        return leases.finish(
+            connection, worker, id, status, problem=problem, seconds=1.0, **options
+        )
 
 
 def report(database: Database, worker: str, id: str) -> None:
