@@ -10,11 +10,13 @@ import pytest
 from tests.helpers.graphs import chain
 from tests.helpers.plans import plan_of
 
+from remat.documents.plan import CandidateRecord, GraphRecord, OperationRecord
 from remat.errors import DocumentError, RematError
 from remat.plan import Plan, Status
 from remat.plan_data import (
     PLAN_PARTS,
     AllocatorPrediction,
+    CandidateResult,
     DeclinedOptions,
     OffloadFigures,
     PlanTerms,
@@ -42,8 +44,10 @@ def plan_keeping_all() -> Plan:
 
 
 def test_a_plan_is_immutable(plan_keeping_all: Plan) -> None:
-    with pytest.raises(FrozenInstanceError):
-        plan_keeping_all.peak_bytes = 0  # type: ignore[misc]
+    """It takes no further attributes either, which no document could have."""
+    for name in ("peak_bytes", "comment"):
+        with pytest.raises(FrozenInstanceError):
+            setattr(plan_keeping_all, name, 0)
     same = Plan.from_json(plan_keeping_all.to_json())
     assert len({plan_keeping_all, same}) == 1, "so it can be a key"
 
@@ -134,6 +138,27 @@ def test_a_plan_is_read_with_all_its_parts(plan: Plan, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    "part", [*ALL_PARTS.values(), CandidateResult("split", "taken")], ids=lambda p: type(p).__name__
+)
+def test_the_parts_of_a_plan_are_immutable(part: object) -> None:
+    for part_field in fields(part):  # type: ignore[arg-type]
+        with pytest.raises(FrozenInstanceError):
+            setattr(part, part_field.name, None)
+
+
+def test_host_memory_is_in_use_only_where_tensors_are_offloaded(plan: Plan) -> None:
+    assert plan.host_bytes == 0
+    assert replace(plan, offload=ALL_PARTS["offload"]).host_bytes == 100
+
+
+def test_each_kind_of_segments_has_its_own_peaks() -> None:
+    prediction = AllocatorPrediction(1, 2, 3, 4, 5)
+    for is_expandable, peaks in ((False, (2, 3)), (True, (4, 5))):
+        assert prediction.allocated(is_expandable=is_expandable) == peaks[0]
+        assert prediction.reserved(is_expandable=is_expandable) == peaks[1]
+
+
+@pytest.mark.parametrize(
     ("key", "value"),
     [
         *(("to_host_bytes_per_s", rate) for rate in ("fast", 0.0, -1.0)),
@@ -191,13 +216,22 @@ def test_a_forged_document_is_refused(plan: Plan, changes: dict[str, object], me
 
 
 def test_optional_fields_of_a_document_may_be_missing(plan: Plan) -> None:
-    """Without them, no operation is order-sensitive, and no library has memory."""
+    """They are left out of older documents, and then have no effect."""
+    plan = replace(plan, candidates=(CandidateResult("whole", "taken"),))
     document = json.loads(plan.to_json())
     assert document["version"] == 2
-    del document["graph"]["library_bytes"]
-    for operation in document["graph"]["operations"]:
-        del operation["order_sensitive"]
+    records = [
+        *((operation, OperationRecord) for operation in document["graph"]["operations"]),
+        *((candidate, CandidateRecord) for candidate in document["candidates"]),
+        (document["graph"], GraphRecord),
+    ]
+    for record, kind in records:
+        for name, record_field in kind.model_fields.items():
+            if not record_field.is_required():
+                del record[name]
     assert Plan.from_json(json.dumps(document)) == plan
+    del document["candidates"]
+    assert Plan.from_json(json.dumps(document)) == replace(plan, candidates=())
 
 
 @pytest.mark.parametrize("key", ["peak_bytes", "baseline_peak_bytes", "time_s", "baseline_time_s"])
@@ -210,7 +244,8 @@ def test_a_document_with_a_slightly_wrong_number_is_refused(plan: Plan, key: str
 
 def test_the_description_has_units(plan: Plan) -> None:
     text = plan.describe()
-    assert str(plan) == text
+    assert str(plan) == text == str(plan.report())
+    assert text != str(plan.report(solve=True)) == plan.describe(solve=True)
     for word in ("MiB", "ms", "%", "layer.", "bound"):
         assert word in text
     assert len(repr(plan)) < 120
