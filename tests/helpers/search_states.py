@@ -45,8 +45,9 @@ class SlotSource:
     requests: list[tuple[list[Schedule], float]] = field(default_factory=list)
 
     def __call__(
-        self, graph: Graph, schedules: Sequence[Schedule], affordable_s: float, _: int
+        self, graph: Graph, schedules: Sequence[Schedule], affordable_s: float, coarseness: int
     ) -> Slots:
+        assert coarseness >= 1
         self.requests.append((list(schedules), affordable_s))
         if self.is_complete:
             return slots.build_complete_slots(graph, affordable_s)

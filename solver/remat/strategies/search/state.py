@@ -156,7 +156,7 @@ class SearchState:
         """
         if self.graph is not self.task.graph:
             self._add_full_graph_candidate(self.best)
-        best = min(self.incumbents[:1] + self._full_graph_candidates, key=self.objective_of)
+        best = min(self.incumbents + self._full_graph_candidates, key=self.objective_of)
         return best.schedule, self.objective_of(best)
 
     @property

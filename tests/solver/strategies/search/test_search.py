@@ -23,7 +23,7 @@ from tests.helpers.search_states import (
 )
 
 from remat.errors import InfeasibleBudget, RematError, SolverError, SolverTimeout, SolverWarning
-from remat.graph import Baseline, Graph, Value
+from remat.graph import Baseline, Graph, Operation, Value
 from remat.heuristics.local_search import EvaluatedSchedule
 from remat.heuristics.polish import polish
 from remat.milp.backends import SolverOutcome
@@ -175,11 +175,30 @@ def test_incumbents_are_sorted_by_time() -> None:
     assert small.objective == 3
 
 
-@pytest.mark.slow
+def test_a_schedule_that_recomputes_a_shared_copy_is_no_incumbent() -> None:
+    """Two operations need the same copy of `a`, which may be recomputed after them only."""
+    operations = (
+        Operation("a", (), (0,), 1.0),
+        Operation("copy", (0,), (1,), 1.0),
+        Operation("release", (0, 1), (2,), 1.0, same_copy_as=1),
+        Operation("last", (0, 2), (3,), 1.0),
+    )
+    values = tuple(Value(operation.name, 1) for operation in operations)
+    graph = Graph(operations, values, results=frozenset({3}))
+    state = search_state_of(graph, SlotSource())
+    between, after = Schedule.of([0, 1, 0, 2, 3]), Schedule.of([0, 1, 2, 0, 3])
+    state.add_schedules([between, after, Schedule.keep_all(graph)])
+    assert set(state.schedules) == {after, Schedule.keep_all(graph)}
+
+
 def test_a_schedule_that_fits_only_with_nothing_set_aside_may_be_the_best() -> None:
     at_work = search_state_of(CHAIN, SlotSource(), 5)
     cheap, expensive = (run_search(CHAIN, SlotSource(), budget).schedule for budget in (5, 3))
     at_work.switch_graph(replace(CHAIN), 4)
+    at_work.add_schedules([expensive])
+    with_all_memory = polish(CHAIN, at_work.best, 5)
+    assert time_of(CHAIN, with_all_memory) < at_work.objective
+    assert at_work.best_overall() == (with_all_memory, time_of(CHAIN, with_all_memory))
     at_work.add_schedules([expensive, cheap, Schedule.keep_all(CHAIN)])
     assert at_work.best == polish(CHAIN, expensive, 4)
     assert at_work.best_overall() == (cheap, time_of(CHAIN, cheap))
