@@ -59,6 +59,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "solver/remat/rewrite.py": (
         "torch/documents/test_rewrite",
         "torch/documents/test_documents",
+        "torch/split/test_split_views",
         "torch/runtime/test_writes_in_place",
     ),
     "solver/remat/plan.py": (

@@ -7,6 +7,7 @@ variables that the backward reads.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Container, Set
 from typing import NamedTuple
 
@@ -271,5 +272,4 @@ class _ProgramWriter:
 def tensor_of_variable(variable: str, names: Container[str]) -> str:
     """Return the tensor that a variable of a program is a copy of. Later copies of a tensor are
     `name__2`, `name__3`, ...; `names` are all tensors, whose own names may end in this way, too."""
-    head, _, copy = variable.rpartition("__")
-    return head if variable not in names and head and copy.isdigit() else variable
+    return variable if variable in names else re.sub(r"__[0-9]+$", "", variable)

@@ -20,7 +20,12 @@ from remat.documents.trace import Trace
 from remat.errors import GraphError
 from remat.frontend.common.operators import resolve_operator
 from remat.passes.gradient_accumulation import with_gradient_accumulation
-from remat.rewrite import BATCH_NORM, BATCH_NORM_RECOMPUTES, BATCH_NORM_WITHOUT_STATS
+from remat.rewrite import (
+    BATCH_NORM,
+    BATCH_NORM_RECOMPUTES,
+    BATCH_NORM_WITHOUT_STATS,
+    tensor_of_variable,
+)
 
 
 class Net(WithParts, linear=(8, 8), norm=lambda: nn.BatchNorm1d(8)):
@@ -273,6 +278,53 @@ def test_variables_of_recomputations_have_unique_names(net: Trace) -> None:
     assert len(names) == len(set(names))
     copies = {name for name in names if name.split("__")[0] == "tanh"}
     assert copies == {"tanh__2", "tanh__3", "tanh__4"}
+    assert {tensor_of_variable(name, net.storage_of) for name in names} <= net.storage_of.keys()
+
+
+@pytest.mark.parametrize(
+    ("variable", "tensor"),
+    [
+        ("mm", "mm"),
+        ("mm__2", "mm"),
+        ("mm__12", "mm"),
+        ("block__2", "block__2"),
+        ("block__2__3", "block__2"),
+        ("layer__weight", "layer__weight"),
+        ("layer__weight__2", "layer__weight"),
+    ],
+)
+def test_a_number_at_the_end_of_a_variable_is_that_of_a_copy(variable: str, tensor: str) -> None:
+    """Unless the tensor itself has such a name."""
+    assert tensor_of_variable(variable, {"mm", "block__2", "layer__weight"}) == tensor
+
+
+class Gated(WithParts, layer=(8, 8), gate=(8, 8)):
+    """A product, whose backward reads its gradient twice."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        product = torch.tanh(self.layer(x)) * torch.sigmoid(self.gate(x))
+        return product.square().mean()
+
+
+def test_an_argument_is_overwritten_unless_it_is_read_again() -> None:
+    """As by the second of the two readers of the gradient, after which the first runs again."""
+    trace = traced(Gated(), torch.randn(16, 8))
+    operations = trace.graph().operations
+
+    def overwritten(runs: list[int]) -> dict[str, str]:
+        program = remat.rewrite(trace, remat.Schedule(tuple(runs)))
+        return {s.results[0].name: s.overwrites for s in program.backward if s.overwrites}
+
+    runs = list(range(len(operations)))
+    assert overwritten(runs) == trace.reusable_arguments
+    ((first, second),) = (
+        (reader, op)
+        for op in runs
+        for reader in range(op)
+        if set(operations[op].overwrites) & set(operations[reader].inputs)
+    )
+    runs.insert(second + 1, first)
+    assert overwritten(runs).keys() == trace.reusable_arguments.keys() - {operations[second].name}
 
 
 class Returned(WithParts, layers=lambda: nn.ModuleList(nn.Linear(32, 32) for _ in range(4))):
