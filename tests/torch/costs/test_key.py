@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from remat.documents.arguments import Literal, Ref
-from remat.documents.records import Node, TensorMeta
+from remat.documents.records import Node, Result, TensorMeta
+from remat.documents.targets import WRITE_TARGET
 from remat.frontend.costs import cost_key as cost_key
 
 
@@ -52,6 +53,41 @@ def test_the_key_depends_on_the_alignment() -> None:
 
 def test_one_tensor_read_twice_has_another_key_than_two_tensors() -> None:
     assert key(second="x") != key(second="y")
+
+
+def write_key(
+    target: str = "aten.add_.Tensor",
+    shape: tuple[int, int] = (2, 2),
+    stride: tuple[int, int] = (2, 1),
+    offset: int = 0,
+    operand: str = "x",
+    rows: int = 4,
+) -> object:
+    """Return the key of a write into a part of a buffer."""
+    buffer = TensorMeta(dtype="float32", shape=(rows, 2), stride=(2, 1), device="cuda:0", offset=0)
+    node = Node(
+        name="write",
+        target=WRITE_TARGET,
+        args=(Ref("buffer"), target, shape, stride, offset, Ref(operand)),
+        results=(Result(name="written", tensor=buffer, storage=0),),
+    )
+    metas = {"buffer": buffer, "x": tensor(), "y": tensor(offset=1)}
+    return cost_key.cost_key(node, metas, "cuda")
+
+
+@pytest.mark.parametrize("target", ["aten.add_.Tensor", "aten.neg.out"])
+def test_the_key_of_a_write_depends_on_the_operator_and_the_part(target: str) -> None:
+    """But not on the whole buffer."""
+    keys = [
+        write_key(target),
+        write_key("aten.mul_.Tensor"),
+        write_key(target, shape=(1, 2)),
+        write_key(target, stride=(1, 2)),
+        write_key(target, offset=2),
+        write_key(target, operand="y"),
+    ]
+    assert all(keys.count(one) == 1 for one in keys)
+    assert write_key(target, rows=8) == keys[0]
 
 
 def test_a_processor_is_identified_by_its_model(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,6 +144,16 @@ def test_precision_switches_are_part_of_an_accelerators_key(
     ACCELERATOR[change](monkeypatch)
     assert cost_key.environment_key(accelerator) != before[0]
     assert cost_key.environment_key(cpu) == before[1]
+
+
+def test_the_version_of_cudnn_is_part_of_the_key_where_it_is_used(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    accelerator = torch.device("meta")
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 90100)
+    for is_enabled, version in ((True, 90100), (False, None)):
+        monkeypatch.setattr(torch.backends.cudnn, "enabled", is_enabled)
+        assert cost_key.environment_key(accelerator)["cudnn"] == version
 
 
 def test_each_kind_of_device_has_its_own_precision() -> None:

@@ -49,15 +49,15 @@ def cost_key(
             case _:
                 return encode_argument(argument)
 
-    target = node.args[1] if is_write(node) else node.target
-    node, metas = call_of_write(node, metas)
+    call, metas = call_of_write(node, metas)
     key: dict[str, object] = {
-        "op": target,
-        "args": [described(item) for item in node.args],
-        "kwargs": {key: described(value) for key, value in node.kwargs.items()},
+        "op": node.target,
+        "args": [described(item) for item in call.args],
+        "kwargs": {key: described(value) for key, value in call.kwargs.items()},
     }
-    if target != node.target:
-        key["part"] = tensor_key(node.results[0].tensor, trace_device_type)
+    if is_write(node):
+        (part,) = call.results
+        key |= {"op": node.args[1], "part": tensor_key(part.tensor, trace_device_type)}
     return key
 
 
