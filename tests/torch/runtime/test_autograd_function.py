@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from operator import itemgetter
 from typing import Any
 
@@ -12,12 +12,15 @@ import pytest
 import torch
 from tests.helpers.programs import keep_all, recompute_all, traced
 from tests.helpers.training.models import WithParts
+from tests.helpers.training.offloaded_steps import FAST, offloaded
 from tests.helpers.training.recorded_steps import RecordedCalls
 from tests.helpers.training.steps import assert_same_gradients, assert_same_steps
 from torch import nn
 
 import remat
+from remat.documents.program import Program
 from remat.frontend.runtime.autograd_function import _detached_unless_output, _StepFunction
+from remat.passes.gradient_accumulation import with_gradient_accumulation
 
 X = torch.rand(4, 6)
 COSTS = remat.Roofline("cpu")
@@ -102,6 +105,39 @@ def test_one_of_several_gradients_may_be_missing(
     assert_same_steps(lowered, model, X, loss=lambda output: (output * 2).sum())
 
 
+class Heads(WithParts, body=(6, 64), first=(64, 3), second=(64, 3)):
+    """Returns two outputs, each of which is a loss."""
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        h = torch.tanh(self.body(x))
+        return {name: getattr(self, name)(h).square().mean() for name in ("first", "second")}
+
+
+@pytest.mark.parametrize("accumulates", [False, True])
+@pytest.mark.parametrize("is_offloaded", [False, True])
+@pytest.mark.parametrize(("used", "unused"), [("first", "second"), ("second", "first")])
+@pytest.mark.usefixtures("offload_file_in_tmp_path")
+def test_parameters_of_an_unused_output_have_no_gradient(
+    used: str, unused: str, is_offloaded: bool, accumulates: bool
+) -> None:
+    """Also where zeros stand in for the gradient of that output, as with offloaded tensors."""
+    model = Heads()
+    eager, x = copy.deepcopy(model), torch.rand(16, 6)
+    trace = remat.trace(model, x, differentiate="all")
+    trace = remat.measure(with_gradient_accumulation(trace) if accumulates else trace, COSTS)
+    lowered = remat.lower(keep_all(offloaded(trace, FAST) if is_offloaded else trace), model)
+    for m in (lowered, eager):
+        for name, parameter in m.named_parameters():
+            if accumulates and not name.startswith(unused):
+                parameter.grad = torch.ones_like(parameter)
+        m(x)[used].backward()
+    for (name, actual), expected in zip(
+        lowered.named_parameters(), eager.parameters(), strict=True
+    ):
+        assert (actual.grad is None) == (expected.grad is None) == name.startswith(unused)
+        assert actual.grad is None or actual.grad.equal(expected.grad)
+
+
 class Alive(RecordedCalls):
     """A mode that records, for each operation, whether an object still existed when it began."""
 
@@ -175,6 +211,67 @@ def test_one_rng_state_is_saved_for_each_replay(count: int) -> None:
         "stored separately, as CUDA's states are no tensors"
     )
     assert_same_gradients(lowered, model)
+
+
+class Logits(WithParts, body=(6, 64), head=(64, 300)):
+    """Returns its loss and what it is computed from; may store that as well."""
+
+    logits: torch.Tensor | None = None
+
+    def __init__(self, *, is_stored: bool = False) -> None:
+        super().__init__()
+        self.is_stored = is_stored
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = self.head(torch.tanh(self.body(x)))
+        if self.is_stored:
+            self.logits = 2 * logits
+            return {"loss": logits.square().mean()}
+        return {"loss": logits.square().mean(), "logits": 2 * logits}
+
+
+def warnings_of_steps(
+    program: Program, model: nn.Module, releases: Iterable[bool], caplog: pytest.LogCaptureFixture
+) -> list[int]:
+    """Lower a program for a model, and run a step for each of `releases`: True if its outputs are
+    freed before the backward. Return the numbers of the steps that log a warning."""
+    lowered, warned = remat.lower(program, model), list[int]()
+    for number, is_released in enumerate(releases):
+        caplog.clear()
+        outputs = lowered(X)
+        loss = outputs["loss"]
+        if is_released:
+            outputs.clear()
+            model.logits = None
+        loss.backward()
+        if any('pass outputs="dropped"' in message for message in caplog.messages):
+            warned.append(number)
+    return warned
+
+
+def test_outputs_that_are_released_before_each_backward_are_reported_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """After three such steps in a row, once for a model."""
+    model = Logits()
+    program = recompute_all(traced(model, X))
+    releases = [True, True, False, *([True] * 8)]
+    assert warnings_of_steps(program, model, releases, caplog) == [5]
+    assert warnings_of_steps(program, model, releases, caplog) == []
+    assert warnings_of_steps(program, Logits(), [True] * 8, caplog) == [2]
+
+
+@pytest.mark.parametrize("kind", ["nothing is recomputed", "planned so", "stored", "small"])
+def test_released_outputs_that_cost_nothing_are_not_reported(
+    kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = Logits(is_stored=kind == "stored")
+    outputs = "dropped" if kind == "planned so" else "held"
+    trace = remat.measure(remat.trace(model, X, outputs=outputs), COSTS)
+    program = (keep_all if kind == "nothing is recomputed" else recompute_all)(trace)
+    if kind == "small":
+        program = program.model_copy(update={"predicted_peak_bytes": 1 << 30})
+    assert warnings_of_steps(program, model, [True] * 5, caplog) == []
 
 
 # These warnings are about the compiler's tracing, and its speed on Python 3.13.0.

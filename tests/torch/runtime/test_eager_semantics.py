@@ -263,6 +263,25 @@ def test_outputs_may_be_modified_in_place() -> None:
     assert_same_steps(run, other, x, loss=lambda h: h.add_(1.0).square().sum())
 
 
+class Attention(WithParts, layer=(8, 24)):
+    """Returns what the kernel of attention does: on the CPU a transposed view, which its backward
+    reads."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        heads = self.layer(x).view(2, 4, 2, 12).transpose(1, 2)
+        return F.scaled_dot_product_attention(*heads.chunk(3, dim=-1))
+
+
+def test_a_view_that_a_kernel_returns_may_be_modified_in_place() -> None:
+    """As in eager mode, the backward is an error then."""
+    model = Attention()
+    other, run, x = copy.deepcopy(model), optimized(model), torch.randn(2, 4, 8)
+    output = run(x).add_(1.0)
+    assert output.equal(other(x).add_(1.0))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        output.sum().backward()
+
+
 @dataclass
 class Returned:
     loss: torch.Tensor

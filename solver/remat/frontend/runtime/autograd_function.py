@@ -347,7 +347,7 @@ class StepMonitor:
             self._consecutive_releases += 1
         else:
             self._consecutive_releases = 0
-        if self._consecutive_releases == _CONSECUTIVE_BACKWARDS and self._is_active:
+        if self._consecutive_releases == _CONSECUTIVE_BACKWARDS:
             self._is_active = False
             if self._model in _reported:
                 return
