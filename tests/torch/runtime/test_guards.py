@@ -15,7 +15,14 @@ import remat
 from remat.documents.program import Program
 from remat.errors import GuardError
 from remat.frontend.common.pytree import flatten
-from remat.frontend.runtime.guards import ModelTracker, PlaceholderBinding, check_call
+from remat.frontend.runtime.guards import (
+    CallSignature,
+    ModelTracker,
+    PlaceholderBinding,
+    call_signature,
+    check_call,
+    signature_changes,
+)
 
 X, Y = torch.rand(4, 6), torch.rand(4, 6)
 
@@ -270,6 +277,47 @@ def test_a_model_is_traversed_only_after_a_change(more: int) -> None:
     assert not walks()
 
 
+REBINDS: dict[str, tuple[Callable[[Net], object], bool]] = {
+    "nothing": (lambda net: None, False),
+    "another value": (lambda net: net.first.weight.data.zero_(), False),
+    "another buffer": (lambda net: setattr(net.norm, "running_mean", torch.rand(6)), False),
+    "another parameter": (
+        lambda net: setattr(net.second, "bias", nn.Parameter(torch.rand(6))), False,
+    ),
+    "no longer tied": (
+        lambda net: setattr(net.second, "weight", nn.Parameter(torch.rand(6, 6))), True,
+    ),
+    "an equal module": (lambda net: setattr(net, "dropout", nn.Dropout(0.1)), True),
+    "one module twice": (lambda net: setattr(net, "second", net.first), True),
+    "another class": (lambda net: setattr(net.dropout, "__class__", nn.Identity), True),
+    "a new table": (lambda net: setattr(net.norm, "_buffers", {**net.norm._buffers}), True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("change", REBINDS)
+def test_plans_are_bound_again_unless_only_tensors_were_replaced(change: str) -> None:
+    do, is_rebound = REBINDS[change]
+    net = Net()
+    tracker = ModelTracker(net)
+    do(net)
+    assert tracker.refresh() == is_rebound
+    assert not tracker.refresh()
+
+
+def test_tied_buffers_have_the_number_of_the_first() -> None:
+    net = Net()  # the mean, the variance, the number of batches
+    tracker = ModelTracker(net)
+    assert tracker.tied_buffers() == ()
+    net.norm.running_var = net.norm.running_mean
+    assert tracker.tied_buffers() == (0, 0, 2)
+    net.norm.running_var = net.norm.num_batches_tracked
+    assert tracker.tied_buffers() == (0, 1, 1)
+    net.norm.running_mean = None
+    assert tracker.tied_buffers() == (0, 0)
+    net.norm.running_var = torch.rand(6)
+    assert tracker.tied_buffers() == ()
+
+
 def test_unchanged_state_is_the_same_object() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Dropout(), nn.Tanh())
     tracker = ModelTracker(model)
@@ -322,3 +370,117 @@ def test_a_tracker_reports_whether_any_parameter_trains() -> None:
     assert tracker.has_gradients is True
     model.requires_grad_(False)
     assert tracker.has_trainable_parameters is False
+
+
+# -- the signature of a call ------------------------------------------------------------------
+
+
+def signature(tracker: ModelTracker, *args: object) -> CallSignature:
+    leaves, structure = flatten((args, {}), "")
+    return call_signature(tracker, structure, leaves)
+
+
+def doubled(module: nn.Module, args: object, output: torch.Tensor) -> torch.Tensor:
+    return output * 2
+
+
+CHANGES: dict[str, tuple[Callable[[Net], object], list[str]]] = {
+    "nothing": (lambda net: None, []),
+    "other values": (lambda net: net.norm.reset_parameters(), []),
+    "equal tensors": (
+        lambda net: net.load_state_dict({n: t.clone() for n, t in net.state_dict().items()}), [],
+    ),
+    "a planned submodule": (lambda net: remat.enable(net.first, "100%"), []),
+    "frozen": (lambda net: net.second.bias.requires_grad_(False), ["parameters"]),
+    "a wider parameter": (
+        lambda net: setattr(net.second, "bias", nn.Parameter(torch.rand(7))), ["parameters"],
+    ),
+    "a turned parameter": (
+        lambda net: setattr(net.first.weight, "data", torch.rand(6, 6).t()), ["parameters"],
+    ),
+    "parameters of another type": (
+        lambda net: (net.first.bfloat16(), net.second.bfloat16(), net.norm.weight.bfloat16()),
+        ["parameters"],
+    ),
+    "untied": (
+        lambda net: setattr(net.second, "weight", nn.Parameter(torch.rand(6, 6))),
+        ["parameters", "modules"],
+    ),
+    "another class": (lambda net: setattr(net.dropout, "__class__", nn.Identity), ["modules"]),
+    "a buffer of another type": (
+        lambda net: setattr(net.norm, "running_mean", torch.rand(6).double()), ["buffers"],
+    ),
+    "a longer buffer": (
+        lambda net: setattr(net.norm, "running_mean", torch.rand(7)), ["buffers"],
+    ),
+    "a strided buffer": (
+        lambda net: setattr(net.norm, "running_mean", torch.rand(12)[::2]), ["buffers"],
+    ),
+    "a buffer elsewhere": (
+        lambda net: setattr(net.norm, "running_mean", torch.rand(6, device="meta")), ["buffers"],
+    ),
+    "no buffer": (lambda net: setattr(net.norm, "running_mean", None), ["buffers"]),
+    "tied buffers": (
+        lambda net: setattr(net.norm, "running_var", net.norm.running_mean), ["buffers"],
+    ),
+    "in evaluation": (lambda net: net.eval(), ["training mode"]),
+    "a part in evaluation": (lambda net: net.dropout.eval(), ["training mode"]),
+    "a gradient": (
+        lambda net: setattr(net.second.bias, "grad", torch.ones(6)), ["accumulation of gradients"],
+    ),
+    "a gradient of a frozen parameter": (
+        lambda net: setattr(net.first.bias, "grad", torch.ones(6)), [],
+    ),
+    "a hook": (lambda net: net.first.register_forward_hook(doubled), ["hooks"]),
+    "a hook of the whole model": (lambda net: net.register_forward_hook(doubled), []),
+    "a replaced forward": (
+        lambda net: setattr(net.first, "forward", net.second.forward), ["replaced methods"],
+    ),
+    "a replaced method": (
+        lambda net: setattr(net.norm, "_check_input_dim", lambda x: None), ["replaced methods"],
+    ),
+    "an attribute": (lambda net: setattr(net.first, "comment", "new"), []),
+    "an attribute of the class": (lambda net: setattr(net.norm, "_version", 3), []),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_the_signature_of_a_call_changes_with_what_a_plan_depends_on(change: str) -> None:
+    """Until that is undone."""
+    do, expected = CHANGES[change]
+    net = Net()
+    tracker = ModelTracker(net, sees_replaced_methods=True)
+    before = signature(tracker, X, Y)
+    assert signature(tracker, X, Y) == before
+    do(net)
+    tracker.refresh()
+    after = signature(tracker, X, Y)
+    assert signature_changes(before, after) == signature_changes(after, before) == expected
+    assert after == signature(ModelTracker(net, sees_replaced_methods=True), X, Y)
+
+
+def test_the_signature_of_a_call_changes_with_its_inputs_and_with_torchs_modes() -> None:
+    tracker = ModelTracker(Net())
+    before = signature(tracker, X, Y)
+    for args in ((X,), (X, Y, 2.0), (X[:3], Y), (X.double(), Y), (X, Y.clone().requires_grad_())):
+        assert signature_changes(before, signature(tracker, *args)) == ["inputs"]
+    with torch.autocast("cpu", torch.bfloat16):
+        assert signature_changes(before, signature(tracker, X, Y)) == ["autocast"]
+    with torch.device("meta"):
+        changes = signature_changes(before, signature(tracker, X, Y))
+    assert changes == ["torch's default dtype or device"]
+    torch.set_default_dtype(torch.float64)
+    try:
+        changes = signature_changes(before, signature(tracker, X, Y))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert changes == ["torch's default dtype or device"]
+    assert signature(tracker, X, Y) == before
+
+
+def test_methods_that_libraries_replace_within_a_step_are_no_change() -> None:
+    net = Net()
+    tracker = ModelTracker(net)
+    before = signature(tracker, X, Y)
+    net.first.forward = net.second.forward
+    assert signature(tracker, X, Y) == before
