@@ -6,6 +6,7 @@ import base64
 import copy
 from collections.abc import Callable
 from dataclasses import FrozenInstanceError
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -16,11 +17,13 @@ from tests.helpers.training.recorded_steps import assert_same, eager_step, run_s
 from torch import nn
 
 import remat
+from remat.documents.arguments import Argument, Ref
 from remat.documents.program import Program
 from remat.documents.records import Placeholder
+from remat.documents.targets import WRITE_TARGET
 from remat.documents.trace import Trace
-from remat.errors import DocumentError
-from remat.frontend.runtime.lower import lower_program
+from remat.errors import DocumentError, GuardError
+from remat.frontend.runtime.lower import lower_program, program_on_model_device
 from remat.passes.gradient_accumulation import with_gradient_accumulation
 
 
@@ -90,6 +93,78 @@ def test_a_compiled_program_is_data() -> None:
     compiled = lower_program(keep_all(trace))
     with pytest.raises(FrozenInstanceError):
         compiled.saved = ()  # type: ignore[misc]
+
+
+# -- writes ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "needs the name of an operator"),
+        ((Ref("x"),), "needs the name of an operator"),
+        ((Ref("x"), 3), "needs the name of an operator"),
+        ((Ref("x"), "aten.nonesuch.default"), "has no operation"),
+        ((Ref("x"), "aten.add.Tensor"), "no operator that writes into one tensor"),
+    ],
+)
+def test_a_write_has_to_name_an_operator_that_writes(
+    arguments: tuple[Argument, ...], message: str
+) -> None:
+    program = keep_all(traced(nn.Linear(2, 2), torch.ones(2, 2)))
+    (name,) = (p.name for p in program.placeholders if p.kind == "input")
+    arguments = tuple(Ref(name) if item == Ref("x") else item for item in arguments)
+    first = program.forward[0].model_copy(update={"target": WRITE_TARGET, "args": arguments})
+    writing = program.model_copy(update={"forward": (first, *program.forward[1:])})
+    with pytest.raises(DocumentError, match=message):
+        lower_program(writing)
+
+
+# -- devices --------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def program_for_gpu() -> Program:
+    trace = remat.trace(nn.Linear(2, 2), torch.ones(2, 2), device="h100")
+    return keep_all(remat.measure(trace, remat.Roofline("h100")))
+
+
+def model_on(*devices: str) -> Any:
+    """Return a model whose parameters are on these devices, which need not be there."""
+    tensors = [SimpleNamespace(device=torch.device(device)) for device in devices]
+    return SimpleNamespace(parameters=lambda: iter(tensors), buffers=lambda: iter(()))
+
+
+@pytest.mark.parametrize(
+    ("devices", "device"),
+    [
+        ((), "cuda:0"),
+        (("cuda:0",), "cuda:0"),
+        (("cuda:1",), "cuda:1"),
+        (("cuda:1", "cuda:1"), "cuda:1"),
+        (("cpu", "cuda:1"), "cuda:1"),
+    ],
+)
+def test_a_program_runs_on_the_gpu_of_the_model(
+    program_for_gpu: Program, devices: tuple[str, ...], device: str
+) -> None:
+    moved = program_on_model_device(program_for_gpu, model_on(*devices))
+    assert {moved.device, *(p.tensor.device for p in moved.placeholders)} == {device}
+
+
+@pytest.mark.parametrize(
+    ("devices", "message"),
+    [
+        (("cpu",), r"is on cpu: move it with model\.to\('cuda'\), or trace it for cpu"),
+        (("cuda:0", "cuda:1"), "is on cuda:0, cuda:1: put it on one"),
+        (("cuda:2", "cpu", "cuda:0", "cuda:1"), "is on cuda:0, cuda:1, cuda:2: put it on one"),
+    ],
+)
+def test_a_model_on_other_or_several_devices_is_refused(
+    program_for_gpu: Program, devices: tuple[str, ...], message: str
+) -> None:
+    with pytest.raises(GuardError, match=message):
+        program_on_model_device(program_for_gpu, model_on(*devices))
 
 
 # -- constants ------------------------------------------------------------------------------
