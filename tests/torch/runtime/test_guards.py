@@ -295,7 +295,7 @@ REBINDS: dict[str, tuple[Callable[[Net], object], bool]] = {
 
 
 @pytest.mark.parametrize("change", REBINDS)
-def test_plans_are_bound_again_unless_only_tensors_were_replaced(change: str) -> None:
+def test_plans_have_to_be_rebound_unless_only_tensors_were_replaced(change: str) -> None:
     do, is_rebound = REBINDS[change]
     net = Net()
     tracker = ModelTracker(net)
