@@ -307,7 +307,7 @@ class Gated(WithParts, layer=(8, 8), gate=(8, 8)):
 
 
 def test_an_argument_is_overwritten_unless_it_is_read_later() -> None:
-    """As by the second of the two readers of a gradient, unless the first is recomputed after it."""
+    """As by the second reader of a gradient, unless the first is recomputed after it."""
     trace = traced(Gated(), torch.randn(16, 8))
     operations = trace.graph().operations
 
