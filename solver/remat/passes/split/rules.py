@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from math import prod
 
+from remat.passes.split.image_rules import IMAGE_RULES
 from remat.passes.split.part_rules import (
     JOINS,
     SELECT_SCATTER,
@@ -453,7 +454,7 @@ RULES: dict[str, Rule] = {
         for names in (_UNARY, _BINARY, _TERNARY, _BACKWARD)
         for name in names.split()
     },
-    **{f"aten.{name}": rule for name, rule in _OTHERS.items()},
+    **{f"aten.{name}": rule for name, rule in (_OTHERS | IMAGE_RULES).items()},
 }
 """The rule of each operator that can be split, by target."""
 
