@@ -111,3 +111,30 @@ def test_texts_are_reported_once(
     assert len(texts) == bool(words)
     assert not texts or re.search(words, texts[0])
     assert (sys.stdout, sys.stderr, logging.Logger.handle) == streams
+
+
+class RegistersHooks(nn.Module):
+    """Registers a hook in its first call, as models of Transformers with several outputs do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.is_ready = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.is_ready:
+            self.linear.register_forward_hook(lambda module, args, output: output.mul(2))
+            self.is_ready = True
+        return self.linear(x).sum()
+
+
+def test_a_hook_of_the_first_call_stays_registered() -> None:
+    model, x = RegistersHooks(), torch.randn(2, 4)
+    step = remat.optimize(model, "100%", (x,), costs=remat.Roofline("cpu"))
+    with torch.no_grad():
+        expected = 2 * (x @ model.linear.weight.t() + model.linear.bias).sum()
+    for _ in range(2):
+        torch.testing.assert_close(step(x).detach(), expected)
+    assert len(model.linear._forward_hooks) == 1
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), expected)

@@ -150,14 +150,16 @@ def _regions_around(index: TraceIndex, name: str, max_nodes: float) -> list[Regi
     readers = (index.trace.nodes[reader] for reader in index.consumers.get(name, ()))
     reshaped = [node.results[0].name for node in readers if node.view and node.target in RESHAPES]
     regions: list[Region] = []
-    tried: set[int] = set()
+    tried: dict[int, int] = {}
     for seed in (name, *reshaped):
         shape = index.trace.tensors[seed].shape
         sizes = {prod(shape[i:j]) for i in range(len(shape)) for j in range(i + 1, len(shape) + 1)}
-        states = [
-            state for rows in sizes - tried if rows > 1 for state in candidate_rows(shape, rows)
-        ]
-        tried |= sizes
+        states: list[Rows] = []
+        for rows in sizes - {1}:
+            candidates = list(candidate_rows(shape, rows))
+            if len(candidates) > tried.get(rows, 0):  # two dimensions may have one size
+                states += candidates
+                tried[rows] = len(candidates)
         regions_of_seed = (find_region(index, seed, state, max_nodes) for state in states)
         regions += [region for region in regions_of_seed if region is not None]
     return regions

@@ -19,6 +19,7 @@ from torch import nn
 from remat.documents.structure import Structure
 from remat.errors import TraceError
 from remat.frontend.capture.model.forward_checks import rng_error
+from remat.frontend.capture.model.hooks import HOOK_KINDS
 from remat.frontend.capture.model.preserved_state import is_capture_value
 from remat.frontend.capture.model.python_state import (
     ARGUMENTS,
@@ -39,6 +40,9 @@ _REMEDY = (
     "or plan the blocks, so that the code around them runs in each step: "
     'remat.enable(model, budget, scope="blocks")'
 )
+
+HOOK_TABLES = {*HOOK_KINDS, "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs"}
+"""The attributes of a module in which torch registers hooks."""
 
 _CHANGED_ARGUMENT = "an argument that the forward has changed: "
 
@@ -66,8 +70,8 @@ class StoredValue(NamedTuple):
 
 def stored_attributes(model: nn.Module, changes: Iterable[Change]) -> list[StoredValue]:
     """Return the attributes that a call set, and the containers in attributes that it changed.
-    Removed attributes are left out. Raises `TraceError` for a parameter or buffer, and for a tensor
-    in another place, such as a global variable."""
+    Removed attributes and registered hooks are left out. Raises `TraceError` for a parameter or
+    buffer, and for a tensor in another place, such as a global variable."""
     tensors = {id(t) for t in (*model.parameters(), *model.buffers())}
     stored: list[StoredValue] = []
     for change in changes:
@@ -79,6 +83,8 @@ def stored_attributes(model: nn.Module, changes: Iterable[Change]) -> list[Store
                 f"{path_label(change.path)}, which a planned step does not set; read it from the "
                 "module that has it"
             )
+        if not HOOK_TABLES.isdisjoint(s for s in change.path if isinstance(s, str)):
+            continue  # registered once, in the first call: the recorded step has what it computes
         if (place := _place_of_change(model, change)) is not None:
             stored.append(StoredValue("attribute", place, change.now, change.key is None))
         elif contains_capture_values(change.now):
