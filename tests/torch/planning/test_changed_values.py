@@ -253,3 +253,38 @@ def test_a_smaller_step_may_use_the_budget_of_a_larger_one(
         run(torch.ones(64, 8)).backward()
     first, second = remat.plans(model)
     assert max(first.peak_bytes, second.peak_bytes) <= first.budget_bytes == second.budget_bytes
+
+
+class LayerSizes:
+    """Returns `size` only while a layer reads it, as Transformers' configurations of models whose
+    layers differ."""
+
+    def __init__(self) -> None:
+        self.size = 2
+        self.is_layer = False
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "size" and not vars(self)["is_layer"]:
+            raise RuntimeError("layers have different sizes")
+        return super().__getattribute__(name)
+
+
+class OfLayerSizes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.sizes = LayerSizes()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.sizes.is_layer = True
+        scaled = self.linear(x) * self.sizes.size
+        self.sizes.is_layer = False
+        return scaled.sum()
+
+
+def test_an_attribute_that_refuses_to_be_read_is_guarded() -> None:
+    model, x = OfLayerSizes(), torch.randn(2, 3)
+    step = remat.optimize(model, "100%", (x,), costs=remat.Roofline("cpu"))
+    for size in (2, 3, 2):
+        vars(model.sizes)["size"] = size
+        torch.testing.assert_close(step(x), model(x))

@@ -26,6 +26,7 @@ from remat.frontend.capture.model.values import (
     Code,
     Comparable,
     Path,
+    attribute_or_absent,
     attributes_of,
     comparable,
     is_compared_by_class,
@@ -199,7 +200,8 @@ class BoundGuards:
         owner: Any = self._roots[path[0]]
         try:
             for step in path[1:]:
-                owner = owner[step] if is_container(owner) else getattr(owner, str(step))
+                is_item = is_container(owner)
+                owner = owner[step] if is_item else attribute_or_absent(owner, str(step))
                 if isinstance(owner, weakref.ref):
                     owner = owner()
         except (AttributeError, LookupError, TypeError):
@@ -213,7 +215,7 @@ class BoundGuards:
                 if name is None:
                     now = comparable(owner)
                 else:
-                    now = comparable(getattr(owner, name, ABSENT), 0)
+                    now = comparable(attribute_or_absent(owner, name), 0)
                 if now != before:
                     label = path_label(path if name is None else (*path, name))
                     yield _guard_difference_text(label, now, before)

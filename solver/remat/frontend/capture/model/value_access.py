@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from remat.frontend.capture.model.reached_code import class_data_attributes
-from remat.frontend.capture.model.values import ABSENT
+from remat.frontend.capture.model.values import ABSENT, attribute_or_absent
 
 MAX_SEARCHED_ITEMS = 10_000
 """Containers with more items are compared and restored; their items are not searched."""
@@ -104,7 +104,7 @@ def restore_variables(names: set[str], namespace: dict[str, Any], state: dict[st
 
 def read_attributes(names: tuple[str, ...], value: Any) -> dict[str, Any]:
     """Return the attributes `names` of an object; those that it has."""
-    return {name: v for name in names if (v := _attribute_or_absent(value, name)) is not ABSENT}
+    return {name: v for name in names if (v := attribute_or_absent(value, name)) is not ABSENT}
 
 
 def read_cell(cell: Any) -> dict[str, Any]:
@@ -126,14 +126,6 @@ def restore_class(cls: type, state: dict[str, Any]) -> None:
     for name, value in state.items():
         if now.get(name, ABSENT) is not value:
             type.__setattr__(cls, name, value)
-
-
-def _attribute_or_absent(value: object, name: str) -> Any:
-    """Return an attribute of an object; `ABSENT` if it does not exist, or reading it fails."""
-    try:
-        return getattr(value, name, ABSENT)
-    except Exception:  # a property of a proxy
-        return ABSENT
 
 
 # -- sequences, arrays, generators, streams -------------------------------------------------

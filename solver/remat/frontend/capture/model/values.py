@@ -141,6 +141,18 @@ OBJECT_DEPTH = 8
 """The depth to which variables are compared with the objects in them."""
 
 
+def attribute_or_absent(value: object, name: str) -> Any:
+    """Return an attribute as it is stored; one of the class, or that code computes, where none is
+    stored. `ABSENT` if there is none, or reading it fails."""
+    stored = attributes_of(value) or {}
+    if name in stored:  # an object may refuse to return it, depending on the caller
+        return stored[name]
+    try:
+        return getattr(value, name, ABSENT)
+    except Exception:  # a property of a proxy
+        return ABSENT
+
+
 class Code:
     """A function or a class. Two are equal if they are the same object. After pickling, only the
     name remains, and two are equal if their names are."""
