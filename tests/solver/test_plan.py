@@ -44,7 +44,7 @@ def plan_keeping_all() -> Plan:
 
 
 def test_a_plan_is_immutable(plan_keeping_all: Plan) -> None:
-    """It takes no further attributes either, which no document could have."""
+    """Nor can attributes be added."""
     for name in ("peak_bytes", "comment"):
         with pytest.raises(FrozenInstanceError):
             setattr(plan_keeping_all, name, 0)

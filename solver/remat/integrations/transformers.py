@@ -55,8 +55,9 @@ class RematCallback(TrainerCallback):
     already enabled is left as it is. TRL's trainers compute their loss from other outputs than
     the model's `loss`: with them, `differentiate` is "all" by default.
 
-    A trainer that calls only a part of the model, such as the layers without the head, needs the
-    name of this submodule: `module`. For TRL's `DistillationTrainer` that is the default.
+    `module` is the name of the submodule to enable, for a trainer that calls only a part of the
+    model; by default the whole model, and with TRL's `DistillationTrainer` the layers without the
+    head. A `reserve` among the options replaces the optimizer that is reserved by default.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class RematCallback(TrainerCallback):
         if model is None:
             return
         model = model.get_submodule(
-            _default_part(model, args) if self.module is None else self.module
+            _default_submodule(model, args) if self.module is None else self.module
         )
         if is_enabled(model):
             return
@@ -90,12 +91,12 @@ class RematCallback(TrainerCallback):
         self._is_first_step = True
 
     def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        """Warn if the first step did not call the enabled model."""
+        """Log a warning after the first training step if the enabled module has no plan."""
         if self._enabled is not None and self._is_first_step and not plans(self._enabled):
             logger.warning(
-                "the training step did not call the forward of %s with gradients, so nothing is "
-                "planned: the trainer calls a part of it. Pass its name, as in RematCallback(%r, "
-                'module="model")',
+                "the first training step did not call the forward of %s with gradients, so nothing "
+                "is planned. If the trainer calls a submodule, pass the submodule's name, as in "
+                'RematCallback(%r, module="model")',
                 type(self._enabled).__name__,
                 self.budget,
             )
@@ -108,10 +109,10 @@ class RematCallback(TrainerCallback):
             self._enabled = None
 
 
-def _default_part(model: nn.Module, args: object) -> str:
-    """Return the name of the submodule that the trainer with these arguments calls: "" for the
-    model itself."""
-    if type(args).__name__ != "DistillationConfig" or not _is_trl_arguments(args):
+def _default_submodule(model: nn.Module, args: object) -> str:
+    """Return the name of the submodule to enable by default; "" for the whole model."""
+    is_distillation = any(cls.__name__ == "DistillationConfig" for cls in type(args).__mro__)
+    if not is_distillation or not _is_trl_arguments(args):
         return ""
     path = "base_model.model" if hasattr(model, "peft_config") else ""
     prefix = getattr(model.get_submodule(path), "base_model_prefix", "")

@@ -61,8 +61,8 @@ SCALARS = "scalars"
 internal: the meaning of "auto" with `outputs="loss"`."""
 
 CRITERION = "criterion"
-"""The value of `differentiate` for what a criterion returns: its loss, or the first of what it
-returns; other scalars are metrics. It is internal: the meaning of "auto" with `loss=`."""
+"""The value of `differentiate` for steps with `loss=`: the scalar output `loss`, else a scalar
+first output, else every output that requires a gradient. It is internal, in place of "auto"."""
 
 
 def differentiated_with(outputs: str, differentiate: str | Sequence[str]) -> str | Sequence[str]:

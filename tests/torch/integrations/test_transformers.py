@@ -206,7 +206,7 @@ def test_a_trainer_that_calls_a_part_of_the_model(
             caplog.clear()
             with caplog.at_level("WARNING", "remat"):
                 training.train()
-            is_warned = "did not call the forward of LlamaForCausalLM" in caplog.text
+            is_warned = "did not call the forward of LlamaForCausalLM with gradients" in caplog.text
             planned_parts.append((len(plans), is_warned))
         else:
             training.train()

@@ -130,7 +130,7 @@ def program_for_gpu() -> Program:
 
 
 def model_on(*devices: str) -> Any:
-    """Return a model whose parameters are on these devices, which need not be there."""
+    """Return a model whose parameters are on these devices, the devices need not exist."""
     tensors = [SimpleNamespace(device=torch.device(device)) for device in devices]
     return SimpleNamespace(parameters=lambda: iter(tensors), buffers=lambda: iter(()))
 

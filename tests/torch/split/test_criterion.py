@@ -149,7 +149,7 @@ def test_keyword_arguments_are_those_of_the_model() -> None:
     first, second = (step(ids, labels, scale=scale) for scale in (1.0, 3.0))
     assert first != second
     for args in ((), (ids,)):
-        with pytest.raises(remat.TraceError, match="the last positional argument is the target"):
+        with pytest.raises(remat.TraceError, match="the last positional arguments are the loss's"):
             step(*args, **({} if args else {"scale": 1.0}))
 
 

@@ -126,7 +126,7 @@ def test_arguments_go_to_model_and_loss_by_their_signatures(name: str, budget: s
         (nn.MSELoss(), 2),
     ],
 )
-def test_the_number_of_targets_is_that_of_the_signature(loss: Any, count: int) -> None:
+def test_the_signature_gives_the_number_of_targets(loss: Any, count: int) -> None:
     model = nn.Linear(3, 3)
     args = torch.randn(2, 3), torch.randn(2, 3)
     step = remat.optimize(model, "100%", args[:count], loss=loss, costs=COSTS)
@@ -306,7 +306,7 @@ def test_a_result_in_a_variable_is_refused() -> None:
         return F.cross_entropy((logits * scale).flatten(0, 1), ids.flatten())
 
     ids = batch()["ids"]
-    with pytest.raises(remat.TraceError, match="pass it as an argument, or compute it there"):
+    with pytest.raises(remat.TraceError, match="pass the tensor as an argument of the loss"):
         remat.optimize(Policy(), "100%", (ids, ids), loss=loss, costs=COSTS)
 
 

@@ -46,11 +46,12 @@ _MAX_DEPTH = 3
 
 
 class ModelWithLoss(nn.Module):
-    """A module that returns `loss(model(*inputs, **kwargs), *targets, **options)`.
+    """A module that calls a model, then a loss on the model's output, and returns what the loss
+    returns.
 
-    The last positional arguments are the loss's: as many as it requires after the output, and at
-    least one if it takes any. A keyword argument goes to the model, to the loss, or to both, by the
-    names in their signatures.
+    The last positional arguments go to the loss: as many as it has required parameters after the
+    output, and at least one if it accepts any. A keyword argument goes to the model, to the loss,
+    or to both, by the names in their signatures.
 
     With the loss in the planned step, the model's output is a value like any other: it may be
     recomputed, or exist only in pieces. Other models and tensors that the loss uses are parameters
@@ -73,30 +74,36 @@ class ModelWithLoss(nn.Module):
         self.register_forward_pre_hook(_update_loss_variables)
 
     def train(self, mode: bool = True) -> ModelWithLoss:
-        """Set the training mode of the model only. No training loop sets the mode of a loss, and a
-        teacher must remain in evaluation mode."""
+        """Set the training mode of the model, not of the loss: a teacher in the loss stays in
+        evaluation mode. Return self."""
         self.training = mode
         self.model.train(mode)
         return self
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Return what the criterion returns for one batch. Raises `TraceError` for too few
-        arguments, a loss of several elements, or one that no gradient comes from."""
+        """Return what the loss returns for one batch. Raises `TraceError` for too few arguments,
+        for a loss of several elements and, in training, for one that requires no gradient."""
         call = _split_arguments(self.model, self.loss, inputs, kwargs)
         with errors_name_part(type(self.model).__name__):
             output = self.model(*call.inputs, **call.model_keywords)
-        with errors_name_part(self.criterion_name), self.loss_variables.read_from_module():
+        with errors_name_part(self.criterion_name), self.loss_variables.use_registered_tensors():
             loss = self.loss(output, *call.targets, **call.loss_keywords)
         self._check_loss(loss, output)
         return loss
 
     @property
     def criterion_name(self) -> str:
-        """The criterion, as errors name it."""
+        """The name of the loss in error messages, such as "the criterion CrossEntropyLoss"."""
         return f"the criterion {getattr(self.loss, '__name__', type(self.loss).__name__)}"
 
-    def _check_loss(self, loss: Any, output: Any) -> None:
-        """Raise `TraceError` for a result of the criterion that cannot be trained with."""
+    def _check_loss(self, result: Any, output: Any) -> None:
+        """Raise `TraceError` if the loss in a result is a tensor of several elements, there is no
+        tensor, or, in training, the loss requires no gradient."""
+        loss = result
+        if isinstance(result, Mapping) and "loss" in result:
+            loss = result["loss"]
+        elif isinstance(result, (tuple, list)) and result:
+            loss = result[0]
         if isinstance(loss, torch.Tensor) and loss.numel() != 1:
             raise TraceError(
                 f"the loss has the shape {tuple(loss.shape)}: reduce it to one number, such as its "
@@ -105,7 +112,7 @@ class ModelWithLoss(nn.Module):
         if not _tensor_leaves(loss):
             raise TraceError(
                 f"{self.criterion_name} returns no tensor, but an object of the type "
-                f"{type(loss).__name__}; it must return the loss"
+                f"{type(result).__name__}; it must return the loss"
             )
         is_trained = self.training and torch.is_grad_enabled() and _any_requires_grad(output)
         if is_trained and not _any_requires_grad(loss):
@@ -125,8 +132,8 @@ def _tensor_leaves(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
-class _Call(NamedTuple):
-    """The arguments of one call, for the model and for the loss."""
+class _SplitArguments(NamedTuple):
+    """The arguments of one call, divided into the model's and the loss's."""
 
     inputs: tuple[Any, ...]
     model_keywords: dict[str, Any]
@@ -136,9 +143,9 @@ class _Call(NamedTuple):
 
 def _split_arguments(
     model: nn.Module, loss: Criterion, args: tuple[Any, ...], keywords: Mapping[str, Any]
-) -> _Call:
-    """Divide the arguments of a call between a model and its loss, by their signatures. Raises
-    `TraceError` if none are left for the model."""
+) -> _SplitArguments:
+    """Return the arguments of the model and of its loss, divided by their signatures. Raises
+    `TraceError` if too few positional arguments are passed for the loss, or none for the model."""
     parameters = _parameters(loss)
     output = next((p.name for p in parameters if p.kind in _POSITIONAL), None)
     names = {p.name for p in parameters if p.kind in _NAMED and p.name != output}
@@ -157,18 +164,17 @@ def _split_arguments(
     takes_target = after_output or any(p.kind is p.VAR_POSITIONAL for p in parameters)
     num_targets = len(required) or int(bool(takes_target) and not is_target_named)
     if len(args) < num_targets or not (len(args) > num_targets or for_model):
-        last = "argument is the target" if num_targets == 1 else (
-            f"{num_targets} arguments are the targets ({', '.join(p.name for p in required)})"
-        )  # fmt: skip
+        names_of_targets = f" ({', '.join(p.name for p in required)})" if required else ""
         raise TraceError(
-            f"with loss=, the last positional {last} of the loss, and those before it are the "
-            f"model's; this call has {len(args)}: pass the model's inputs, then the target"
+            "with loss=, the last positional arguments are the loss's, and the ones before it are "
+            f"the model's: this call has {len(args)}, of which the loss takes {num_targets}"
+            f"{names_of_targets}. Pass the model's inputs, then the arguments of the loss"
         )
     inputs, targets = args[: len(args) - num_targets], args[len(args) - num_targets :]
     if is_target_named:  # the others may have a gap, so they are passed by name, too
         for_loss |= {p.name: target for p, target in zip(required, targets, strict=True)}
         targets = ()
-    return _Call(inputs, for_model, targets, for_loss)
+    return _SplitArguments(inputs, for_model, targets, for_loss)
 
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -176,8 +182,8 @@ _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONL
 
 
 def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
-    """Return the parameters of a function, or of a module's forward. A function without a
-    signature, as of C, may have any number of arguments."""
+    """Return the parameters of a function, or of a module's forward. Builtins without a signature
+    count as `*arguments`."""
     try:
         signature = inspect.signature(getattr(function, "forward", function))
     except (TypeError, ValueError):
@@ -185,23 +191,23 @@ def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
     return list(signature.parameters.values())
 
 
-class _Variable(NamedTuple):
-    """A variable that the code of a loss names, and what leads from its value to a model or tensor:
-    keys of containers and names of attributes."""
+class _VariablePath(NamedTuple):
+    """The place of a model or tensor: a namespace, a variable in it, then keys and attributes."""
 
-    variables: Mapping[str, Any]
+    namespace: Mapping[str, Any]
     path: Path
 
     def value(self) -> Any:
-        """Return the present value; None if there is none."""
+        """Return the current value; None if the variable, key or attribute is gone."""
         try:
-            return value_at_place(self.variables[self.path[0]], self.path[1:])
+            return value_at_place(self.namespace[self.path[0]], self.path[1:])
         except (AttributeError, LookupError, TypeError):
             return None
 
 
-class _Variables:
-    """The variables outside of a model that its loss reads models and tensors from."""
+class _VariableFinder:
+    """The places of the models and tensors that a loss reads from variables, except for what is in
+    the model or in the loss module. They are found once."""
 
     def __init__(self, model: nn.Module, loss: Criterion) -> None:
         self._model, self._loss = model, loss
@@ -211,16 +217,18 @@ class _Variables:
             for root in roots
             for value in (*root.modules(), *root.parameters(), *root.buffers())
         }
-        self.by_name: dict[str, _Variable] = {}
-        for variables, names, attributes in _tables_of_loss(loss):
+        self.by_name: dict[str, _VariablePath] = {}
+        for variables, names, attributes in _namespaces_of_loss(loss):
             for name in sorted(names):
                 if name in variables:
-                    self._follow(_Variable(variables, (name,)), attributes, _MAX_DEPTH)
+                    self._follow(_VariablePath(variables, (name,)), attributes, _MAX_DEPTH)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _Variables, (self._model, self._loss)  # places in the objects of this process
+        return _VariableFinder, (self._model, self._loss)  # places in the objects of this process
 
-    def _follow(self, variable: _Variable, attributes: Collection[str], depth: int) -> None:
+    def _follow(self, variable: _VariablePath, attributes: Collection[str], depth: int) -> None:
+        """Add the models and tensors that a variable leads to, within `depth` containers and
+        objects; not the planned model's, and no tensors with a `grad_fn`."""
         value = variable.value()
         if isinstance(value, (nn.Module, torch.Tensor)):
             is_result = isinstance(value, torch.Tensor) and not value.is_leaf
@@ -236,10 +244,10 @@ class _Variables:
         else:
             return
         for step in steps:
-            inner = _Variable(variable.variables, (*variable.path, step))
+            inner = _VariablePath(variable.namespace, (*variable.path, step))
             self._follow(inner, attributes, depth - 1)
 
-    def _unused_name(self, variable: _Variable) -> str:
+    def _unused_name(self, variable: _VariablePath) -> str:
         """Return a name for a submodule or buffer, made of the path of a variable."""
         label = re.sub(r"\W+", "_", path_label(variable.path)).strip("_")
         candidates = itertools.chain((label,), (f"{label}_{n}" for n in itertools.count(2)))
@@ -248,16 +256,16 @@ class _Variables:
         )
 
 
-def _tables_of_loss(
+def _namespaces_of_loss(
     loss: Criterion,
 ) -> Iterator[tuple[Mapping[str, Any], Collection[str], Collection[str]]]:
-    """Yield the variables that the code of a loss names: a mapping, the names in it, and the names
-    of attributes that the code uses."""
+    """Yield each namespace that a loss reads, the variables in it that the code reads, and the
+    names of attributes in the code."""
     if isinstance(loss, functools.partial):
         arguments = {f"argument_{number}": value for number, value in enumerate(loss.args)}
         arguments |= loss.keywords
         yield arguments, arguments, ()
-        yield from _tables_of_loss(loss.func)
+        yield from _namespaces_of_loss(loss.func)
         return
     function: Any = loss
     owner: Any = None
@@ -284,9 +292,9 @@ def _tables_of_loss(
 
 
 def _loaded_names(values: Iterable[Any]) -> dict[int, frozenset[str]]:
-    """Return the global variables that functions among `values` read, by the id of the namespace;
-    all variables of the Python modules among them. Other names in the code are attributes: a script
-    may have a global variable of that name, which the code does not read."""
+    """Return, by the `id` of the namespace, the global variables that functions in `values` load,
+    and all variables of Python modules in `values`. `co_names` is not enough: it has names of
+    attributes, too, and a global variable may have such a name."""
     names: dict[int, frozenset[str]] = {}
     for value in values:
         if isinstance(value, FunctionType):
@@ -309,38 +317,40 @@ def _loaded_names(values: Iterable[Any]) -> dict[int, frozenset[str]]:
 
 
 class LossVariables(nn.Module):
-    """The models and tensors outside of a model that its loss uses, by the names of the variables.
+    """The models and tensors that a loss uses besides its model and arguments.
 
     Models are submodules, tensors that require a gradient are parameters, and other tensors are
-    buffers, not part of the `state_dict`. So they are inputs of the planned step, which reads their
-    content in each call.
+    buffers that are not persistent, each named after its variable. So they are inputs of the
+    planned step, which reads their current values in each call. The `state_dict` has the models and
+    parameters.
     """
 
     def __init__(self, model: nn.Module, loss: Criterion) -> None:
         super().__init__()
-        self._variables = _Variables(model, loss)
+        self._variables = _VariableFinder(model, loss)
         self._non_persistent_buffers_set.update(self._variables.by_name)
         self.update()
 
     def update(self) -> None:
         """Read the variables again: the program may have assigned other models or tensors."""
         for name, value in self._values():
-            if any(table.get(name) is value for table in self._tables):
+            if any(table.get(name) is value for table in self._registries):
                 continue
-            for table in self._tables:
+            for table in self._registries:
                 table.pop(name, None)
             if isinstance(value, nn.Module):
                 self._modules[name] = value
             elif isinstance(value, torch.Tensor):
-                self._tables[1 if value.requires_grad else 2][name] = value
+                self._registries[1 if value.requires_grad else 2][name] = value
 
     @property
-    def _tables(self) -> tuple[dict[str, Any], ...]:
+    def _registries(self) -> tuple[dict[str, Any], ...]:
+        """The dictionaries in which torch registers submodules, parameters and buffers."""
         return self._modules, self._parameters, self._buffers
 
-    def read_from_module(self) -> contextlib.AbstractContextManager[object]:
-        """Within this context, functions of torch get this module's tensors for those in the
-        variables: a capture replaces tensors of modules."""
+    def use_registered_tensors(self) -> contextlib.AbstractContextManager[object]:
+        """Return a context in which torch's functions receive the tensors that are registered here
+        in place of the tensors in the variables. In a capture, registered tensors are fake."""
         tensors = {**self._parameters, **self._buffers}
         replaced = {
             id(value): tensors[name]
@@ -355,17 +365,17 @@ class LossVariables(nn.Module):
 
 
 class _ReplacedTensors(TorchFunctionMode):
-    """Replaces tensors among the arguments of torch's functions and methods, by id."""
+    """A `TorchFunctionMode` that replaces tensors in arguments, looked up by `id`."""
 
     def __init__(self, replaced: Mapping[int, Any]) -> None:
         super().__init__()
         self._replaced = replaced
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        def present(leaf: Any) -> Any:
+        def replacement(leaf: Any) -> Any:
             return self._replaced.get(id(leaf), leaf)
 
-        args, kwargs = tree_map_only(torch.Tensor, present, (args, kwargs or {}))
+        args, kwargs = tree_map_only(torch.Tensor, replacement, (args, kwargs or {}))
         return func(*args, **kwargs)
 
 

@@ -95,10 +95,11 @@ def optimize(
     last positional arguments, in the example inputs too, are what the loss requires after the
     model's output. Keyword arguments go to the model, the loss, or both, by the names in their
     signatures. The loss may return metrics with the loss, in a dictionary with the key "loss" or
-    in a tuple with the loss first; no gradients come from the metrics. It may use other models,
-    such as a reference or a teacher. The model's output is then a value of the plan, which may be
-    recomputed or split. The result has the submodules `model` and `loss`; train and save the model
-    through either.
+    in a tuple with the loss first; no gradients come from the metrics. The loss may use other
+    models, such as a reference or a teacher. The model's output is then a value of the plan, which
+    may be recomputed or split. The result has the attributes `model` and `loss`, and the submodule
+    `loss_variables` with the other models and tensors that the loss uses. Save `result.model`: the
+    result's own `state_dict` has these models, too.
 
     The result shares the model's parameters and hooks, and behaves like the model. If torch.compile
     compiled the model, the module inside is planned. Raises `InfeasibleBudget`, `BudgetError`,

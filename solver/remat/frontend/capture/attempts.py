@@ -199,8 +199,8 @@ def _capture_error_message(model: nn.Module, error: Exception) -> str:
             "register it as a buffer of its module: self.register_buffer(name, tensor); if the "
             "forward itself stores it for later calls, compute it in each call"
         )
-        if part:  # the criterion of `optimize(loss=)`
-            remedy = "pass it as an argument, or compute it there"
+        if part and part.startswith("the criterion "):  # of `optimize(loss=)`
+            remedy = "pass the tensor as an argument of the loss, or compute it inside the loss"
     else:
         remedy = (
             "first check that the call and its backward run in eager mode; if they do, wrap the "

@@ -22,7 +22,7 @@ def outputs_to_differentiate(
 
     "all" is every output that requires a gradient, "scalars" those of one element; names select
     some. "auto" is the output named `loss`, or the first of a tuple, if that is the only scalar
-    one; else the same as "all". "criterion" is that output also where other outputs are scalars.
+    one; else the same as "all". "criterion" is the same output even if there are other scalars.
     Raises `TraceError` if no output requires a gradient, or a name is unknown.
     """
     requires_grad = [t.requires_grad for t in tensors]

@@ -1,7 +1,8 @@
-"""Rules of the operators on images and other signals: convolutions, pooling, resampling, padding.
+"""Split rules of operators on images: convolutions, pooling, resampling, padding, indexing.
 
-Their rows are samples, the first dimension. Where a convolution has a kernel of one pixel, as at
-the end of many segmentation models, rows may be pixels, too.
+Most rules accept only the batch dimension as rows. Convolutions of 1 x 1 pixels also accept spatial
+dimensions. Constant padding, pixel shuffle and indexing accept all dimensions that they leave
+unchanged, if these come first.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from remat.passes.split.states import (
 
 
 def _by_samples(rule: Rule) -> Rule:
-    """Return the rule for rows that are the first dimension only."""
+    """Return `rule` for rows that are the first dimension; None for others."""
 
     def by_samples(call: CallToSplit) -> SplitCall | None:
         split = [state for state in call.states.values() if isinstance(state, Rows)]
@@ -29,8 +30,9 @@ def _by_samples(rule: Rule) -> Rule:
 
 
 def _convolution_rule(gradients: int, weight: int) -> Rule:
-    """Return the rule of a convolution, or of its backward with `gradients` of them before the
-    input. The argument `weight` is the kernel; the stride is the argument after the bias."""
+    """Return the rule of a convolution (`gradients` = 0), or of its backward, whose first argument
+    is the gradient of the output (`gradients` = 1). `weight` is the index of the kernel; bias,
+    stride and padding follow."""
     by_rows = tuple(range(gradients + 1))
 
     def rule(call: CallToSplit) -> SplitCall | None:
@@ -47,18 +49,19 @@ def _convolution_rule(gradients: int, weight: int) -> Rule:
 
 
 def _is_pixelwise(call: CallToSplit, weight: int) -> bool:
-    """True for a convolution with a kernel, a stride and a dilation of 1, and without padding."""
+    """True for a convolution of 1 x 1 pixels with stride 1 and no padding, also of the output."""
     stride, padding = call.argument(weight + 2), call.argument(weight + 3)
+    output_padding = call.argument(weight + 6)
     return (
         all(size == 1 for size in call.shape(weight)[2:])
         and all(step == 1 for step in stride)
-        and not any(padding)
+        and not any((*padding, *output_padding))
     )
 
 
 def _rule_with_count(index: int, *arguments: int, summed: bool = False) -> Rule:
-    """Return the rule of an operator that receives the number of samples as the argument `index`,
-    and works on the same samples of the `arguments`."""
+    """Return the rule of an operator that has the batch size as the argument `index`. `arguments`
+    are the indices of the split tensors; if `summed`, results after the first are sums."""
     rule = row_rule(*arguments, summed=summed)
 
     def with_count(call: CallToSplit) -> SplitCall | None:
@@ -75,7 +78,7 @@ def _rule_with_count(index: int, *arguments: int, summed: bool = False) -> Rule:
 
 
 def _rule_with_shape(index: int) -> Rule:
-    """Return the rule of the backward of an operator, with the input's shape at `index`."""
+    """Return the rule of a backward that has the input's shape as the argument `index`."""
 
     def rule(call: CallToSplit) -> SplitCall | None:
         return split_with_shape(call, call.common_rows(), index)
@@ -84,15 +87,15 @@ def _rule_with_shape(index: int) -> Rule:
 
 
 def _split_shuffle(call: CallToSplit) -> SplitCall | None:
-    """Exchange channels and pixels: the last three dimensions."""
+    """Split an operator that rearranges the last three dimensions by rows before them."""
     rows = call.common_rows(0)
     is_outside = rows is not None and rows.dimensions.stop <= len(call.shape(0)) - 3
     return call.results_in(rows) if rows is not None and is_outside else None
 
 
 def _split_indexing(call: CallToSplit) -> SplitCall | None:
-    """Index dimensions after the rows, or write into such places: the indices are whole. Indices of
-    dimensions that are not neighbours would move the rows."""
+    """Split `index` or `index_put` by rows before the indexed dimensions. These have to be
+    adjacent: otherwise the result has them first."""
     by_rows = (0, 2) if len(call.node.args) > 2 else (0,)
     rows, indices = call.common_rows(*by_rows), call.argument(1)
     indexed = [number for number, index in enumerate(indices) if index is not None]
@@ -103,13 +106,14 @@ def _split_indexing(call: CallToSplit) -> SplitCall | None:
 
 
 def _split_padding(call: CallToSplit) -> SplitCall | None:
-    """Pad dimensions after the rows: the argument has two numbers for each of the last ones."""
+    """Split constant padding by rows before the padded dimensions: the argument has two numbers for
+    each of the last ones."""
     rows, padded = call.common_rows(0), len(call.argument(1)) // 2
     is_outside = rows is not None and rows.dimensions.stop <= len(call.shape(0)) - padded
     return call.results_in(rows) if rows is not None and is_outside else None
 
 
-_POOLING = """
+_BY_SAMPLES = """
     avg_pool1d avg_pool2d avg_pool3d max_pool2d_with_indices max_pool3d_with_indices
     adaptive_max_pool2d _adaptive_avg_pool2d _adaptive_avg_pool3d
     avg_pool2d_backward avg_pool3d_backward max_pool2d_with_indices_backward
@@ -119,6 +123,8 @@ _POOLING = """
     reflection_pad1d_backward reflection_pad2d_backward replication_pad1d_backward
     replication_pad2d_backward grid_sampler_2d
 """
+
+"""Pooling, other padding and grid sampling, with their backwards."""
 
 _RESAMPLING = """
     upsample_nearest1d upsample_nearest2d upsample_nearest3d _upsample_nearest_exact2d
@@ -139,7 +145,7 @@ IMAGE_RULES: dict[str, Rule] = {
     "_unsafe_index.Tensor": _split_indexing,
     "index_put.default": _split_indexing,
     "_unsafe_index_put.default": _split_indexing,
-    **{f"{name}.default": _by_samples(row_rule()) for name in _POOLING.split()},
+    **{f"{name}.default": _by_samples(row_rule()) for name in _BY_SAMPLES.split()},
     **{
         f"{name}.{kind}": _by_samples(row_rule(0))
         for name in _RESAMPLING.split()

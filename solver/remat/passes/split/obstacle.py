@@ -24,7 +24,7 @@ def split_obstacle(trace: Trace, split: Trace) -> str:
     storages = {
         result.storage: split.storage_bytes[result.storage]
         for node in split.nodes
-        if not node.view  # a view of an input is as large as the input
+        if not node.view  # a view has the storage of its base, such as an input
         for result in node.results
     }
     storage = max(storages, key=storages.__getitem__, default=-1)

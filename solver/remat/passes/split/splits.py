@@ -157,7 +157,7 @@ def _regions_around(index: TraceIndex, name: str, max_nodes: float) -> list[Regi
         states: list[Rows] = []
         for rows in sizes - {1}:
             candidates = list(candidate_rows(shape, rows))
-            if len(candidates) > tried.get(rows, 0):  # two dimensions may have one size
+            if len(candidates) > tried.get(rows, 0):  # two dimensions may have the same size
                 states += candidates
                 tried[rows] = len(candidates)
         regions_of_seed = (find_region(index, seed, state, max_nodes) for state in states)

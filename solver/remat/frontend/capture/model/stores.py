@@ -84,7 +84,7 @@ def stored_attributes(model: nn.Module, changes: Iterable[Change]) -> list[Store
                 "module that has it"
             )
         if not HOOK_TABLES.isdisjoint(s for s in change.path if isinstance(s, str)):
-            continue  # registered once, in the first call: the recorded step has what it computes
+            continue  # a hook of the first call: the captured graph has its operations
         if (place := _place_of_change(model, change)) is not None:
             stored.append(StoredValue("attribute", place, change.now, change.key is None))
         elif contains_capture_values(change.now):
