@@ -38,7 +38,13 @@ from solver_results import baselines, published, random, search, table2, traced
 from source_results import source_assumptions, source_sizes, sources
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
-from split_results import split_coverage, split_models, split_peers, split_steps
+from split_results import (
+    loss_peers,
+    split_coverage,
+    split_models,
+    split_peers,
+    split_steps,
+)
 from tables import inline, table
 
 _UNIT = re.compile(r"(?<=\d) (?=(?:s|ms|MiB)\b)")
@@ -78,6 +84,7 @@ TABLES: dict[str, Callable[[], Table]] = {
         split_models,
         split_steps,
         split_peers,
+        loss_peers,
         split_coverage,
         offloading,
         offload_steps,

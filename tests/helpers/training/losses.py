@@ -1,7 +1,7 @@
 """Losses of language models as their users write them, each with a model and a batch.
 
 Every loss takes the logits of `Policy` (batch x tokens x vocabulary) and the batch, and is written
-out in plain PyTorch: none of them splits anything.
+out in plain PyTorch: none of them splits anything. Sizes are those of the logits and the batch.
 """
 
 from __future__ import annotations
@@ -45,35 +45,42 @@ class Policy(nn.Module):
         return self.criterion(self.head(hidden), {"ids": ids, **batch})
 
 
-def batch_of(seed: int = 0, dtype: torch.dtype = torch.float32) -> Batch:
+def batch_of(
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    *,
+    shape: tuple[int, int] = (SEQUENCES, TOKENS),
+    words: int = WORDS,
+    width: int = WIDTH,
+) -> Batch:
     """Return a batch with all that the losses read: labels, masks, scores of another model."""
     generator = torch.Generator().manual_seed(seed)
-    shape = SEQUENCES, TOKENS
+    sequences, tokens = shape
 
     def uniform(*sizes: int) -> Tensor:
         return torch.rand(*sizes, generator=generator, dtype=dtype)
 
-    ids = torch.randint(WORDS, shape, generator=generator)
-    labels = torch.randint(WORDS, shape, generator=generator)
+    ids = torch.randint(words, shape, generator=generator)
+    labels = torch.randint(words, shape, generator=generator)
     ignored = torch.where(uniform(*shape) < 0.2, -100, labels)
     return {
         "ids": ids,
         "labels": labels,
         "ignored": ignored,
         "mask": (uniform(*shape) < 0.8).to(dtype),
-        "advantages": uniform(SEQUENCES) - 0.5,
+        "advantages": uniform(sequences) - 0.5,
         "token_advantages": uniform(*shape) - 0.5,
         "old_logps": -5 - uniform(*shape),
         "ref_logps": -5 - uniform(*shape),
-        "ref_sums": -50 * uniform(SEQUENCES),
-        "teacher_hidden": uniform(*shape, WIDTH) - 0.5,
-        "teacher_head": uniform(WORDS, WIDTH) - 0.5,
+        "ref_sums": -50 * uniform(sequences),
+        "teacher_hidden": uniform(*shape, width) - 0.5,
+        "teacher_head": uniform(words, width) - 0.5,
         "teacher_values": uniform(*shape, 5),
-        "teacher_indices": torch.randint(WORDS, (*shape, 5), generator=generator),
-        "class_weights": 0.5 + uniform(WORDS),
-        "documents": torch.arange(TOKENS)
+        "teacher_indices": torch.randint(words, (*shape, 5), generator=generator),
+        "class_weights": 0.5 + uniform(words),
+        "documents": torch.arange(tokens)
         .mul(3)
-        .div(TOKENS, rounding_mode="floor")
+        .div(tokens, rounding_mode="floor")
         .expand(shape)
         .contiguous(),
         "returns": uniform(*shape),
@@ -100,13 +107,13 @@ def cross_entropy(logits: Tensor, b: Batch) -> Any:
 def shifted(logits: Tensor, b: Batch) -> Any:
     shift_logits = logits[..., :-1, :].contiguous()
     labels = b["ignored"][..., 1:].contiguous()
-    return F.cross_entropy(shift_logits.view(-1, WORDS), labels.view(-1))
+    return F.cross_entropy(shift_logits.view(-1, shift_logits.size(-1)), labels.view(-1))
 
 
 @loss
 def masked_tokens(logits: Tensor, b: Batch) -> Any:
     tokens = F.cross_entropy(logits.flatten(0, 1), b["labels"].flatten(), reduction="none")
-    return masked_mean(tokens.view(SEQUENCES, TOKENS), b["mask"])
+    return masked_mean(tokens.view_as(b["mask"]), b["mask"])
 
 
 @loss
@@ -149,7 +156,7 @@ def focal(logits: Tensor, b: Batch) -> Any:
 
 @loss
 def poly_one_hot(logits: Tensor, b: Batch) -> Any:
-    probabilities = (F.one_hot(b["labels"], WORDS) * logits.softmax(-1)).sum(-1)
+    probabilities = (F.one_hot(b["labels"], logits.size(-1)) * logits.softmax(-1)).sum(-1)
     tokens = F.cross_entropy(logits.flatten(0, 1), b["labels"].flatten(), reduction="none")
     return (tokens.view_as(probabilities) + 1.0 - probabilities).mean()
 
@@ -157,7 +164,7 @@ def poly_one_hot(logits: Tensor, b: Batch) -> Any:
 @loss
 def dynamic_fine_tuning(logits: Tensor, b: Batch) -> Any:
     tokens = F.cross_entropy(logits.flatten(0, 1), b["labels"].flatten(), reduction="none")
-    return masked_mean((tokens * torch.exp(-tokens.detach())).view(SEQUENCES, TOKENS), b["mask"])
+    return masked_mean((tokens * torch.exp(-tokens.detach())).view_as(b["mask"]), b["mask"])
 
 
 @loss
@@ -171,8 +178,8 @@ def unlikelihood(logits: Tensor, b: Batch) -> Any:
 @loss
 def packed_documents(logits: Tensor, b: Batch) -> Any:
     tokens = F.cross_entropy(logits.flatten(0, 1), b["labels"].flatten(), reduction="none")
-    tokens = tokens.view(SEQUENCES, TOKENS)
-    sums = torch.zeros(SEQUENCES, 3, dtype=tokens.dtype).scatter_add(1, b["documents"], tokens)
+    tokens = tokens.view_as(b["documents"])
+    sums = torch.zeros(len(tokens), 3, dtype=tokens.dtype).scatter_add(1, b["documents"], tokens)
     counts = torch.zeros_like(sums).scatter_add(1, b["documents"], torch.ones_like(tokens))
     return (sums / counts.clamp(min=1)).mean()
 
@@ -291,7 +298,8 @@ def ipo(logits: Tensor, b: Batch) -> Any:
 @loss
 def kto(logits: Tensor, b: Batch) -> Any:
     rewards = sequence_logps(logits, b) - b["ref_sums"]
-    good, bad = rewards[: SEQUENCES // 2], rewards[SEQUENCES // 2 :]
+    half = len(rewards) // 2
+    good, bad = rewards[:half], rewards[half:]
     kl = rewards.mean().clamp(min=0).detach()
     losses = 1 - torch.sigmoid(0.1 * (good - kl)), 1 - torch.sigmoid(0.1 * (kl - bad))
     return torch.cat(losses).mean()
@@ -300,9 +308,9 @@ def kto(logits: Tensor, b: Batch) -> Any:
 @loss
 def orpo(logits: Tensor, b: Batch) -> Any:
     chosen, rejected = sequence_logps(logits, b, average=True).chunk(2)
-    half = SEQUENCES // 2
+    half = len(logits) // 2
     nll = F.cross_entropy(
-        logits[:half, :-1].reshape(-1, WORDS), b["ignored"][:half, 1:].reshape(-1)
+        logits[:half, :-1].reshape(-1, logits.size(-1)), b["ignored"][:half, 1:].reshape(-1)
     )
     odds = (chosen - rejected) - (torch.log1p(-chosen.exp()) - torch.log1p(-rejected.exp()))
     return nll - 0.1 * F.logsigmoid(odds).mean()
@@ -327,7 +335,7 @@ def dpo_of_chunks(logits: Tensor, b: Batch) -> Any:
 
 @loss
 def rpo_of_halves(logits: Tensor, b: Batch) -> Any:
-    half = SEQUENCES // 2
+    half = len(logits) // 2
     chosen, rejected = logits[:half], logits[half:]
     nll = F.cross_entropy(chosen.flatten(0, 1), b["ignored"][:half].flatten())
     margin = logps_of(chosen, b["labels"][:half]).sum(-1)
