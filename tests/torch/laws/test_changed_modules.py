@@ -355,3 +355,38 @@ def test_compiled_steps_are_those_of_the_changed_model(name: str) -> None:
         changed(eager)
         changed(model)
         assert_same(step(model, x, run=run), step(eager, x), 1e-4)
+
+
+class Small(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("factor", torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.linear(x) * self.factor).square().sum()
+
+
+def lowered(model: nn.Module, x: torch.Tensor) -> nn.Module:
+    trace = remat.measure(remat.trace(model, (x,)), remat.Roofline("cpu"))
+    return remat.lower(remat.rewrite(trace, remat.solve(trace, "100%").schedule), model)
+
+
+COSTS = remat.Roofline("cpu")
+PLANNED_AT_ONCE: dict[str, Callable[[nn.Module, torch.Tensor], nn.Module]] = {
+    "optimize": lambda m, x: remat.optimize(m, "100%", (x,), costs=COSTS),
+    "enable": lambda m, x: remat.enable(m, "100%", (x,), costs=COSTS),
+    "blocks": lambda m, x: remat.enable(m, "100%", (x,), costs=COSTS, scope="blocks"),
+    "lower": lowered,
+}
+
+
+@pytest.mark.parametrize("door", PLANNED_AT_ONCE)
+def test_a_change_before_the_first_call_is_seen(door: str) -> None:
+    model, x = Small(), torch.randn(2, 4)
+    step_of_model = PLANNED_AT_ONCE[door](model, x)
+    model.linear = nn.Linear(4, 4)
+    model.factor = torch.full((4,), 2.0)
+    eager = Small()
+    eager.load_state_dict(model.state_dict())
+    torch.testing.assert_close(step_of_model(x), eager(x))

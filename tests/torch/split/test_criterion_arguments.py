@@ -287,6 +287,60 @@ def test_variables_may_get_other_values() -> None:
     check()
 
 
+def test_another_model_before_the_first_call() -> None:
+    reference = reference_model()
+
+    def loss(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        return distillation(logits, ids, reference, GLOBAL_SCALE)
+
+    model, ids = Policy(), batch()["ids"]
+    step = remat.optimize(model, "100%", (ids, ids), loss=loss, costs=COSTS)
+    reference = Policy(seed=9).requires_grad_(False).eval()
+    check_equal(model, step, lambda m: loss(m(ids), ids), lambda: step(ids, ids))
+
+
+class Weighted:
+    """A loss with numbers in attributes, and in an object."""
+
+    def __init__(self) -> None:
+        self.weight = 0.5
+        self.options = SimpleNamespace(power=2)
+
+    def loss(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return (output - target).abs().pow(self.options.power).mean() * self.weight
+
+    def __call__(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return self.loss(output, target)
+
+
+def weighted(output: torch.Tensor, target: torch.Tensor, weights: Weighted) -> torch.Tensor:
+    return weights.loss(output, target)
+
+
+NUMBERS: dict[str, Callable[[Weighted], Any]] = {
+    "a method": lambda weights: weights.loss,
+    "an object": lambda weights: weights,
+    "a partial of a method": lambda weights: functools.partial(weights.loss),
+    "a partial with an object": lambda weights: functools.partial(weighted, weights=weights),
+    "a closure": lambda weights: lambda output, target: weights.loss(output, target),
+}
+
+
+@pytest.mark.parametrize("where", NUMBERS)
+def test_numbers_of_a_loss_are_guarded(where: str) -> None:
+    weights, model = Weighted(), nn.Linear(4, 4)
+    loss, args = NUMBERS[where](weights), (torch.randn(2, 4), torch.randn(2, 4))
+    step = remat.optimize(model, "100%", args, loss=loss, costs=COSTS)
+    for change in (
+        lambda: None,
+        lambda: setattr(weights, "weight", 3.0),
+        lambda: setattr(weights.options, "power", 3),
+        lambda: setattr(weights, "options", SimpleNamespace(power=1)),
+    ):
+        change()
+        check_equal(model, step, lambda m: loss(m(args[0]), args[1]), lambda: step(*args))
+
+
 def test_a_parameter_in_a_variable_is_trained() -> None:
     log_scale = nn.Parameter(torch.tensor(0.3))
 

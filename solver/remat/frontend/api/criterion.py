@@ -69,6 +69,7 @@ class ModelWithLoss(nn.Module):
         super().__init__()
         self.model = model
         self.loss = loss
+        self.loss_objects = list(_objects_of_loss(loss))
         self.training = model.training
         self.loss_variables = LossVariables(model, loss)
         self.register_forward_pre_hook(_update_loss_variables)
@@ -83,6 +84,7 @@ class ModelWithLoss(nn.Module):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Return what the loss returns for one batch. Raises `TraceError` for too few arguments,
         for a loss of several elements and, in training, for one that requires no gradient."""
+        _ = self.loss_objects  # a capture guards the values that are read in them
         call = _split_arguments(self.model, self.loss, inputs, kwargs)
         with errors_name_part(type(self.model).__name__):
             output = self.model(*call.inputs, **call.model_keywords)
@@ -254,6 +256,16 @@ class _VariableFinder:
         return next(
             n for n in candidates if n not in self.by_name and not hasattr(LossVariables, n)
         )
+
+
+def _objects_of_loss(loss: Criterion) -> Iterator[Any]:
+    """Yield the objects that belong to a loss: of a method, its object; of a partial, its
+    arguments."""
+    while isinstance(loss, functools.partial):
+        yield from (*loss.args, *loss.keywords.values())
+        loss = loss.func
+    if isinstance(loss, MethodType):
+        yield loss.__self__
 
 
 def _namespaces_of_loss(

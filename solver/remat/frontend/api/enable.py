@@ -93,6 +93,7 @@ def enable(
         )
     model.__dict__[FORWARD_ATTRIBUTE] = model.__dict__["forward"] = forward
     model.__dict__[_SCRIPTABLE_ATTRIBUTE] = forward.scriptable_model
+    forward.dispatcher()  # from now on, it sees changes of the model
     return model
 
 
@@ -197,10 +198,14 @@ class PlannedForward:
     def _run_training_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call with gradients under its plan; plan it first if there is none for such a
         call."""
+        return self.dispatcher().run(args, kwargs)
+
+    def dispatcher(self) -> StepDispatcher:
+        """Return the dispatcher of the calls, the same in all threads."""
         with _new_dispatcher:
             if self._dispatcher is None:
                 self._dispatcher = StepDispatcher(self.model, self.planner, self.original_forward)
-        return self._dispatcher.run(args, kwargs)
+        return self._dispatcher
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PlannedForward:
         model, instance_forward = copy.deepcopy((self.model, self.instance_forward), memo)

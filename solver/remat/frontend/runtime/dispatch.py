@@ -181,6 +181,8 @@ class StepDispatcher:
         self.provider = provider
         self._original_forward = original_forward
         self._tracker: ModelTracker | None = None
+        if provider.current_step() is not None:  # it is bound to the model as it is now
+            self._tracker = ModelTracker(model, sees_replaced_methods=True)
         self._reported: set[str] = set()
         # Planning, and plans of blocks, replace methods of the model's modules for a while.
         self._lock = threading.RLock()
