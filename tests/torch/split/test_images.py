@@ -13,6 +13,7 @@ from tests.helpers.training.recorded_steps import relative_error
 from torch import Tensor, nn
 
 import remat
+from remat.documents.trace import Trace
 from remat.frontend.memory.meter import LiveStorageMeter, unique_bytes
 from remat.passes.split.image_rules import IMAGE_RULES
 from remat.passes.split.obstacle import split_obstacle
@@ -162,7 +163,6 @@ OPERATORS: dict[str, Callable[[Tensor], Tensor]] = {
     "pixel_shuffle": lambda x: F.pixel_shuffle(x, 2),
     "pixel_unshuffle": lambda x: F.pixel_unshuffle(x, 2),
     "group_norm": lambda x: F.group_norm(x, 2),
-    "unfold": lambda x: F.unfold(x, 3),
     "index": lambda x: x[:, :, torch.tensor([3, 1, 1])],
     "neighbouring indices": lambda x: x[:, :, torch.tensor([3, 1]), torch.tensor([0, 5])],
     "transposed convolution": lambda x: F.conv_transpose2d(x, kernel(), stride=2),
@@ -195,6 +195,29 @@ def test_an_operator_on_images_runs_in_pieces(name: str) -> None:
         node.name for node in trace.nodes if node.target.removeprefix("aten.") in IMAGE_RULES
     ]
     assert in_pieces.issuperset(between)
+    assert between
+    check_pieces(model, x, split)
+
+
+BROADCAST: dict[str, Callable[[Tensor], Tensor]] = {
+    "values without a dimension": lambda x: torch.ops.aten.index_put(
+        x, [None, torch.arange(24).reshape(6, 4) % 4], x[:, :4, :12], True
+    ),
+    "distant indices": lambda x: x[:, torch.tensor([0, 1]), :, torch.tensor([2, 3])],
+}
+
+
+@pytest.mark.parametrize("name", BROADCAST)
+def test_indexing_that_moves_the_rows_is_not_split(name: str) -> None:
+    torch.manual_seed(0)
+    model = Between(BROADCAST[name])
+    x = torch.randn(SAMPLES, 1, 1, 1, dtype=torch.float64)
+    trace = remat.measure(remat.trace(model, (x,)), COSTS)
+    check_pieces(model, x, remat.measure(split_largest_operations(trace, SAMPLES), COSTS))
+
+
+def check_pieces(model: nn.Module, x: Tensor, split: Trace) -> None:
+    """Check that a split step has eager gradients."""
     schedule = Schedule.keep_all(split.graph())
     planned = remat.lower(remat.rewrite(split, schedule), copy.deepcopy(model))
     for module in (model, planned):

@@ -7,7 +7,7 @@ unchanged, if these come first.
 
 from __future__ import annotations
 
-from remat.documents.arguments import Args
+from remat.documents.arguments import Args, Ref
 from remat.passes.split.part_rules import Rule, row_rule, split_with_shape
 from remat.passes.split.states import (
     SUM,
@@ -96,11 +96,17 @@ def _split_shuffle(call: CallToSplit) -> SplitCall | None:
 def _split_indexing(call: CallToSplit) -> SplitCall | None:
     """Split `index` or `index_put` by rows before the indexed dimensions. These have to be
     adjacent: otherwise the result has them first."""
-    by_rows = (0, 2) if len(call.node.args) > 2 else (0,)
-    rows, indices = call.common_rows(*by_rows), call.argument(1)
-    indexed = [number for number, index in enumerate(indices) if index is not None]
-    are_neighbours = indexed == list(range(indexed[0], indexed[-1] + 1)) if indexed else False
-    if rows is None or not are_neighbours or rows.dimensions.stop > indexed[0]:
+    is_write = len(call.node.args) > 2
+    rows = call.common_rows(0, 2) if is_write else call.common_rows(0)
+    indices = [index.name if isinstance(index, Ref) else "" for index in call.argument(1)]
+    indexed = [number for number, name in enumerate(indices) if name]
+    if rows is None or not indexed or rows.dimensions.stop > indexed[0]:
+        return None
+    metas = [call.metas[indices[number]] for number in indexed]
+    if indexed[-1] - indexed[0] + 1 != len(indexed) or any(m.dtype == "bool" for m in metas):
+        return None
+    places = len(call.shape(0)) - len(indexed) + max(len(meta.shape) for meta in metas)
+    if is_write and len(call.shape(2)) != places:  # the values are broadcast to other dimensions
         return None
     return call.results_in(rows)
 
@@ -139,7 +145,6 @@ IMAGE_RULES: dict[str, Rule] = {
     "native_group_norm_backward.default": _rule_with_count(5, 0, 1, 2, 3, summed=True),
     "pixel_shuffle.default": _split_shuffle,
     "pixel_unshuffle.default": _split_shuffle,
-    "im2col.default": _split_shuffle,
     "constant_pad_nd.default": _split_padding,
     "index.Tensor": _split_indexing,
     "_unsafe_index.Tensor": _split_indexing,
