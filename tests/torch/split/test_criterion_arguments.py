@@ -213,6 +213,37 @@ class Distillation(nn.Module):
         return distillation(logits, ids, self.reference, self.scale)
 
 
+class Hidden(nn.Module):
+    """A list hides the reference from `state_dict`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reference = [reference_model()]
+
+    def forward(self, logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        return distillation(logits, ids, self.reference[0], GLOBAL_SCALE)
+
+
+class OfClass:
+    reference = reference_model()
+
+    @classmethod
+    def loss(cls, logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        return distillation(logits, ids, cls.reference, GLOBAL_SCALE)
+
+
+class Slots:
+    __slots__ = ("reference",)
+
+    def __init__(self) -> None:
+        self.reference = reference_model()
+
+
+def in_slot() -> Any:
+    slots = Slots()
+    return lambda logits, ids: distillation(logits, ids, slots.reference, GLOBAL_SCALE)
+
+
 def in_closure() -> Any:
     reference, scale = reference_model(), GLOBAL_SCALE.clone()
     return lambda logits, ids: distillation(logits, ids, reference, scale)
@@ -235,6 +266,9 @@ LOSSES: dict[str, Callable[[], Any]] = {
         distillation, reference=reference_model(), scale=GLOBAL_SCALE
     ),
     "a module": Distillation,
+    "a list of a module": Hidden,
+    "a class": lambda: OfClass.loss,
+    "a slot": in_slot,
 }
 
 
@@ -412,6 +446,20 @@ def test_a_loss_may_update_a_tensor() -> None:
         average.zero_()
         averages.append((run(), run(), average.clone()))
     assert averages[0] == averages[1]
+
+
+@functools.lru_cache
+def cached_weights(words: int) -> torch.Tensor:
+    return torch.linspace(0.1, 1, words)
+
+
+def test_a_capture_leaves_nothing_in_the_caches_of_functions() -> None:
+    def loss(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(logits.flatten(0, 1), ids.flatten(), cached_weights(WORDS))
+
+    model, ids = Policy().eval(), batch()["ids"]
+    step = remat.optimize(model, "100%", (ids, ids), loss=loss, costs=COSTS)
+    check_equal(model, step, lambda m: loss(m(ids), ids), lambda: step(ids, ids))
 
 
 def test_copies_use_the_same_variables() -> None:

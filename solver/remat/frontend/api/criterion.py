@@ -13,7 +13,7 @@ import inspect
 import itertools
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from types import CodeType, FunctionType, MethodType, ModuleType
+from types import CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -41,7 +41,7 @@ from remat.frontend.common.code_origin import errors_name_part
 Criterion = Callable[..., Any]
 """A function or module that computes a loss from a model's output, and from further arguments."""
 
-_MAX_DEPTH = 3
+_MAX_DEPTH = 5
 """How many containers and objects are followed from a variable to a model or tensor."""
 
 
@@ -242,7 +242,9 @@ class _VariableFinder:
         if is_container(value):
             steps = [key for key, _ in items_of_container(value)]
         elif is_user_class(type(value)):
-            steps = [name for name in attributes_of(value) or {} if name in attributes]
+            slots = (n for cls in type(value).__mro__ for n in vars(cls) if _is_slot(cls, n))
+            stored = dict.fromkeys((*(attributes_of(value) or ()), *slots))
+            steps = [name for name in stored if name in attributes]
         else:
             return
         for step in steps:
@@ -256,6 +258,11 @@ class _VariableFinder:
         return next(
             n for n in candidates if n not in self.by_name and not hasattr(LossVariables, n)
         )
+
+
+def _is_slot(cls: type, name: str) -> bool:
+    """True for the name of a slot of a class with `__slots__`."""
+    return isinstance(vars(cls)[name], MemberDescriptorType)
 
 
 def _objects_of_loss(loss: Criterion) -> Iterator[Any]:
@@ -297,7 +304,13 @@ def _namespaces_of_loss(
         used = loaded.get(id(table.variables), table.names) if is_namespace else table.names
         yield table.variables, table.names & used, table.attributes or ()
         names.update(table.attributes or ())
-    if owner is not None and not isinstance(owner, type):
+    if isinstance(loss, nn.Module):  # a list of it hides a teacher from `state_dict`
+        for module in loss.modules():
+            yield vars(module), names & vars(module).keys(), names
+    elif isinstance(owner, type):
+        for cls in owner.__mro__:
+            yield vars(cls), names & vars(cls).keys(), names
+    elif owner is not None:
         methods = (f for base in type(owner).__mro__ for f in functions_of_class(base))
         names.update(*(names_of_code(method.__code__) for method in methods))
         yield attributes_of(owner) or {}, names, names

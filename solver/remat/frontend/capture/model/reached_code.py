@@ -12,6 +12,7 @@ import functools
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
@@ -302,6 +303,21 @@ def reachable_variables(model: nn.Module) -> Iterator[NamedTable]:
     if attributes & {"environ", "getenv"}:
         # The dictionary behind `os.environ`, whose items can be compared.
         yield NamedTable("os", {"environ": vars(os.environ)["_data"]}, frozenset({"environ"}))
+
+
+@contextmanager
+def results_of_capture_not_cached(model: nn.Module) -> Iterator[None]:
+    """Clear the caches of functions (`functools.lru_cache`) that the model's code names and that
+    have computed anything within the context: the results may be fake tensors."""
+    values = (t.variables[name] for t in reachable_variables(model) for name in t.names)
+    cached = {id(v): v for v in values if isinstance(v, functools._lru_cache_wrapper)}
+    before = {key: function.cache_info().misses for key, function in cached.items()}
+    try:
+        yield
+    finally:
+        for key, function in cached.items():
+            if function.cache_info().misses > before[key]:
+                function.cache_clear()
 
 
 def closure_cells_of(function: FunctionType) -> dict[str, Any]:
