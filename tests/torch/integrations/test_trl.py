@@ -195,7 +195,7 @@ CASES: dict[str, tuple[str, dict[str, Any], bool, dict[str, Any]]] = {
 }
 
 
-_FAST = ("DPO", "GRPO")
+_FAST = ("GRPO",)
 
 
 @pytest.mark.parametrize(

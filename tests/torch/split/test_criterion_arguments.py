@@ -273,7 +273,11 @@ LOSSES: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize(
-    ("where", "budget"), [*((where, "100%") for where in LOSSES), ("closure variables", "50%")]
+    ("where", "budget"),
+    [
+        *((where, "100%") for where in LOSSES),
+        pytest.param("closure variables", "50%", marks=pytest.mark.slow),
+    ],
 )
 def test_a_loss_may_use_another_model(where: str, budget: str) -> None:
     model, loss, ids = Policy(), LOSSES[where](), batch()["ids"]

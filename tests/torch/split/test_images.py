@@ -108,7 +108,6 @@ def in_format(
     ("name", "memory_format"),
     [
         ("dice", torch.channels_last),
-        ("cross-entropy of pixels", torch.contiguous_format),
         *(
             pytest.param(name, memory_format, marks=pytest.mark.slow)
             for name in MODELS

@@ -295,7 +295,8 @@ def largest_bytes(trace: Trace) -> int:
 
 
 _SLOW = {
-    "bert", "convnext", "diffusion_transformer", "mamba", "resnet", "t5", "unet", "vit", "whisper",
+    "bert", "convnext", "diffusion_transformer", "gpt2", "mamba", "resnet", "segformer", "t5",
+    "unet", "vit", "whisper",
 }  # fmt: skip
 
 

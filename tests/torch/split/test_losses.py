@@ -92,7 +92,7 @@ def trained(
     return [p.grad for p in model.parameters() if p.grad is not None], meter.peak_bytes
 
 
-_FAST = ("cross_entropy", "grpo", "dpo", "top_k_distillation")
+_FAST = ("cross_entropy", "dpo")
 
 
 @pytest.mark.parametrize(
