@@ -29,13 +29,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from tests.helpers.training.losses import LOSSES, Batch, Loss, batch_of
-from torch import Tensor, nn
+from torch import Tensor
 
 import remat
 from benchmarks.chunked_losses import FURTHER_LOSSES, PEERS, Head, Peer, is_installed
 from benchmarks.harness import machine, report
 from benchmarks.harness.measurement import keep_freed_memory
-from benchmarks.split_peers import WIDTH, Layer
+from benchmarks.split_peers import WIDTH, LanguageModel
 from remat import Plan
 from remat.frontend.memory.meter import allocated_peak
 from remat.limits.units import format_bytes
@@ -50,17 +50,10 @@ LARGEST_DIFFERENCE = 1e-4
 PACKAGES = {"TRL": "trl", "Liger": "liger-kernel"}
 
 
-class Model(nn.Module):
-    """Two layers and a head, whose loss `head` computes."""
+class Model(LanguageModel):
+    """Two layers and a head, whose loss `head` computes from a batch."""
 
-    def __init__(self, head: Head) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(WORDS, WIDTH)
-        self.layers = nn.Sequential(Layer(), Layer())
-        self.weight = nn.Parameter(torch.randn(WORDS, WIDTH) * 0.02)
-        self.head = head
-
-    def forward(self, ids: Tensor, **batch: Tensor) -> Any:
+    def forward(self, ids: Tensor, **batch: Tensor) -> Any:  # type: ignore[override]
         return self.head(self.layers(self.embedding(ids)), self.weight, {"ids": ids, **batch})
 
 

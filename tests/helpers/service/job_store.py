@@ -83,7 +83,7 @@ def finish(
     body: bytes = b"body",
     **options: Any,
 ) -> bool:
-    """Finish a job; `options` are those of `leases.finish`."""
+    """Finish a job, with the options of `leases.finish`."""
     if status == "succeeded":
         options |= {"body": body, "summary": [SUMMARY]}
     with database.write() as connection:

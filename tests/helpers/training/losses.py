@@ -1,7 +1,8 @@
 """Losses of language models as their users write them, each with a model and a batch.
 
 Every loss takes the logits of `Policy` (batch x tokens x vocabulary) and the batch, and is written
-out in plain PyTorch: none of them splits anything. Sizes are those of the logits and the batch.
+out in plain PyTorch: none of them splits anything. Losses read all sizes from the logits and the
+batch.
 """
 
 from __future__ import annotations

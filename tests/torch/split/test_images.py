@@ -184,42 +184,43 @@ class Between(nn.Module):
 
 @pytest.mark.parametrize("name", OPERATORS)
 def test_an_operator_on_images_runs_in_pieces(name: str) -> None:
-    torch.manual_seed(0)
-    model = Between(OPERATORS[name])
-    x = torch.randn(SAMPLES, 1, 1, 1, dtype=torch.float64)
-    trace = remat.measure(remat.trace(model, (x,)), COSTS)
-    split = remat.measure(split_largest_operations(trace, SAMPLES), COSTS)
+    trace, split = split_between(OPERATORS[name])
     in_pieces = {node.piece_of for node in split.nodes if node.piece_of}
     between = [
         node.name for node in trace.nodes if node.target.removeprefix("aten.") in IMAGE_RULES
     ]
     assert in_pieces.issuperset(between)
     assert between
-    check_pieces(model, x, split)
 
 
-BROADCAST: dict[str, Callable[[Tensor], Tensor]] = {
-    "values without a dimension": lambda x: torch.ops.aten.index_put(
+MOVED_ROWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "aten.index_put.default": lambda x: torch.ops.aten.index_put(
         x, [None, torch.arange(24).reshape(6, 4) % 4], x[:, :4, :12], True
     ),
-    "distant indices": lambda x: x[:, torch.tensor([0, 1]), :, torch.tensor([2, 3])],
+    "aten.index.Tensor": lambda x: x[:, torch.tensor([0, 1]), :, torch.tensor([2, 3])],
 }
+"""Values without a dimension of the place, and indices that are not adjacent."""
 
 
-@pytest.mark.parametrize("name", BROADCAST)
-def test_indexing_that_moves_the_rows_is_not_split(name: str) -> None:
+@pytest.mark.parametrize("target", MOVED_ROWS)
+def test_indexing_that_moves_the_rows_is_not_split(target: str) -> None:
+    trace, split = split_between(MOVED_ROWS[target])
+    assert target in {node.target for node in trace.nodes}
+    assert target not in {node.target for node in split.nodes if node.piece_of}
+
+
+def split_between(operator: Callable[[Tensor], Tensor]) -> tuple[Trace, Trace]:
+    """Return a step with the operator, and the step in pieces, of which eager gradients are
+    checked."""
     torch.manual_seed(0)
-    model = Between(BROADCAST[name])
+    model = Between(operator)
     x = torch.randn(SAMPLES, 1, 1, 1, dtype=torch.float64)
     trace = remat.measure(remat.trace(model, (x,)), COSTS)
-    check_pieces(model, x, remat.measure(split_largest_operations(trace, SAMPLES), COSTS))
-
-
-def check_pieces(model: nn.Module, x: Tensor, split: Trace) -> None:
-    """Check that a split step has eager gradients."""
+    split = remat.measure(split_largest_operations(trace, SAMPLES), COSTS)
     schedule = Schedule.keep_all(split.graph())
     planned = remat.lower(remat.rewrite(split, schedule), copy.deepcopy(model))
     for module in (model, planned):
         module(x).backward()
     gradients: list[Any] = [m.get_parameter("grid").grad for m in (model, planned)]
     assert relative_error(*gradients) < 1e-10
+    return trace, split

@@ -319,3 +319,21 @@ def test_the_largest_tensor_is_split_or_the_reason_is_said(name: str) -> None:
     if not why:
         assert reason == ""
         assert largest_bytes(split) < 0.6 * largest_bytes(trace)
+
+
+class ReturnsScores(nn.Module):
+    """Returns the logits with the loss, as Transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Parameter(0.02 * torch.randn(2000, 32))
+
+    def forward(self, ids: Tensor) -> dict[str, Tensor]:
+        scores = self.words[ids].tanh() @ self.words.t()
+        return {"loss": F.cross_entropy(scores.flatten(0, 1), ids.flatten()), "scores": scores}
+
+
+def test_an_output_that_stays_whole_is_named_as_one() -> None:
+    trace = remat.measure(remat.trace(ReturnsScores(), (torch.randint(2000, (4, 64)),)), COSTS)
+    split = split_largest_operations(trace, 16)
+    assert "because the step returns them" in split_obstacle(trace, split)

@@ -13,7 +13,7 @@ import inspect
 import itertools
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from types import CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -34,6 +34,7 @@ from remat.frontend.capture.model.values import (
     is_container,
     items_of_container,
     path_label,
+    slot_names,
     value_at_place,
 )
 from remat.frontend.common.code_origin import errors_name_part
@@ -89,9 +90,9 @@ class ModelWithLoss(nn.Module):
         with errors_name_part(type(self.model).__name__):
             output = self.model(*call.inputs, **call.model_keywords)
         with errors_name_part(self.criterion_name), self.loss_variables.use_registered_tensors():
-            loss = self.loss(output, *call.targets, **call.loss_keywords)
-        self._check_loss(loss, output)
-        return loss
+            result = self.loss(output, *call.targets, **call.loss_keywords)
+        self._check_loss(result, output)
+        return result
 
     @property
     def criterion_name(self) -> str:
@@ -242,8 +243,7 @@ class _VariableFinder:
         if is_container(value):
             steps = [key for key, _ in items_of_container(value)]
         elif is_user_class(type(value)):
-            slots = (n for cls in type(value).__mro__ for n in vars(cls) if _is_slot(cls, n))
-            stored = dict.fromkeys((*(attributes_of(value) or ()), *slots))
+            stored = dict.fromkeys((*(attributes_of(value) or ()), *slot_names(value)))
             steps = [name for name in stored if name in attributes]
         else:
             return
@@ -258,11 +258,6 @@ class _VariableFinder:
         return next(
             n for n in candidates if n not in self.by_name and not hasattr(LossVariables, n)
         )
-
-
-def _is_slot(cls: type, name: str) -> bool:
-    """True for the name of a slot of a class with `__slots__`."""
-    return isinstance(vars(cls)[name], MemberDescriptorType)
 
 
 def _objects_of_loss(loss: Criterion) -> Iterator[Any]:
@@ -385,7 +380,7 @@ class LossVariables(nn.Module):
         return _ReplacedTensors(replaced) if replaced else contextlib.nullcontext()
 
     def _values(self) -> list[tuple[str, Any]]:
-        """Return the present values of the variables by name."""
+        """Return the current values of the variables by name."""
         return [(name, v.value()) for name, v in self._variables.by_name.items()]
 
 

@@ -19,7 +19,6 @@ from torch import nn
 from remat.errors import RematError, TraceError, one_line
 from remat.frontend.capture.model.flat_model import FlatModel
 from remat.frontend.capture.model.preserved_state import model_state_preserved
-from remat.frontend.capture.model.reached_code import results_of_capture_not_cached
 from remat.frontend.capture.model.stores import check_no_container_growth, check_steady_stores
 from remat.frontend.capture.model.values import path_label
 from remat.frontend.capture.operator_recorder import ForeignTensorError
@@ -52,7 +51,6 @@ def capture_step(
     try:
         with (
             model_state_preserved(model),
-            results_of_capture_not_cached(model),
             _errors_of_fake_kernels_not_logged(),
             ConstantFolding() as folding,
         ):
@@ -86,7 +84,6 @@ def _record_as_compiled(
     try:
         with (
             _errors_of_fake_kernels_not_logged(),
-            results_of_capture_not_cached(flat_model.model),
             ConstantFolding() as folding,
             attributes_set((torch.compiler, "_is_compiling_flag", True)),
         ):

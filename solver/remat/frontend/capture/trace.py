@@ -34,6 +34,7 @@ from remat.frontend.capture.model.preserved_state import (
     model_state_preserved,
     tensors_replaced_by_fakes,
 )
+from remat.frontend.capture.model.reached_code import results_of_capture_not_cached
 from remat.frontend.capture.model.wrapped_code import (
     checkpointing_disabled,
     compiled_code_run_eagerly,
@@ -155,6 +156,7 @@ def capture_joint_graph(
         # It checks for NaN, which fake tensors do not have, and names the lines of a forward.
         stack.enter_context(torch.autograd.set_detect_anomaly(False))
         stack.enter_context(model_state_preserved(model))
+        stack.enter_context(results_of_capture_not_cached(model))
         stack.enter_context(rng_changes_forbidden(model))
         stack.enter_context(checkpointing_disabled())
         stack.enter_context(compiled_code_run_eagerly())

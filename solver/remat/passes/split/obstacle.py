@@ -15,7 +15,8 @@ _WHOLE_SHARE = 0.5
 
 def split_obstacle(trace: Trace, split: Trace) -> str:
     """Return a sentence, without its full stop, about the largest tensor that is still whole: its
-    bytes, and the operators without a rule that produce or read it. "" if there is none.
+    bytes, and the operators without a rule that produce or read it, or that it is an output. "" if
+    there is none.
 
     `trace` is the step, and `split` the same with its largest operations split, as far as they can
     be. The sentence begins with the path of the module that computes the tensor, if that is known.
@@ -41,6 +42,8 @@ def split_obstacle(trace: Trace, split: Trace) -> str:
     missing = [target for target in targets if not target.startswith("remat.")]
     named = ", ".join(target.removesuffix(".default") for target in missing[:_MAX_NAMED])
     why = f"no rule splits {named}" if missing else "an operation needs its rows together"
+    if any(split.storage_of[output.name] == storage for output in split.outputs):
+        why = 'the step returns them: see the option outputs="loss"'
     module = f"{producer.module}: " if producer.module else ""
     size = format_bytes(storages[storage])
     return f"{module}{size} of {producer.piece_of or producer.name} exist as a whole, because {why}"

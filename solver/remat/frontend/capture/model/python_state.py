@@ -60,6 +60,7 @@ from remat.frontend.capture.model.values import (
     has_ignored_attributes,
     is_container,
     is_same_plain_value,
+    slot_names,
 )
 
 _OBJECT_DEPTH = 3
@@ -256,7 +257,7 @@ class PythonState:
         attributes = attributes_of(value)
         if attributes is not None and id(attributes) not in self._seen:
             self._add_attributes(path, attributes, depth - 1)
-        if slots := _slot_names(value):
+        if slots := slot_names(value):
             read, write = partial(read_attributes, slots), restore_attributes
             self._tables.append(_StateSnapshot(path, value, read, write))
             self._add_items(path, read(value).items(), depth - 1)
@@ -407,12 +408,3 @@ def _is_same_state(a: Any, b: Any) -> bool:
 def _state_with_changes(before: dict[Any, Any], changes: dict[Any, Any]) -> dict[Any, Any]:
     values = {**before, **changes}
     return {key: value for key, value in values.items() if value is not ABSENT}
-
-
-def _slot_names(value: object) -> tuple[str, ...]:
-    """Return the names of the slots of an object's class."""
-    names: list[str] = []
-    for cls in type(value).__mro__:
-        slots = cls.__dict__.get("__slots__", ())
-        names += [slots] if isinstance(slots, str) else list(slots)
-    return tuple(name for name in names if not name.startswith("__"))

@@ -41,7 +41,11 @@ _REMEDY = (
     'remat.enable(model, budget, scope="blocks")'
 )
 
-HOOK_TABLES = {*HOOK_KINDS, "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs"}
+_HOOK_TABLES = {
+    *HOOK_KINDS,
+    *("_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs"),
+    "_forward_hooks_always_called",
+}
 """The attributes of a module in which torch registers hooks."""
 
 _CHANGED_ARGUMENT = "an argument that the forward has changed: "
@@ -83,7 +87,7 @@ def stored_attributes(model: nn.Module, changes: Iterable[Change]) -> list[Store
                 f"{path_label(change.path)}, which a planned step does not set; read it from the "
                 "module that has it"
             )
-        if not HOOK_TABLES.isdisjoint(s for s in change.path if isinstance(s, str)):
+        if not _HOOK_TABLES.isdisjoint(s for s in change.path if isinstance(s, str)):
             continue  # a hook of the first call: the captured graph has its operations
         if (place := _place_of_change(model, change)) is not None:
             stored.append(StoredValue("attribute", place, change.now, change.key is None))

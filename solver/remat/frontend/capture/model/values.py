@@ -141,6 +141,15 @@ OBJECT_DEPTH = 8
 """The depth to which variables are compared with the objects in them."""
 
 
+def slot_names(value: object) -> tuple[str, ...]:
+    """Return the names of the slots of an object's class."""
+    names: list[str] = []
+    for cls in type(value).__mro__:
+        slots = cls.__dict__.get("__slots__", ())
+        names += [slots] if isinstance(slots, str) else list(slots)
+    return tuple(name for name in names if not name.startswith("__"))
+
+
 def attribute_or_absent(value: object, name: str) -> Any:
     """Return an attribute as it is stored; one of the class, or that code computes, where none is
     stored. `ABSENT` if there is none, or reading it fails."""
