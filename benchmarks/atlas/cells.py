@@ -197,12 +197,14 @@ class _Cells:
         assert self._split is not None
         raise self._split
 
-    def _solve_trace(self, trace: remat.Trace, budget: Budget, strategy: Strategy) -> Plan:
+    def _solve_trace(
+        self, trace: remat.Trace, budget: Budget, strategy: Strategy, start: remat.Schedule | None
+    ) -> Plan:
         """Return the plan of a trace: for the one that is neither split nor offloaded, the plan of
         recomputation."""
         is_whole = trace is self._trace and budget == Budget.parse(self._budget)
         if not is_whole or self._whole is None:
-            return remat.solve(trace, budget, strategy)
+            return remat.solve(trace, budget, strategy, start=start)
         if isinstance(self._whole, remat.RematError):
             raise self._whole
         return self._whole

@@ -55,6 +55,7 @@ def solve(
     cancel: Cancel | None = None,
     infeasible: str = INFEASIBLE_ERROR,
     reserved_bytes: int | None = None,
+    start: Schedule | None = None,
 ) -> Plan:
     """Return the plan with the cheapest schedule of `graph` whose peak is at most `budget`.
 
@@ -68,22 +69,29 @@ def solve(
 
     For a trace of a CUDA device, torch's allocator also counts at most `budget` allocated bytes,
     and at most `reserved_bytes` reserved ones if that is passed (see
-    `remat.allocator.budget_fitting`).
+    `remat.allocator.budget_fitting`). `start` is a schedule of this graph to improve, such as that
+    of a plan for another budget.
 
     If a solver backend fails, the best schedule so far is returned, with a `SolverWarning`, and the
     reason in `plan.stats["solver_error"]`.
 
-    Raises `InfeasibleBudget` with the smallest peak found, `BudgetError`, `SolverTimeout` (no
+    Raises `InfeasibleBudget` with the smallest peak found, `BudgetError`, `GraphError` for a
+    `start` that is no schedule of the graph, `SolverTimeout` (no
     schedule within the time limit), `SolverError` (a backend that is missing, or fails before any
     schedule was found), and `RematError` if cancelled before any schedule was found.
     """
     strategy = checked_strategy(strategy or Auto())
     check_graph("solve", graph)
+    if start is not None:
+        start.check(graph if isinstance(graph, Graph) else graph.graph())
     try:
         with raise_progress_errors(progress, cancel) as (progress, cancel):
             search = _GraphPlanner(graph, strategy, progress, cancel, reserved_bytes)
             return plan_or_smallest(
-                search.plan, Budget.parse(budget), infeasible, peak_bytes=lambda p: p.peak_bytes
+                lambda budget: search.plan(budget, start),
+                Budget.parse(budget),
+                infeasible,
+                peak_bytes=lambda p: p.peak_bytes,
             )
     except InfeasibleBudget as error:
         if hint := _hint_about_outputs(graph):

@@ -9,6 +9,7 @@ candidate, write a source and put it into `SOURCES`.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -179,10 +180,11 @@ def in_pieces(search: CandidateSearch) -> Iterator[Candidate]:
     """Propose the step with its largest operations in each number of pieces of the request: 2, 4, 8
     and 16 with "auto".
 
-    Numbers are in increasing order; in decreasing order for "min", or if the unsplit step does not
-    fit or has more than 10% of extra time. For "min", the first that can be split is the only one:
-    fewer pieces have a larger peak. With "auto", nothing is proposed if the step fits without extra
-    time.
+    Numbers are in increasing order, up to the first that is worse than the step as it is: more
+    pieces cost more. They are in decreasing order, up to the first such number, for "min" or if the
+    unsplit step does not fit or has more than 10% of extra time. For "min", the first that can be
+    split is the only one: fewer pieces have a larger peak. With "auto", nothing is proposed if the
+    step fits without extra time.
     """
     pieces = search.request.pieces
     if not pieces or search.clock.is_set():
@@ -190,12 +192,16 @@ def in_pieces(search: CandidateSearch) -> Iterator[Candidate]:
     unsplit = search.as_it_is.plan
     if unsplit is not None and unsplit.overhead <= 0 and pieces == PIECES:
         return
-    is_slow = unsplit is None or unsplit.overhead > _LARGE_OVERHEAD
-    for number in reversed(pieces) if search.is_min or is_slow else pieces:
+    is_decreasing = search.is_min or unsplit is None or unsplit.overhead > _LARGE_OVERHEAD
+    numbers = deque(pieces)
+    while numbers:
+        number = numbers.pop() if is_decreasing else numbers.popleft()
         if (candidate := _candidate_in_pieces(search, number, MAX_PIECE_NODES)) is not None:
             yield candidate
-            if search.is_min:
+            is_worse = search.as_it_is.is_better_than(candidate, False, 0.0)
+            if search.is_min or (is_worse and not is_decreasing):
                 return
+            is_decreasing = is_decreasing and not is_worse
         elif search.clock.is_set():
             return
 
@@ -281,10 +287,11 @@ def _plan_of_best_candidate(search: CandidateSearch, solver: TraceSolver) -> Ste
     is_requested = len(search.request.pieces) == 1
 
     def plan_of(form: TraceStep, quick: Plan | None) -> StepPlan[TraceStep]:
-        """Return the full plan of a form of the step, or the plan of the quick solve if there is no
-        time left to reach as small a peak."""
-        plan = solver.solve(form, solver.budget_bytes)
-        if is_min and quick is not None and plan.peak_bytes > quick.peak_bytes:
+        """Return the full plan of a form of the step, which starts from the plan of its quick
+        solve. Return that for "min" if a service, which has no start, found a larger peak."""
+        plan = solver.solve(form, solver.budget_bytes, None if quick is None else quick.schedule)
+        most_bytes = math.inf if quick is None else quick.peak_bytes * (1 + _LEAST_PEAK_GAIN)
+        if is_min and quick is not None and plan.peak_bytes > most_bytes:
             solver.log.replace_plan(plan, quick)
             plan = with_prediction(quick, form.trace)
         return StepPlan(form, plan)

@@ -22,6 +22,7 @@ from remat.limits.budget import Budget
 from remat.limits.limits import INFEASIBLE_ERROR, Limits
 from remat.plan import Plan
 from remat.progress import Cancel, Clock
+from remat.schedule import Schedule
 from remat.strategies.auto import Auto
 from remat.strategies.base import Strategy, clock_of, within_clock
 
@@ -72,8 +73,8 @@ _CHOICE_SHARE = 0.5
 _SOLVE_SHARES = (1.0, 0.6, 0.4)
 """The share of the remaining time for one full solve, indexed by the number of choices."""
 
-FormPlanner = Callable[[Trace, Budget, Strategy], Plan]
-"""Solves a step in one form within a budget, by a strategy."""
+FormPlanner = Callable[[Trace, Budget, Strategy, Schedule | None], Plan]
+"""Solves a step in one form within a budget, by a strategy, from a schedule if there is one."""
 
 
 class TraceSolver:
@@ -108,13 +109,16 @@ class TraceSolver:
         """Return the strategy for a full solve that starts now."""
         return within_clock(self._strategy, self.clock, self._share)
 
-    def solve(self, step: TraceStep, budget_bytes: int | None) -> Plan:
-        """Return the plan of a form of the step. Raises the errors of `remat.solve`."""
+    def solve(
+        self, step: TraceStep, budget_bytes: int | None, start: Schedule | None = None
+    ) -> Plan:
+        """Return the plan of a form of the step; `start` is a schedule of it to improve. Raises the
+        errors of `remat.solve`."""
         budget = self._budget
         if budget_bytes != self.budget_bytes:
             budget = Budget.parse("min" if budget_bytes is None else budget_bytes)
         try:
-            plan = self._plan_form(step.trace, budget, self.next_strategy())
+            plan = self._plan_form(step.trace, budget, self.next_strategy(), start)
         except (InfeasibleBudget, SolverTimeout) as error:
             self.log.add(str(step), error)
             raise

@@ -29,6 +29,7 @@ from remat.passes.split.splits import split_largest_operations
 from remat.plan import Plan
 from remat.plan_data import with_reserve
 from remat.progress import Cancel, Clock, ProgressCallback, is_cancelled
+from remat.schedule import Schedule
 from remat.simulate import budget_in_bytes
 from remat.solve import solve
 from remat.strategies.base import Strategy
@@ -70,7 +71,7 @@ def plan_step(
     """
     limits = request.limits
 
-    def plan_here(form: Trace, budget: Budget, strategy: Strategy) -> Plan:
+    def plan_here(form: Trace, budget: Budget, strategy: Strategy, start: Schedule | None) -> Plan:
         return solve(
             form,
             budget,
@@ -78,6 +79,7 @@ def plan_step(
             progress=progress,
             cancel=cancel,
             reserved_bytes=limits.segments_bytes,
+            start=start,
         )
 
     def fastest_plan(step: Trace, budget: Budget, clock: Clock) -> TracePlan:

@@ -183,10 +183,13 @@ class _PlanSolves:
 
 
 def _plan_in_pieces(question: FitQuestion, budget_bytes: int, pieces: tuple[int, ...]) -> TracePlan:
-    def plan_graph(trace: Trace, budget: Budget, strategy: Strategy) -> Plan:
+    def plan_graph(
+        trace: Trace, budget: Budget, strategy: Strategy, start: Schedule | None
+    ) -> Plan:
         # Not of the trace: the allocator's bytes are those with the optimizer.
         graph, clock = trace.graph(), question.clock
-        return solve(graph, budget, strategy, progress=question.progress, cancel=clock)
+        progress = question.progress
+        return solve(graph, budget, strategy, progress=progress, cancel=clock, start=start)
 
     return plan_step(
         question.step.trace,

@@ -49,7 +49,9 @@ def trace() -> Trace:
 plans: dict[tuple[str, Budget], Plan] = {}
 
 
-def solved(trace: Trace, budget: int | str | Budget, strategy: Strategy = STRATEGY) -> Plan:
+def solved(
+    trace: Trace, budget: int | str | Budget, strategy: Strategy = STRATEGY, _: object = None
+) -> Plan:
     """Return the same plan for the same trace and budget: where the time limit ends the search, a
     second one could find another plan."""
     key = (trace.model_dump_json(), Budget.parse(budget))

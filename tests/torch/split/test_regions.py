@@ -385,6 +385,21 @@ def test_layers_split_at_once_are_those_split_one_after_the_other() -> None:
     assert with_recorded_splits(trace, split.splits).nodes == split.nodes
 
 
+def test_the_region_of_an_operation_contains_it() -> None:
+    """Outside of its region, an operation reads the tensors whole. Pieces have no region."""
+    for trace in (remat.trace(*wide_layers()), remat.trace(*built([], "mean"))):
+        split = split_largest_operations(trace, 3)
+        for form in (trace, split):
+            index = TraceIndex(form)
+            for number, operation in enumerate(form.graph_of_sizes.operations):
+                region = find_peak_region(index, number)
+                if region is not None:
+                    node = index.nodes_by_name[operation.name]
+                    assert node in region.split_calls
+                    assert not form.nodes[node].piece_of
+        assert any(node.piece_of for node in split.nodes)
+
+
 def overlapping(trace: remat.Trace) -> tuple[Region, Region]:
     """Return two regions with tensors in common."""
     pairs = product(regions(trace), repeat=2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ import remat
 from remat.choice.plan_request import PlanRequest, TracePlan
 from remat.choice.step import plan_step
 from remat.documents.plan import PlanDocument
+from remat.errors import GraphError
 from remat.heuristics.peak_bounds import end_bytes
 from remat.limits.budget import Budget
 from remat.limits.limits import Limits
@@ -74,7 +76,7 @@ def test_the_smallest_peak_is_smaller_with_more_pieces(trace: remat.Trace) -> No
 def test_the_whole_step_is_planned_if_the_one_in_pieces_has_no_plan(trace: remat.Trace) -> None:
     forms: list[int] = []
 
-    def plan_form(form: remat.Trace, budget: Budget, strategy: Strategy) -> Plan:
+    def plan_form(form: remat.Trace, budget: Budget, strategy: Strategy, _: object) -> Plan:
         forms.append(len(form.splits))
         if form.splits:
             raise remat.SolverTimeout("no time for pieces")
@@ -197,3 +199,31 @@ def test_other_sizes_reuse_the_splits(module: remat.RematModule) -> None:
     assert plan is not None
     assert [split.rows for split in plan.graph.splits] == [2 * ROWS]
     assert step.peak_bytes <= 0.4 * plan.baseline_peak_bytes
+
+
+def test_a_solve_starts_from_the_quick_solve(
+    trace: remat.Trace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A plan for "min" may have a peak up to 1% above the smallest that is found, if that saves
+    time; without any time, it is the one of the quick solve."""
+    starts: list[object] = []
+
+    def plan_form(form: remat.Trace, budget: Budget, strategy: Strategy, start: Any) -> Plan:
+        starts.append(start)
+        return remat.solve(form, budget, remat.Auto(time_limit=1e-3), start=start)
+
+    for budget in ("min", "60%"):
+        request = PlanRequest(Limits(Budget.parse(budget)), STRATEGY, PIECES)
+        measure = partial(remat.measure, device=COSTS)
+        chosen = plan_step(trace, request, measure=measure, plan_form=plan_form)
+        estimate = remat.solve(chosen.trace.graph(), budget, remat.Auto(gap=0.99, peak_gap=0.99))
+        assert chosen.plan.split
+        assert starts.pop() == estimate.schedule
+        assert chosen.plan.peak_bytes <= 1.01 * estimate.peak_bytes
+        assert chosen.plan.time_s <= estimate.time_s
+
+
+def test_a_start_of_another_graph_is_refused(trace: remat.Trace) -> None:
+    other = remat.Schedule((0, 1))
+    with pytest.raises(GraphError):
+        remat.solve(trace, "60%", STRATEGY, start=other)

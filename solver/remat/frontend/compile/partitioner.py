@@ -94,10 +94,14 @@ class _GraphForm(NamedTuple):
     splits: tuple[Split, ...] = ()
     obstacle: str = ""
 
-    def in_pieces(self, num_fwd_outputs: int, split: PlannedSplit) -> _GraphForm:
-        """Return the form in `split.pieces` pieces; its module is a new one. Raises
-        `CannotSplit`."""
-        module, splits, obstacle = split_joint_graph(self.module, num_fwd_outputs, split.pieces)
+    def in_pieces(
+        self, num_fwd_outputs: int, split: PlannedSplit, *, is_chosen: bool
+    ) -> _GraphForm:
+        """Return the form in `split.pieces` pieces; its module is a new one. If remat chose that
+        number, regions are limited (see `split_joint_graph`). Raises `CannotSplit`."""
+        module, splits, obstacle = split_joint_graph(
+            self.module, num_fwd_outputs, split.pieces, is_chosen=is_chosen
+        )
         return _GraphForm(module, split, splits, obstacle)
 
 
@@ -334,7 +338,8 @@ class Partitioner(CustomPartitionerFn):
                 build_problem(joint, groups, cost_model, self.options.outputs)
             )
         try:
-            return whole.in_pieces(inputs.num_fwd_outputs, split)
+            is_chosen = self.options.split == SPLIT_AUTO
+            return whole.in_pieces(inputs.num_fwd_outputs, split, is_chosen=is_chosen)
         except CannotSplit as error:
             if split.unsplit is not None:
                 raise  # the graph does not fit without
@@ -367,7 +372,7 @@ class Partitioner(CustomPartitionerFn):
         for pieces in COMPILED_PIECES:
             split = PlannedSplit(pieces, self.unsplit, whole_bytes)
             try:
-                form = _GraphForm(whole).in_pieces(inputs.num_fwd_outputs, split)
+                form = _GraphForm(whole).in_pieces(inputs.num_fwd_outputs, split, is_chosen=True)
             except CannotSplit as error:
                 logger.info("%s: not split: %s", self.title, one_line(error))
                 break

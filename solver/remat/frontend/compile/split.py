@@ -8,6 +8,7 @@ Inductor decides which of them write in place.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from math import inf
 from typing import Any
 
 import torch
@@ -24,11 +25,11 @@ from remat.frontend.common.aliases import is_getitem, mutated_args
 from remat.frontend.common.graph_writer import GraphWriter
 from remat.frontend.common.operators import resolve_operator
 from remat.frontend.compile.compat import is_tangent
-from remat.frontend.compile.fx_utils import PIECE_KEY, module_path
+from remat.frontend.compile.fx_utils import PIECE_KEY, copy_fx_graph, module_path
 from remat.graph import Split
 from remat.passes.split.moved_slices import MOVED_SUFFIX
 from remat.passes.split.obstacle import split_obstacle
-from remat.passes.split.splits import split_largest_operations
+from remat.passes.split.splits import operand_bytes, split_largest_operations
 
 _COPIED_META = (
     "stack_trace", "nn_module_stack", "fwd_nn_module_stack", "source_fn_stack", "original_aten",
@@ -40,17 +41,33 @@ _FUNCTIONAL_TARGETS = {ADD_TARGET: "aten.add.Tensor", ADD_PRODUCT_TARGET: "aten.
 """The functional operators of the calls that add a piece to a sum in place."""
 
 
+_UNSQUEEZE = torch.ops.aten.unsqueeze.default
+_VIEWS = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
+
+_MAX_ROUNDS = 4
+"""The most times that the largest operations are split."""
+
+_LEAST_PIECE_NODES = 2_000
+"""The operations and views that the pieces of a region may have together in any graph."""
+
+
 def split_joint_graph(
-    module: fx.GraphModule, num_fwd_outputs: int, pieces: int
+    module: fx.GraphModule, num_fwd_outputs: int, pieces: int, *, is_chosen: bool = False
 ) -> tuple[fx.GraphModule, tuple[Split, ...], str]:
     """Return the joint graph with its largest operations in `pieces` pieces, what was split, and
     why the logits are not, "" if that is not known.
 
-    Raises `CannotSplit` if they have no rule, or the graph has symbolic sizes.
+    If remat chose the number of pieces (`is_chosen`), the pieces of a region have at most as many
+    operations and views together as the graph has, or `_LEAST_PIECE_NODES`. The pieces of nearly
+    the whole network, such as a U-Net by samples, take more time to capture and to solve than there
+    is. Raises `CannotSplit` if the operations have no rule, or the graph has symbolic sizes.
     """
+    module = fx.GraphModule(module, copy_fx_graph(module.graph))
+    _restore_stacks(module.graph)
     try:
         trace = _joint_graph_to_trace(module, num_fwd_outputs)
-        split = split_largest_operations(trace, pieces)
+        max_nodes = max(_LEAST_PIECE_NODES, len(trace.nodes)) if is_chosen else inf
+        split = _split_in_rounds(trace, pieces, max_nodes)
     except (RematError, ValueError) as error:  # a ValueError: it cannot be described by a trace
         raise CannotSplit(str(error)) from error
     if split is trace:
@@ -58,6 +75,48 @@ def split_joint_graph(
     graph = _SplitGraphWriter(module, split).write()
     splits = tuple(record.to_split() for record in split.splits)
     return fx.GraphModule(module, graph), splits, split_obstacle(trace, split)
+
+
+def _split_in_rounds(trace: Trace, pieces: int, max_nodes: float) -> Trace:
+    """Return the trace with its largest operations split, and then others, while one needs as much
+    memory as the largest tensor of the step: at most `_MAX_ROUNDS` times."""
+    graph = trace.graph_of_sizes
+    least_bytes = max((value.size_bytes for value in graph.values), default=0)
+    for _ in range(_MAX_ROUNDS):
+        smaller = split_largest_operations(trace, pieces, max_nodes)
+        if smaller is trace:
+            break
+        trace = smaller
+        if max(operand_bytes(trace.graph_of_sizes)) < least_bytes:
+            break
+    return trace
+
+
+def _restore_stacks(graph: fx.Graph) -> None:
+    """Replace concatenations that are only read with another dimension for the tensors, which
+    stacks were decomposed to, by concatenations in that dimension. Then the rows of the tensors are
+    rows of the result, too. Modifies `graph`."""
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.cat.default):
+        tensors, dimension = node.args[0], node.args[1] if len(node.args) > 1 else 0
+        shapes = {tuple(tensor.meta["val"].shape) for tensor in tensors}
+        shape = next(iter(shapes))
+        dimension = dimension % max(1, len(shape))
+        stacked = [*shape[:dimension], len(tensors), *shape[dimension:]]
+        views = list(node.users)
+        if len(shapes) > 1 or not all(
+            view.target in _VIEWS and list(view.args[1]) == stacked for view in views
+        ):
+            continue
+        with graph.inserting_before(node):
+            parts = [graph.call_function(_UNSQUEEZE, (tensor, dimension)) for tensor in tensors]
+            stack = graph.call_function(node.target, (parts, dimension))
+        for part, tensor in zip(parts, tensors, strict=True):
+            part.meta = {**node.meta, "val": _UNSQUEEZE(tensor.meta["val"], dimension)}
+        stack.meta = {**node.meta, "val": node.meta["val"].view(stacked)}
+        for view in views:
+            view.replace_all_uses_with(stack)
+            graph.erase_node(view)
+        graph.erase_node(node)
 
 
 class CannotSplit(RematError):

@@ -22,7 +22,6 @@ from remat.plan import Plan
 from remat.plan_options import MEASURED_BY_SERVICE, CheckedOptions
 from remat.schedule import Schedule
 from remat.simulate import baseline_of
-from remat.strategies.base import Strategy
 
 
 class PlanningResult(NamedTuple):
@@ -62,7 +61,7 @@ def plan_trace(options: CheckedOptions, trace: Trace, limits: Limits) -> Plannin
         return _plan_from_measuring_service(options, trace, limits)
     programs: dict[tuple[tuple[str, ...], Schedule], Program] = {}
 
-    def plan_by_service(step: Trace, budget: Budget, _: Strategy) -> Plan:
+    def plan_by_service(step: Trace, budget: Budget, *_: object) -> Plan:
         def plan_once(budget: Budget) -> Plan:
             plan, program = _plan_from_service(options, step, budget)
             programs[_trace_node_names(step), plan.schedule] = program

@@ -88,11 +88,12 @@ def mutated_storages(trace: Trace, node: Node) -> set[int]:
 
 
 class TraceIndex:
-    """Which operation of a trace, by its index in `trace.nodes`, produces a tensor, and which ones
-    read it. `mutated` are the storages that an operation modifies in place."""
+    """Which operation of a trace, by its index in `trace.nodes`, has a name, produces a tensor, and
+    which ones read it. `mutated` are the storages that an operation modifies in place."""
 
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
+        self.nodes_by_name = {node.name: index for index, node in enumerate(trace.nodes)}
         self.producer: dict[str, int] = {}
         self.consumers: dict[str, list[int]] = {}
         for index, (node, operands) in enumerate(zip(trace.nodes, trace.operands, strict=True)):
@@ -184,7 +185,7 @@ class _RegionGrowth:
             return False
         if any(self.trace.storage_of[n] in self.index.mutated for n in self.trace.operands[index]):
             return False
-        fixed = {**self.states, **wanted}
+        fixed = {**self.states, **wanted} if wanted else self.states
         for states in islice(self._state_combinations(index, fixed), _MAX_COMBINATIONS):
             split = split_call(CallToSplit(node, self.metas, states, self.rows, fixed))
             if split is None:
@@ -198,8 +199,9 @@ class _RegionGrowth:
                 continue
             self.split_calls[index] = split
             self.produced.update(results)
-            self.states = {**states, **self.states, **results}
-            self.blocks.update(s.block for s in self.states.values() if isinstance(s, Rows))
+            new = {name: s for name, s in states.items() if name not in self.states} | results
+            self.states.update(new)
+            self.blocks.update(s.block for s in new.values() if isinstance(s, Rows))
             return True
         return False
 

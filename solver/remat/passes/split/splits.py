@@ -95,18 +95,23 @@ def _split_at_once(regions: list[Region], pieces: int) -> Trace:
 
 def find_peak_region(index: TraceIndex, operation: int, max_nodes: float = inf) -> Region | None:
     """Return the region whose tensors are the largest part of what an operation of the graph needs;
-    None if it cannot be split, or only with more than `max_nodes` operations and views.
+    None if it cannot be split, or only with more than `max_nodes` operations and views. The
+    operation is in the region: outside of it, it would read the tensors whole.
 
     Of the regions with other dimensions as rows, it is the one that leaves the fewest bytes whole;
     then the one that adds up the fewest elements in the forward, since sums over pieces are rounded
     differently; then the one with the most rows.
     """
     graph = index.trace.graph_of_sizes
+    node = index.nodes_by_name.get(graph.operations[operation].name)
+    if node is None or index.trace.nodes[node].piece_of:  # None: the start of the backward
+        return None
     values = graph.values
     operands = {*graph.operations[operation].inputs, *graph.operations[operation].outputs}
     by_size = sorted(operands, key=lambda v: -values[v].size_bytes)
     for value in by_size[:_MAX_SEEDS]:
         regions = _regions_around(index, values[value].name, max_nodes)
+        regions = [region for region in regions if node in region.split_calls]
         best = max(regions, key=_region_preference, default=None)
         if best is not None and split_bytes(best):
             return best

@@ -62,8 +62,8 @@ class Pipeline(NamedTuple):
 
 
 def _has_no_start(state: SearchState) -> bool:
-    """True if the search has no schedule to start from. With one, such as in an annealed order,
-    baselines do not apply, and are slow."""
+    """True if the search has no schedule to start from. In an annealed order baselines do not
+    apply, and are slow; the quick solve of a candidate has run them already."""
     return state.start is None
 
 
@@ -72,7 +72,13 @@ RELAXATION = SearchStep("relaxation", relax_at_checkpoint_cuts, time_share_withi
 BASELINES = SearchStep("baselines", run_quick_baselines, time_share=0.2)
 
 PEAK = (
-    SearchStep("peak_baselines", run_quick_baselines, time_share=0.2, time_share_within_gap=0.2),
+    SearchStep(
+        "peak_baselines",
+        run_quick_baselines,
+        time_share=0.2,
+        time_share_within_gap=0.2,
+        is_needed=_has_no_start,
+    ),
     SearchStep("peak_eviction", evict_for_peak, time_share=0.2, time_share_within_gap=0.2),
     SearchStep("peak_milp", minimize_peak_over_slots),
 )
