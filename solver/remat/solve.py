@@ -69,14 +69,15 @@ def solve(
 
     For a trace of a CUDA device, torch's allocator also counts at most `budget` allocated bytes,
     and at most `reserved_bytes` reserved ones if that is passed (see
-    `remat.allocator.budget_fitting`). `start` is a schedule of this graph to improve, such as that
-    of a plan for another budget.
+    `remat.allocator.budget_fitting`). `start` is a schedule of this graph from which the
+    search starts, such as `plan.schedule` for another budget; it need not fit the budget. Searches
+    that keep the order of the operations ignore one in another order.
 
     If a solver backend fails, the best schedule so far is returned, with a `SolverWarning`, and the
     reason in `plan.stats["solver_error"]`.
 
-    Raises `InfeasibleBudget` with the smallest peak found, `BudgetError`, `GraphError` for a
-    `start` that is no schedule of the graph, `SolverTimeout` (no
+    Raises `InfeasibleBudget` with the smallest peak found, `BudgetError`, `GraphError` if
+    `start` is no valid schedule of the graph, `SolverTimeout` (no
     schedule within the time limit), `SolverError` (a backend that is missing, or fails before any
     schedule was found), and `RematError` if cancelled before any schedule was found.
     """

@@ -180,11 +180,11 @@ def in_pieces(search: CandidateSearch) -> Iterator[Candidate]:
     """Propose the step with its largest operations in each number of pieces of the request: 2, 4, 8
     and 16 with "auto".
 
-    Numbers are in increasing order, up to the first that is worse than the step as it is: more
-    pieces cost more. They are in decreasing order, up to the first such number, for "min" or if the
-    unsplit step does not fit or has more than 10% of extra time. For "min", the first that can be
-    split is the only one: fewer pieces have a larger peak. With "auto", nothing is proposed if the
-    step fits without extra time.
+    Numbers are in increasing order, up to the first that is worse than the unsplit step: more
+    pieces cost more time. If the unsplit step does not fit or has more than 10% of extra time, they
+    are in decreasing order; after the first number that is worse, the others follow in increasing
+    order. For "min", the largest number that can be split is the only one: fewer pieces have a
+    larger peak. With "auto", nothing is proposed if the unsplit step fits without extra time.
     """
     pieces = search.request.pieces
     if not pieces or search.clock.is_set():
@@ -198,7 +198,7 @@ def in_pieces(search: CandidateSearch) -> Iterator[Candidate]:
         number = numbers.pop() if is_decreasing else numbers.popleft()
         if (candidate := _candidate_in_pieces(search, number, MAX_PIECE_NODES)) is not None:
             yield candidate
-            is_worse = search.as_it_is.is_better_than(candidate, False, 0.0)
+            is_worse = search.as_it_is.is_better_than(candidate, is_min=False, least_gain=0.0)
             if search.is_min or (is_worse and not is_decreasing):
                 return
             is_decreasing = is_decreasing and not is_worse
@@ -287,11 +287,12 @@ def _plan_of_best_candidate(search: CandidateSearch, solver: TraceSolver) -> Ste
     is_requested = len(search.request.pieces) == 1
 
     def plan_of(form: TraceStep, quick: Plan | None) -> StepPlan[TraceStep]:
-        """Return the full plan of a form of the step, which starts from the plan of its quick
-        solve. Return that for "min" if a service, which has no start, found a larger peak."""
+        """Return the full plan of a form of the step, solved from the schedule of `quick`. For
+        "min", return `quick` if the full plan's peak is over 1% larger: a planning service takes no
+        start."""
         plan = solver.solve(form, solver.budget_bytes, None if quick is None else quick.schedule)
-        most_bytes = math.inf if quick is None else quick.peak_bytes * (1 + _LEAST_PEAK_GAIN)
-        if is_min and quick is not None and plan.peak_bytes > most_bytes:
+        max_peak_bytes = math.inf if quick is None else quick.peak_bytes * (1 + _LEAST_PEAK_GAIN)
+        if is_min and quick is not None and plan.peak_bytes > max_peak_bytes:
             solver.log.replace_plan(plan, quick)
             plan = with_prediction(quick, form.trace)
         return StepPlan(form, plan)

@@ -69,8 +69,8 @@ def test_nothing_is_split_where_the_budget_is_met_without() -> None:
 
 @pytest.mark.slow
 def test_what_cannot_be_split_is_planned_as_it_is() -> None:
-    """A number of pieces is for the graphs of a model that have operations to split; the
-    convolutions of one sample have no rows."""
+    """`split=4` applies only to graphs with operations to split; convolutions of a single sample
+    have no rows."""
     model, images = nn.Sequential(nn.Conv2d(2, 8, 3), nn.Conv2d(8, 8, 3)), torch.randn(1, 2, 16, 16)
     case = Case(model, (images,), loss=torch.Tensor.sum)
     (plan,) = plans_of(case, "100%", split=4, time_limit=5.0)
@@ -181,16 +181,16 @@ def test_a_joint_graph_with_any_names_is_split() -> None:
         torch.testing.assert_close(actual, wanted)
 
 
-def test_pieces_that_remat_chose_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nearly all of a network has rows by samples. Its pieces take the time, to be captured and
-    solved, that a smaller peak needs (a U-Net at "min": 21.2 MB instead of 19.0)."""
+def test_auto_limits_the_operations_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nearly all of a U-Net can be split by samples, but capturing and solving so many pieces
+    leaves too little time to lower the peak ("min": 21.2 MB instead of 19.0)."""
     inputs = [torch.randn(s) for s in ((20, 16), (16, 24), ())]
     module = make_fx(linear_step, tracing_mode="fake")(*inputs)
-    monkeypatch.setattr("remat.frontend.compile.split._LEAST_PIECE_NODES", 0)
+    monkeypatch.setattr("remat.frontend.compile.split._MIN_NODE_LIMIT", 0)
     _, (record,), _ = split_joint_graph(module, 1, 16)
     assert record.pieces == 16
     with pytest.raises(CannotSplit):
-        split_joint_graph(module, 1, 16, is_chosen=True)
+        split_joint_graph(module, 1, 16, is_auto=True)
 
 
 def stacked_step(primals: torch.Tensor, other: torch.Tensor, tangents: torch.Tensor) -> Any:
@@ -209,12 +209,12 @@ def test_a_decomposed_stack_is_split_by_the_rows_of_its_tensors(pieces: int) -> 
     split, (record,), _ = split_joint_graph(module, 1, pieces)
     assert (record.rows, record.pieces) == (20, pieces)
     largest = max(n.meta["val"].numel() for n in split.graph.nodes if n.op == "call_function")
-    assert largest <= 2 * 16 * -(-20 // pieces), "two pieces next to one another"
+    assert largest <= 2 * 16 * -(-20 // pieces), "the stack of one piece of each tensor"
     for actual, wanted in zip(split(*inputs), module(*inputs), strict=True):
         torch.testing.assert_close(actual, wanted)
 
 
-def test_other_concatenations_are_split_as_they_are() -> None:
+def test_other_concatenations_keep_their_results() -> None:
     """A concatenation whose view does not separate its tensors is no stack."""
 
     def step(primals: torch.Tensor, other: torch.Tensor, tangents: torch.Tensor) -> Any:
@@ -234,25 +234,31 @@ def test_other_concatenations_are_split_as_they_are() -> None:
 def test_no_joint_graph_of_a_loss_has_whole_logits(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Losses are decomposed, and those with a teacher have two heads."""
+    """The joint graph has the decompositions of losses; a loss with a teacher has two heads."""
     values: dict[str, Any] = {}
 
-    def split_once(*args: Any, **kwargs: Any) -> Any:
+    def recording_split(*args: Any, **kwargs: Any) -> Any:
         result = split_joint_graph(*args, **kwargs)
         calls = (n for n in result[0].graph.nodes if n.op == "call_function")
         values.update((n.name, n.meta.get("val")) for n in calls)  # planning modifies the graph
         return result
 
-    monkeypatch.setattr("remat.frontend.compile.partitioner.split_joint_graph", split_once)
+    monkeypatch.setattr("remat.frontend.compile.partitioner.split_joint_graph", recording_split)
     torch._dynamo.reset()
     torch.manual_seed(0)
     options: dict[str, Any] = {"inductor": False, "split": 16, "outputs": "loss", "time_limit": 0.5}
     result = remat.compile(Policy(LOSSES[name]), "min", **options)(**batch_of())
     assert isinstance(result, torch.Tensor | tuple)
-    least = (TOKENS - 1) * SEQUENCES * WORDS
+    logits_elements = (TOKENS - 1) * SEQUENCES * WORDS
     tensors = {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
-    stored = {name: t.untyped_storage().nbytes() // t.itemsize for name, t in tensors.items()}
-    assert [name for name, t in tensors.items() if min(t.numel(), stored[name]) >= least] == []
+    storage_elements = {
+        name: t.untyped_storage().nbytes() // t.itemsize for name, t in tensors.items()
+    }
+    assert [
+        name
+        for name, t in tensors.items()
+        if min(t.numel(), storage_elements[name]) >= logits_elements
+    ] == []
 
 
 @pytest.mark.slow_cases("orpo", "grpo_by_rows", "dpo_of_chunks", "generalized_jsd", "nucleus")

@@ -94,13 +94,11 @@ class _GraphForm(NamedTuple):
     splits: tuple[Split, ...] = ()
     obstacle: str = ""
 
-    def in_pieces(
-        self, num_fwd_outputs: int, split: PlannedSplit, *, is_chosen: bool
-    ) -> _GraphForm:
-        """Return the form in `split.pieces` pieces; its module is a new one. If remat chose that
-        number, regions are limited (see `split_joint_graph`). Raises `CannotSplit`."""
+    def in_pieces(self, num_fwd_outputs: int, split: PlannedSplit, *, is_auto: bool) -> _GraphForm:
+        """Return the form in `split.pieces` pieces, with a new module. With `is_auto`, the size of
+        regions is limited (see `split_joint_graph`). Raises `CannotSplit`."""
         module, splits, obstacle = split_joint_graph(
-            self.module, num_fwd_outputs, split.pieces, is_chosen=is_chosen
+            self.module, num_fwd_outputs, split.pieces, is_auto=is_auto
         )
         return _GraphForm(module, split, splits, obstacle)
 
@@ -338,8 +336,8 @@ class Partitioner(CustomPartitionerFn):
                 build_problem(joint, groups, cost_model, self.options.outputs)
             )
         try:
-            is_chosen = self.options.split == SPLIT_AUTO
-            return whole.in_pieces(inputs.num_fwd_outputs, split, is_chosen=is_chosen)
+            is_auto = self.options.split == SPLIT_AUTO
+            return whole.in_pieces(inputs.num_fwd_outputs, split, is_auto=is_auto)
         except CannotSplit as error:
             if split.unsplit is not None:
                 raise  # the graph does not fit without
@@ -372,7 +370,7 @@ class Partitioner(CustomPartitionerFn):
         for pieces in COMPILED_PIECES:
             split = PlannedSplit(pieces, self.unsplit, whole_bytes)
             try:
-                form = _GraphForm(whole).in_pieces(inputs.num_fwd_outputs, split, is_chosen=True)
+                form = _GraphForm(whole).in_pieces(inputs.num_fwd_outputs, split, is_auto=True)
             except CannotSplit as error:
                 logger.info("%s: not split: %s", self.title, one_line(error))
                 break

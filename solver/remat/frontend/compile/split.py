@@ -45,28 +45,29 @@ _UNSQUEEZE = torch.ops.aten.unsqueeze.default
 _VIEWS = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
 
 _MAX_ROUNDS = 4
-"""The most times that the largest operations are split."""
+"""The largest number of rounds. Each splits the operations that are then the largest."""
 
-_LEAST_PIECE_NODES = 2_000
-"""The operations and views that the pieces of a region may have together in any graph."""
+_MIN_NODE_LIMIT = 2_000
+"""The lower bound of the limit on the operations and views of a region's pieces: in a small graph,
+nearly all operations may be in pieces."""
 
 
 def split_joint_graph(
-    module: fx.GraphModule, num_fwd_outputs: int, pieces: int, *, is_chosen: bool = False
+    module: fx.GraphModule, num_fwd_outputs: int, pieces: int, *, is_auto: bool = False
 ) -> tuple[fx.GraphModule, tuple[Split, ...], str]:
     """Return the joint graph with its largest operations in `pieces` pieces, what was split, and
     why the logits are not, "" if that is not known.
 
-    If remat chose the number of pieces (`is_chosen`), the pieces of a region have at most as many
-    operations and views together as the graph has, or `_LEAST_PIECE_NODES`. The pieces of nearly
-    the whole network, such as a U-Net by samples, take more time to capture and to solve than there
-    is. Raises `CannotSplit` if the operations have no rule, or the graph has symbolic sizes.
+    If remat selected the number of pieces (`is_auto`), the pieces of a region have at most as many
+    operations and views in total as the graph, or `_MIN_NODE_LIMIT` if that is more. A region of
+    nearly the whole network, such as a U-Net split by samples, would exceed the time limit. Raises
+    `CannotSplit` if no rule applies, or the graph has symbolic sizes.
     """
     module = fx.GraphModule(module, copy_fx_graph(module.graph))
     _restore_stacks(module.graph)
     try:
         trace = _joint_graph_to_trace(module, num_fwd_outputs)
-        max_nodes = max(_LEAST_PIECE_NODES, len(trace.nodes)) if is_chosen else inf
+        max_nodes = max(_MIN_NODE_LIMIT, len(trace.nodes)) if is_auto else inf
         split = _split_in_rounds(trace, pieces, max_nodes)
     except (RematError, ValueError) as error:  # a ValueError: it cannot be described by a trace
         raise CannotSplit(str(error)) from error
@@ -78,23 +79,23 @@ def split_joint_graph(
 
 
 def _split_in_rounds(trace: Trace, pieces: int, max_nodes: float) -> Trace:
-    """Return the trace with its largest operations split, and then others, while one needs as much
-    memory as the largest tensor of the step: at most `_MAX_ROUNDS` times."""
+    """Return the trace after up to `_MAX_ROUNDS` splits of its largest operations; the last is the
+    one after which no operation needs as much memory as the largest tensor of the unsplit step."""
     graph = trace.graph_of_sizes
-    least_bytes = max((value.size_bytes for value in graph.values), default=0)
+    largest_tensor_bytes = max((value.size_bytes for value in graph.values), default=0)
     for _ in range(_MAX_ROUNDS):
         smaller = split_largest_operations(trace, pieces, max_nodes)
         if smaller is trace:
             break
         trace = smaller
-        if max(operand_bytes(trace.graph_of_sizes)) < least_bytes:
+        if max(operand_bytes(trace.graph_of_sizes)) < largest_tensor_bytes:
             break
     return trace
 
 
 def _restore_stacks(graph: fx.Graph) -> None:
-    """Replace concatenations that are only read with another dimension for the tensors, which
-    stacks were decomposed to, by concatenations in that dimension. Then the rows of the tensors are
+    """Replace each decomposed stack, a `cat` that is read only through views that separate the
+    tensors into a new dimension, by a `cat` of unsqueezed tensors. The rows of each tensor are then
     rows of the result, too. Modifies `graph`."""
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten.cat.default):
         tensors, dimension = node.args[0], node.args[1] if len(node.args) > 1 else 0

@@ -88,8 +88,8 @@ def mutated_storages(trace: Trace, node: Node) -> set[int]:
 
 
 class TraceIndex:
-    """Which operation of a trace, by its index in `trace.nodes`, has a name, produces a tensor, and
-    which ones read it. `mutated` are the storages that an operation modifies in place."""
+    """Indices into `trace.nodes`: of operations by name, and of each tensor's producer and
+    consumers. `mutated` are the storages that operations modify in place."""
 
     def __init__(self, trace: Trace) -> None:
         self.trace = trace

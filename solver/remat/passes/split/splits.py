@@ -96,7 +96,7 @@ def _split_at_once(regions: list[Region], pieces: int) -> Trace:
 def find_peak_region(index: TraceIndex, operation: int, max_nodes: float = inf) -> Region | None:
     """Return the region whose tensors are the largest part of what an operation of the graph needs;
     None if it cannot be split, or only with more than `max_nodes` operations and views. The
-    operation is in the region: outside of it, it would read the tensors whole.
+    region contains the operation, which would otherwise read the tensors whole.
 
     Of the regions with other dimensions as rows, it is the one that leaves the fewest bytes whole;
     then the one that adds up the fewest elements in the forward, since sums over pieces are rounded
@@ -104,7 +104,9 @@ def find_peak_region(index: TraceIndex, operation: int, max_nodes: float = inf) 
     """
     graph = index.trace.graph_of_sizes
     node = index.nodes_by_name.get(graph.operations[operation].name)
-    if node is None or index.trace.nodes[node].piece_of:  # None: the start of the backward
+    if node is None:  # the start of the backward is no node of the trace
+        return None
+    if index.trace.nodes[node].piece_of:
         return None
     values = graph.values
     operands = {*graph.operations[operation].inputs, *graph.operations[operation].outputs}

@@ -62,8 +62,9 @@ class Pipeline(NamedTuple):
 
 
 def _has_no_start(state: SearchState) -> bool:
-    """True if the search has no schedule to start from. In an annealed order baselines do not
-    apply, and are slow; the quick solve of a candidate has run them already."""
+    """True if the search has no schedule to start from. Baselines are skipped if it has one: in an
+    annealed order they do not apply, a candidate's quick solve has already run them, and a plan
+    for another budget is better."""
     return state.start is None
 
 
