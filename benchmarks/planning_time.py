@@ -11,7 +11,11 @@ threads; on a shared machine these vary less). Imports, and building the model, 
   memory, with an empty cache of costs and with the cache that the cold process filled;
 * `trace96`: `remat.trace` of GPT-2 with 96 layers, on fake tensors;
 * `solve_10000`: `remat.solve` at "min" of GPT-2 with 132 layers (10,717 operations);
-* `fit_mamba`: `remat fit` of a Mamba of 32 layers and 512 tokens, in another process, with imports.
+* `fit_mamba`: `remat fit` of a Mamba of 32 layers and 512 tokens, in another process, with imports;
+* `losses_whole`, `losses_pieces`: `remat.solve_step` for each of the losses of
+  `tests.helpers.training.losses` at three budgets, with whole operations and with `split="auto"`;
+  `language_whole`, `language_pieces`: the same for language models of the atlas. `cells` has the
+  seconds of each.
 """
 
 from __future__ import annotations
@@ -25,19 +29,27 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
+from tests.helpers.training.losses import LOSSES, Policy, batch_of
 from torch._subclasses import FakeTensorMode
 
 import remat
+from benchmarks.atlas.tracing import TRACED_FOR, measured, trace_of
 from benchmarks.harness import machine, report
 from benchmarks.models.traced import TRACED_MODELS, default_cache, load_or_trace
 from benchmarks.models.workloads import gpt2
 from remat.report.report import Table
 
-CASES = ("ready_cold", "ready_warm", "trace96", "solve_10000", "fit_mamba")
+CASES = (
+    "ready_cold", "ready_warm", "trace96", "solve_10000", "fit_mamba",
+    "losses_whole", "losses_pieces", "language_whole", "language_pieces",
+)  # fmt: skip
+_SPLIT_BUDGETS = ("80%", "50%", "min")
+_LANGUAGE_MODELS = ("gpt2", "llama-3-1b", "opt-6.7b", "mixtral", "t5-3b", "qwen3-14b")
 _SOLVED_MODEL = "gpt_10000"
 _FIT = ("fit", "hf:mamba", "--device", "h100", "--batch", "4", "--tokens", "512")
 
@@ -102,6 +114,10 @@ def _measure_here(case: str, options: argparse.Namespace) -> report.Row:
         "trace96": _trace,
         "solve_10000": lambda: _solve(options.traces, options.time_limit),
         "fit_mamba": lambda: lambda: _fit_mamba(options.limit),
+        "losses_whole": lambda: _steps(_loss_traces(), "off"),
+        "losses_pieces": lambda: _steps(_loss_traces(), "auto"),
+        "language_whole": lambda: _steps(_language_traces(), "off"),
+        "language_pieces": lambda: _steps(_language_traces(), "auto"),
     }
     run = prepared[case]()
     began_s, processor_began_s = time.perf_counter(), _processor_s()
@@ -154,6 +170,37 @@ def _fit_mamba(limit_s: float) -> report.Row:
         return {"answer": f"none in {limit_s:g} s"}
     lines = (run.stdout or run.stderr).strip().splitlines()
     return {"exit_code": run.returncode, "answer": lines[-1][:120] if lines else ""}
+
+
+def _loss_traces() -> dict[str, remat.Trace]:
+    traces: dict[str, remat.Trace] = {}
+    for name, loss in LOSSES.items():
+        torch.manual_seed(0)
+        trace = remat.trace(Policy(loss), (), batch_of(), outputs="loss")
+        traces[name] = remat.measure(trace, remat.Roofline("h100"))
+    return traces
+
+
+def _language_traces() -> dict[str, remat.Trace]:
+    return {name: measured(trace_of(name), TRACED_FOR) for name in _LANGUAGE_MODELS}
+
+
+def _steps(traces: dict[str, remat.Trace], split: str) -> Callable[[], report.Row]:
+    def run() -> report.Row:
+        cells: dict[str, report.Row] = {}
+        for name, budget in product(traces, _SPLIT_BUDGETS):
+            began_s, facts = _processor_s(), dict[str, Any]()
+            try:
+                plan = remat.solve_step(traces[name], budget, split=split).plan
+                facts = {"peak_bytes": plan.peak_bytes, "extra_time": round(plan.overhead, 5)}
+            except remat.InfeasibleBudget:
+                facts = {"peak_bytes": None}
+            processor_s = round(_processor_s() - began_s, 2)
+            cells[f"{name} {budget}"] = {"processor_s": processor_s, **facts}
+        feasible = sum(cell["peak_bytes"] is not None for cell in cells.values())
+        return {"cells": cells, "plans": feasible}
+
+    return run
 
 
 def _plan_facts(plan: remat.Plan) -> report.Row:

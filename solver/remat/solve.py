@@ -69,9 +69,10 @@ def solve(
 
     For a trace of a CUDA device, torch's allocator also counts at most `budget` allocated bytes,
     and at most `reserved_bytes` reserved ones if that is passed (see
-    `remat.allocator.budget_fitting`). `start` is a schedule of this graph from which the
-    search starts, such as `plan.schedule` for another budget; it need not fit the budget. Searches
-    that keep the order of the operations ignore one in another order.
+    `remat.allocator.budget_fitting`). `start` is a schedule of this graph from which `Auto` and
+    `Exact` start, such as `plan.schedule` for another budget; it need not fit the budget. They
+    ignore one in which operations first run in another order than the graph's, unless they search
+    for an order; other strategies ignore any.
 
     If a solver backend fails, the best schedule so far is returned, with a `SolverWarning`, and the
     reason in `plan.stats["solver_error"]`.
@@ -84,6 +85,8 @@ def solve(
     strategy = checked_strategy(strategy or Auto())
     check_graph("solve", graph)
     if start is not None:
+        if not isinstance(start, Schedule):
+            raise wrong_type("solve", "a Schedule as `start`", start, "pass `plan.schedule`")
         start.check(graph if isinstance(graph, Graph) else graph.graph())
     try:
         with raise_progress_errors(progress, cancel) as (progress, cancel):

@@ -72,6 +72,12 @@ class Candidate:
                 return False
         return self.score < other.score - least_gain
 
+    def is_slower_than(self, other: Candidate) -> bool:
+        """True if the bound of this candidate's time is above the time of the other's schedule."""
+        if self.plan is None or other.plan is None:
+            return False
+        return (self.plan.lower_bound or 0.0) > other.plan.overhead
+
     def _is_nearer_than(self, other: Candidate) -> bool:
         """True if this candidate has a smaller peak than the other, as found by their quick solves,
         or if one of the two is unknown because its solve took too long."""
@@ -180,11 +186,12 @@ def in_pieces(search: CandidateSearch) -> Iterator[Candidate]:
     """Propose the step with its largest operations in each number of pieces of the request: 2, 4, 8
     and 16 with "auto".
 
-    Numbers are in increasing order, up to the first that is worse than the unsplit step: more
-    pieces cost more time. If the unsplit step does not fit or has more than 10% of extra time, they
-    are in decreasing order; after the first number that is worse, the others follow in increasing
-    order. For "min", the largest number that can be split is the only one: fewer pieces have a
-    larger peak. With "auto", nothing is proposed if the unsplit step fits without extra time.
+    Numbers are in increasing order, up to the first that is proved to be slower than the unsplit
+    step: more pieces cost more time. If the unsplit step does not fit or has more than 10% of extra
+    time, they are in decreasing order; after the first number that is slower, the others follow in
+    increasing order. For "min", the largest number that can be split is the only one: fewer pieces
+    have a larger peak. With "auto", nothing is proposed if the unsplit step fits without extra
+    time.
     """
     pieces = search.request.pieces
     if not pieces or search.clock.is_set():
@@ -198,10 +205,10 @@ def in_pieces(search: CandidateSearch) -> Iterator[Candidate]:
         number = numbers.pop() if is_decreasing else numbers.popleft()
         if (candidate := _candidate_in_pieces(search, number, MAX_PIECE_NODES)) is not None:
             yield candidate
-            is_worse = search.as_it_is.is_better_than(candidate, is_min=False, least_gain=0.0)
-            if search.is_min or (is_worse and not is_decreasing):
+            is_slower = candidate.is_slower_than(search.as_it_is)
+            if search.is_min or (is_slower and not is_decreasing):
                 return
-            is_decreasing = is_decreasing and not is_worse
+            is_decreasing = is_decreasing and not is_slower
         elif search.clock.is_set():
             return
 

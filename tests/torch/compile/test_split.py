@@ -214,6 +214,24 @@ def test_a_decomposed_stack_is_split_by_the_rows_of_its_tensors(pieces: int) -> 
         torch.testing.assert_close(actual, wanted)
 
 
+def transposed_stack(primals: torch.Tensor, other: torch.Tensor, tangents: torch.Tensor) -> Any:
+    """Return a step whose stack would have the strides of images, channels last."""
+    one = primals.exp().view(4, 5, 16).transpose(1, 2)
+    stack = torch.cat([one, one.sin()], 2).view(4, 16, 2, 5)
+    gradient = stack.view(4, -1).sum(-1) * tangents
+    return [stack.view(4, -1).logsumexp(-1).mean(), gradient, other.sum()]
+
+
+def test_stacks_in_another_layout_or_of_symbolic_sizes_stay_as_they_are() -> None:
+    inputs = [torch.randn(s, dtype=torch.float64) for s in ((20, 16), (20, 16), ())]
+    module = make_fx(transposed_stack, tracing_mode="fake")(*inputs)
+    split, _, _ = split_joint_graph(module, 1, 4)
+    for actual, wanted in zip(split(*inputs), module(*inputs), strict=True):
+        torch.testing.assert_close(actual, wanted)
+    with pytest.raises(CannotSplit):
+        split_joint_graph(make_fx(stacked_step, tracing_mode="symbolic")(*inputs), 1, 4)
+
+
 def test_other_concatenations_keep_their_results() -> None:
     """A concatenation whose view does not separate its tensors is no stack."""
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import math
+from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +15,8 @@ from tests.helpers.training.models import language_model
 from tests.helpers.training.recorded_steps import assert_same, eager_step, relative_error, run_step
 
 import remat
+from remat.choice.candidates import Candidate, in_pieces
+from remat.choice.offloadable_step import TraceStep
 from remat.choice.plan_request import PlanRequest, TracePlan
 from remat.choice.step import plan_step
 from remat.documents.plan import PlanDocument
@@ -24,6 +28,7 @@ from remat.limits.options import PIECES
 from remat.limits.units import format_bytes
 from remat.passes.split.splits import with_recorded_splits
 from remat.plan import Plan
+from remat.progress import Clock
 from remat.simulate import baseline_of
 from remat.strategies.base import Strategy
 
@@ -227,3 +232,52 @@ def test_a_start_of_another_graph_is_refused(trace: remat.Trace) -> None:
     other = remat.Schedule((0, 1))
     with pytest.raises(GraphError):
         remat.solve(trace, "60%", STRATEGY, start=other)
+    plan: Any = remat.solve(trace, "100%", STRATEGY)
+    for wrong in (plan, list(plan.schedule.runs), False):
+        with pytest.raises(TypeError, match=r"pass `plan\.schedule`"):
+            remat.solve(trace, "60%", STRATEGY, start=wrong)
+
+
+@pytest.mark.parametrize(
+    ("unsplit", "candidates", "tried"),
+    [
+        (0.5, {16: (0.6, 0.55), 8: (0.3, 0.2), 4: (0.4, 0.3), 2: (0.7, 0.6)}, [16, 2]),
+        (0.5, {16: (0.6, 0.55), 8: (0.3, 0.2), 4: (0.4, 0.3), 2: (0.7, 0.4)}, [16, 2, 4, 8]),
+        (0.5, {16: (0.6, 0.4), 8: (0.3, 0.2), 4: (0.4, 0.3), 2: (0.7, 0.4)}, [16, 8, 4, 2]),
+        (0.05, {2: (0.06, 0.04), 4: (0.01, 0.0), 8: (0.0, 0.0), 16: (0.0, 0.0)}, [2, 4, 8, 16]),
+        (0.05, {2: (0.06, 0.055), 4: (0.01, 0.0), 8: (0.0, 0.0), 16: (0.0, 0.0)}, [2]),
+        (0.05, {2: None, 4: (0.01, 0.0), 8: (0.0, 0.0), 16: (0.0, 0.0)}, [2, 4, 8, 16]),
+        (None, {16: None, 8: (0.3, 0.2), 4: (0.4, 0.3), 2: None}, [16, 8, 4, 2]),
+    ],
+)
+def test_numbers_that_are_proved_to_be_slower_end_the_search(
+    unsplit: float | None,
+    candidates: dict[int, tuple[float, float] | None],
+    tried: list[int],
+    trace: remat.Trace,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each candidate is its extra time and its bound, None if no schedule is found."""
+    plan = remat.solve(trace, "100%", STRATEGY)
+
+    def candidate(figures: tuple[float, float] | None) -> Candidate:
+        if figures is None:
+            return Candidate(TraceStep(trace), None)
+        time_s = (1 + figures[0]) * plan.baseline_time_s
+        return Candidate(TraceStep(trace), replace(plan, time_s=time_s, lower_bound=figures[1]))
+
+    numbers: list[int] = []
+
+    def in_number(_: object, number: int, __: float) -> Candidate:
+        numbers.append(number)
+        return candidate(candidates[number])
+
+    monkeypatch.setattr("remat.choice.candidates._candidate_in_pieces", in_number)
+    search: Any = SimpleNamespace(
+        request=PlanRequest(Limits(Budget.parse("50%")), STRATEGY, PIECES),
+        clock=Clock.of(math.inf),
+        is_min=False,
+        as_it_is=candidate(None if unsplit is None else (unsplit, 0.0)),
+    )
+    assert len([*in_pieces(search)]) == len(tried)
+    assert numbers == tried

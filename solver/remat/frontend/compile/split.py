@@ -8,6 +8,7 @@ Inductor decides which of them write in place.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from math import inf
 from typing import Any
 
@@ -64,8 +65,8 @@ def split_joint_graph(
     `CannotSplit` if no rule applies, or the graph has symbolic sizes.
     """
     module = fx.GraphModule(module, copy_fx_graph(module.graph))
-    _restore_stacks(module.graph)
     try:
+        _restore_stacks(module.graph)
         trace = _joint_graph_to_trace(module, num_fwd_outputs)
         max_nodes = max(_MIN_NODE_LIMIT, len(trace.nodes)) if is_auto else inf
         split = _split_in_rounds(trace, pieces, max_nodes)
@@ -96,24 +97,35 @@ def _split_in_rounds(trace: Trace, pieces: int, max_nodes: float) -> Trace:
 def _restore_stacks(graph: fx.Graph) -> None:
     """Replace each decomposed stack, a `cat` that is read only through views that separate the
     tensors into a new dimension, by a `cat` of unsqueezed tensors. The rows of each tensor are then
-    rows of the result, too. Modifies `graph`."""
+    rows of the result, too. Modifies `graph`. A stack in another memory layout, or of symbolic
+    sizes, stays as it is."""
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten.cat.default):
         tensors, dimension = node.args[0], node.args[1] if len(node.args) > 1 else 0
-        shapes = {tuple(tensor.meta["val"].shape) for tensor in tensors}
-        shape = next(iter(shapes))
+        values = [tensor.meta["val"] for tensor in tensors]
+        shape = list(values[0].shape)
+        is_simple = not node.kwargs and all(isinstance(size, int) for size in shape)
+        views = list(node.users)
+        if not is_simple or any(list(value.shape) != shape for value in values):
+            continue
         dimension = dimension % max(1, len(shape))
         stacked = [*shape[:dimension], len(tensors), *shape[dimension:]]
-        views = list(node.users)
-        if len(shapes) > 1 or not all(
-            view.target in _VIEWS and list(view.args[1]) == stacked for view in views
+        if not all(
+            view.target in _VIEWS and not view.kwargs and list(view.args[1]) == stacked
+            for view in views
         ):
+            continue
+        values = [_UNSQUEEZE(value, dimension) for value in values]
+        with detect_fake_mode(values) or nullcontext():
+            value = node.target(values, dimension)
+        # torch may take the strides of unsqueezed tensors for those of images, channels last.
+        if any(value.stride() != view.meta["val"].stride() for view in views):
             continue
         with graph.inserting_before(node):
             parts = [graph.call_function(_UNSQUEEZE, (tensor, dimension)) for tensor in tensors]
             stack = graph.call_function(node.target, (parts, dimension))
-        for part, tensor in zip(parts, tensors, strict=True):
-            part.meta = {**node.meta, "val": _UNSQUEEZE(tensor.meta["val"], dimension)}
-        stack.meta = {**node.meta, "val": node.meta["val"].view(stacked)}
+        for part, part_value in zip(parts, values, strict=True):
+            part.meta = {**node.meta, "val": part_value}
+        stack.meta = {**node.meta, "val": value}
         for view in views:
             view.replace_all_uses_with(stack)
             graph.erase_node(view)

@@ -62,9 +62,8 @@ class Pipeline(NamedTuple):
 
 
 def _has_no_start(state: SearchState) -> bool:
-    """True if the search has no schedule to start from. Baselines are skipped if it has one: in an
-    annealed order they do not apply, a candidate's quick solve has already run them, and a plan
-    for another budget is better."""
+    """True if the search has no schedule to start from. With one, such as in an annealed order,
+    baselines do not apply, and are slow."""
     return state.start is None
 
 
@@ -73,13 +72,7 @@ RELAXATION = SearchStep("relaxation", relax_at_checkpoint_cuts, time_share_withi
 BASELINES = SearchStep("baselines", run_quick_baselines, time_share=0.2)
 
 PEAK = (
-    SearchStep(
-        "peak_baselines",
-        run_quick_baselines,
-        time_share=0.2,
-        time_share_within_gap=0.2,
-        is_needed=_has_no_start,
-    ),
+    SearchStep("peak_baselines", run_quick_baselines, time_share=0.2, time_share_within_gap=0.2),
     SearchStep("peak_eviction", evict_for_peak, time_share=0.2, time_share_within_gap=0.2),
     SearchStep("peak_milp", minimize_peak_over_slots),
 )
