@@ -7,7 +7,7 @@ Inductor decides which of them write in place.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from math import inf
 from typing import Any
@@ -30,7 +30,7 @@ from remat.frontend.compile.fx_utils import PIECE_KEY, copy_fx_graph, module_pat
 from remat.graph import Split
 from remat.passes.split.moved_slices import MOVED_SUFFIX
 from remat.passes.split.obstacle import split_obstacle
-from remat.passes.split.splits import operand_bytes, split_largest_operations
+from remat.passes.split.splits import split_largest_operations
 
 _COPIED_META = (
     "stack_trace", "nn_module_stack", "fwd_nn_module_stack", "source_fn_stack", "original_aten",
@@ -47,6 +47,9 @@ _VIEWS = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
 
 _MAX_ROUNDS = 4
 """The largest number of rounds. Each splits the operations that are then the largest."""
+
+_LARGE_SHARE = 0.9
+"""The share of the largest tensor's memory from which a tensor is nearly as large."""
 
 _MIN_NODE_LIMIT = 2_000
 """The lower bound of the limit on the operations and views of a region's pieces: in a small graph,
@@ -81,17 +84,27 @@ def split_joint_graph(
 
 def _split_in_rounds(trace: Trace, pieces: int, max_nodes: float) -> Trace:
     """Return the trace after up to `_MAX_ROUNDS` splits of its largest operations; the last is the
-    one after which no operation needs as much memory as the largest tensor of the unsplit step."""
-    graph = trace.graph_of_sizes
-    largest_tensor_bytes = max((value.size_bytes for value in graph.values), default=0)
+    one after which no tensor is nearly as large as the largest of the unsplit step, such as the
+    logits of a second model."""
+    names = {node.name for node in trace.nodes}
+    least_bytes = _LARGE_SHARE * _largest_tensor_bytes(trace, names)
     for _ in range(_MAX_ROUNDS):
         smaller = split_largest_operations(trace, pieces, max_nodes)
         if smaller is trace:
             break
         trace = smaller
-        if max(operand_bytes(trace.graph_of_sizes)) < largest_tensor_bytes:
+        if _largest_tensor_bytes(trace, names) < least_bytes:
             break
     return trace
+
+
+def _largest_tensor_bytes(trace: Trace, names: Collection[str]) -> int:
+    """Return the bytes of the largest tensor that operations with these names produce as a whole
+    and the step does not return."""
+    returned = {trace.storage_of[item.name] for item in (*trace.outputs, *trace.gradients)}
+    nodes = [node for node in trace.nodes if node.name in names and not node.view]
+    produced = {result.storage for node in nodes for result in node.results}
+    return max((trace.storage_bytes[storage] for storage in produced - returned), default=0)
 
 
 def _restore_stacks(graph: fx.Graph) -> None:
