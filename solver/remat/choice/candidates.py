@@ -298,10 +298,11 @@ def _plan_of_best_candidate(search: CandidateSearch, solver: TraceSolver) -> Ste
         "min", return `quick` if the full plan's peak is over 1% larger: a planning service takes no
         start."""
         plan = solver.solve(form, solver.budget_bytes, None if quick is None else quick.schedule)
-        max_peak_bytes = math.inf if quick is None else quick.peak_bytes * (1 + _LEAST_PEAK_GAIN)
-        if is_min and quick is not None and plan.peak_bytes > max_peak_bytes:
-            solver.log.replace_plan(plan, quick)
-            plan = with_prediction(quick, form.trace)
+        if is_min and quick is not None:
+            max_peak_bytes = (1 + _LEAST_PEAK_GAIN) * quick.peak_bytes
+            if plan.peak_bytes > max_peak_bytes:
+                solver.log.replace_plan(plan, quick)
+                plan = with_prediction(quick, form.trace)
         return StepPlan(form, plan)
 
     def plan_as_it_is() -> StepPlan[TraceStep]:

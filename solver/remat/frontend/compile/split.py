@@ -16,6 +16,7 @@ import torch
 from torch import fx
 from torch._guards import detect_fake_mode
 
+from remat.choice.candidates import split_rounds
 from remat.documents.arguments import Ref
 from remat.documents.records import Node
 from remat.documents.targets import ADD_PRODUCT_TARGET, ADD_TARGET, WRITE_ROWS_TARGET
@@ -30,7 +31,6 @@ from remat.frontend.compile.fx_utils import PIECE_KEY, copy_fx_graph, module_pat
 from remat.graph import Split
 from remat.passes.split.moved_slices import MOVED_SUFFIX
 from remat.passes.split.obstacle import split_obstacle
-from remat.passes.split.splits import split_largest_operations
 
 _COPIED_META = (
     "stack_trace", "nn_module_stack", "fwd_nn_module_stack", "source_fn_stack", "original_aten",
@@ -41,12 +41,8 @@ _COPIED_META = (
 _FUNCTIONAL_TARGETS = {ADD_TARGET: "aten.add.Tensor", ADD_PRODUCT_TARGET: "aten.addmm.default"}
 """The functional operators of the calls that add a piece to a sum in place."""
 
-
 _UNSQUEEZE = torch.ops.aten.unsqueeze.default
 _VIEWS = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
-
-_MAX_ROUNDS = 4
-"""The largest number of rounds. Each splits the operations that are then the largest."""
 
 _LARGE_SHARE = 0.9
 """The share of the largest tensor's memory from which a tensor is nearly as large."""
@@ -83,19 +79,17 @@ def split_joint_graph(
 
 
 def _split_in_rounds(trace: Trace, pieces: int, max_nodes: float) -> Trace:
-    """Return the trace after up to `_MAX_ROUNDS` splits of its largest operations; the last is the
-    one after which no tensor is nearly as large as the largest of the unsplit step, such as the
-    logits of a second model."""
+    """Return the trace after rounds of splitting its largest operations, up to the first round
+    after which no tensor is nearly as large as the largest of the unsplit step, such as the logits
+    of a second model. Returns the same trace if nothing can be split."""
     names = {node.name for node in trace.nodes}
     least_bytes = _LARGE_SHARE * _largest_tensor_bytes(trace, names)
-    for _ in range(_MAX_ROUNDS):
-        smaller = split_largest_operations(trace, pieces, max_nodes)
-        if smaller is trace:
+    split = trace
+    # Kernels get their costs later, so the rounds need no measured operations.
+    for split in split_rounds(trace, pieces, lambda unmeasured: unmeasured, max_nodes):
+        if _largest_tensor_bytes(split, names) < least_bytes:
             break
-        trace = smaller
-        if _largest_tensor_bytes(trace, names) < least_bytes:
-            break
-    return trace
+    return split
 
 
 def _largest_tensor_bytes(trace: Trace, names: Collection[str]) -> int:
@@ -130,7 +124,8 @@ def _restore_stacks(graph: fx.Graph) -> None:
         values = [_UNSQUEEZE(value, dimension) for value in values]
         with detect_fake_mode(values) or nullcontext():
             value = node.target(values, dimension)
-        # torch may take the strides of unsqueezed tensors for those of images, channels last.
+        # With a new dimension of size 1, transposed tensors can have the strides of channels_last;
+        # `cat` then returns that memory format, in which later views of the stack would fail.
         if any(value.stride() != view.meta["val"].stride() for view in views):
             continue
         with graph.inserting_before(node):
