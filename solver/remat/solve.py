@@ -10,7 +10,7 @@ from typing import Protocol
 from remat.allocator.budget_fitting import plan_within_allocator_budget
 from remat.allocator.prediction import with_prediction
 from remat.documents.trace import Trace
-from remat.errors import InfeasibleBudget, SolverError, SolverWarning, wrong_type
+from remat.errors import GraphError, InfeasibleBudget, SolverError, SolverWarning, wrong_type
 from remat.graph import Graph
 from remat.heuristics.peak_bounds import peak_lower_bound_bytes
 from remat.limits.budget import Budget
@@ -87,7 +87,11 @@ def solve(
     if start is not None:
         if not isinstance(start, Schedule):
             raise wrong_type("solve", "a Schedule as `start`", start, "pass `plan.schedule`")
-        start.check(graph if isinstance(graph, Graph) else graph.graph())
+        try:
+            start.check(graph if isinstance(graph, Graph) else graph.graph())
+        except GraphError as error:
+            reason = f"`start` is no schedule of this graph: {error}"
+            raise GraphError(f"{reason}; pass the schedule of a plan of the same graph") from None
     try:
         with raise_progress_errors(progress, cancel) as (progress, cancel):
             search = _GraphPlanner(graph, strategy, progress, cancel, reserved_bytes)

@@ -230,7 +230,9 @@ def test_a_solve_starts_from_the_quick_solve(
 
 def test_a_start_of_another_graph_is_refused(trace: remat.Trace) -> None:
     other = remat.Schedule((0, 1))
-    with pytest.raises(GraphError):
+    with pytest.raises(
+        GraphError, match="never runs; pass the schedule of a plan of the same graph"
+    ):
         remat.solve(trace, "60%", STRATEGY, start=other)
     plan: Any = remat.solve(trace, "100%", STRATEGY)
     for wrong in (plan, list(plan.schedule.runs), False):
