@@ -52,6 +52,36 @@ def test_costs_survive_the_process(path: Path, warnings: list[str]) -> None:
     assert len(warnings) == 0
 
 
+@pytest.mark.parametrize(
+    ("load_when_stored", "load_when_read", "is_reused"),
+    [(0.5, 0.5, True), (0.5, 4.0, True), (4.0, 4.0, True), (4.0, 1.2, True), (4.0, 0.5, False)],
+)
+def test_costs_of_a_busy_machine_are_not_used_on_an_idle_one(
+    path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    load_when_stored: float,
+    load_when_read: float,
+    is_reused: bool,
+) -> None:
+    monkeypatch.setattr(cost_cache, "load_per_core", lambda: load_when_stored)
+    cache = CostCache(path)
+    cache.put(KEY, COST)
+    monkeypatch.setattr(cost_cache, "load_per_core", lambda: load_when_read)
+    assert cache.get(KEY) == COST, "measured in this process"
+    assert CostCache(path).get(KEY) == (COST if is_reused else None)
+
+
+def test_a_later_cost_of_an_idle_machine_replaces_it(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cost_cache, "load_per_core", lambda: 4.0)
+    CostCache(path).put(KEY, MeasuredCost(8e-3, 0))
+    monkeypatch.setattr(cost_cache, "load_per_core", lambda: 0.2)
+    assert CostCache(path).get(KEY) is None
+    CostCache(path).put(KEY, COST)
+    assert CostCache(path).get(KEY) == COST
+
+
 def test_keys_are_readable_text_in_the_file(path: Path) -> None:
     cache = CostCache(path)
     cache.put(KEY, COST)

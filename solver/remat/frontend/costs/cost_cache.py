@@ -3,6 +3,9 @@
 One SQLite file in the user's cache directory, shared by concurrent processes (write-ahead log).
 The cache is optional: where it cannot be read or written, the logger "remat" warns once, and the
 process continues with its own measurements.
+
+Costs measured while other processes used the cores are replaced once the machine is idle: they can
+be a hundred times too high.
 """
 
 from __future__ import annotations
@@ -22,9 +25,13 @@ from typing import Self, TypeVar
 
 log = logging.getLogger("remat")
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 FILE_NAME = f"costs-v{SCHEMA_VERSION}.sqlite"
 BUSY_TIMEOUT_S = 2.0
+BUSY_LOAD = 1.5
+"""Processes per core from which on costs count as measured on a busy machine."""
+IDLE_LOAD = 1.0
+"""Processes per core up to which such costs are measured once more."""
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS costs (
@@ -34,6 +41,7 @@ CREATE TABLE IF NOT EXISTS costs (
     workspace_bytes INTEGER NOT NULL CHECK (workspace_bytes >= 0),
     output_bytes TEXT NOT NULL,
     launch_s REAL NOT NULL CHECK (launch_s >= 0),
+    load_per_core REAL NOT NULL,
     made_at TEXT NOT NULL DEFAULT CURRENT_TIMESTAMP
 ) WITHOUT ROWID
 """
@@ -54,6 +62,15 @@ class MeasuredCost:
     workspace_bytes: int
     output_bytes: tuple[int, ...] = ()
     launch_s: float = 0.0
+
+
+def load_per_core() -> float:
+    """Return how many processes per core ran or waited, on average over the last minute; 0 where
+    the system does not count them."""
+    try:
+        return os.getloadavg()[0] / (os.cpu_count() or 1)
+    except (AttributeError, OSError):
+        return 0.0
 
 
 def default_cache_path() -> Path:
@@ -85,17 +102,19 @@ class CostCache:
         self._disabled = False
 
     def get(self, key: object) -> MeasuredCost | None:
-        """Return the cost under this key; None if there is none or the file cannot be read."""
+        """Return the cost under this key; None if there is none, if it was measured on a busy
+        machine that is idle now, or if the file cannot be read."""
         hash_, _ = _key_hash_and_text(key)
         if hash_ in self._memory:
             return self._memory[hash_]
         row = self._with_file(
             lambda db: db.execute(
-                "SELECT cost_s, workspace_bytes, output_bytes, launch_s FROM costs WHERE hash = ?",
+                "SELECT cost_s, workspace_bytes, output_bytes, launch_s, load_per_core FROM costs "
+                "WHERE hash = ?",
                 (hash_,),
             ).fetchone()
         )
-        if row is None:
+        if row is None or (row[4] > BUSY_LOAD and load_per_core() <= IDLE_LOAD):
             return None
         sizes = tuple(int(size) for size in row[2].split())
         cost = self._memory[hash_] = MeasuredCost(float(row[0]), int(row[1]), sizes, float(row[3]))
@@ -106,12 +125,13 @@ class CostCache:
         hash_, text = _key_hash_and_text(key)
         self._memory[hash_] = cost
         sizes = " ".join(map(str, cost.output_bytes))
-        row = (hash_, text, cost.cost_s, cost.workspace_bytes, sizes, cost.launch_s)
+        amounts = (cost.cost_s, cost.workspace_bytes, sizes, cost.launch_s)
+        row = (hash_, text, *amounts, load_per_core())
         self._with_file(
             lambda db: db.execute(
                 "INSERT OR REPLACE INTO costs "
-                "(hash, key, cost_s, workspace_bytes, output_bytes, launch_s) "
-                "VALUES (?, ?, ?, ?, ?, ?)",
+                "(hash, key, cost_s, workspace_bytes, output_bytes, launch_s, load_per_core) "
+                "VALUES (?, ?, ?, ?, ?, ?, ?)",
                 row,
             )
         )

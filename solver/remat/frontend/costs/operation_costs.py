@@ -80,6 +80,18 @@ log = logging.getLogger("remat")
 _autotuned_keys: set[str] = set()
 """Keys of the operations that cuDNN has autotuned in this process, on both threads of a step."""
 
+OUTLIER_RATIO = 8.0
+"""On the CPU, an operation that takes this many times its estimate is measured once more: when
+other processes use the cores, a parallel operation of 0.1 ms can take 10 ms in every block."""
+MAX_REPEAT_S = 1.0
+"""No more operations are measured once more after this time."""
+_MAX_FACTOR = 8.0
+"""Upper limit of the roofline's factor by which outliers are found, since all operations may be
+outliers if there are few."""
+
+_repeated_keys: set[str] = set()
+"""Keys of the operations that this process has measured once more: some stay as slow."""
+
 _OUT_OF_TIME = "no time was left"
 _ABOVE_LIMIT = "it would exceed the budget"
 
@@ -137,6 +149,11 @@ def measure_operations(
             if uses_cudnn_autotuning(nodes[0], device) and key_text not in _autotuned_keys:
                 _autotune_operation(benchmark, nodes[0], key_text)
             measured[key_text] = cost
+        if device.type == "cpu":
+            for key_text, cost in _repeat_outliers(benchmark, groups, metas, measured).items():
+                measured[key_text] = cost
+                if cache is not None:
+                    cache.put(keys[key_text], cost)
         report(len(groups), len(groups), "")
         del benchmark
         if device.type == "cuda":
@@ -167,6 +184,42 @@ def measure_operations(
             costs.update((node.name, estimate) for node in groups[key_text])
         _warn_of_failures(failures, groups, calibration.description)
     return costs
+
+
+def _repeat_outliers(
+    benchmark: OperationBenchmark,
+    groups: Mapping[str, Sequence[Node]],
+    metas: Mapping[str, TensorMeta],
+    measured: Mapping[str, MeasuredCost],
+) -> dict[str, MeasuredCost]:
+    """Measure operations once more that took far longer than the roofline estimates, each once in
+    this process, and return the lower costs that were found, by key.
+
+    Costs from the cache are included: another process may have measured them on a busy machine.
+    """
+    nodes = {key_text: groups[key_text][0] for key_text in measured}
+    samples = [(nodes[key_text], cost) for key_text, cost in measured.items()]
+    calibration = CalibratedRoofline.fit(torch.device("cpu"), metas, samples)
+    scale = OUTLIER_RATIO * min(1.0, _MAX_FACTOR / calibration.factor)
+    excess = {
+        key_text: cost.cost_s - scale * calibration.seconds(nodes[key_text])
+        for key_text, cost in measured.items()
+        if key_text not in _repeated_keys and not only_moves_bytes(nodes[key_text])
+    }
+    deadline = time.monotonic() + MAX_REPEAT_S
+    lower: dict[str, MeasuredCost] = {}
+    for key_text in sorted(excess, key=excess.__getitem__, reverse=True):
+        if excess[key_text] <= 0 or time.monotonic() > deadline:
+            break
+        _repeated_keys.add(key_text)
+        try:
+            cost = benchmark.measure(nodes[key_text])
+        except Exception as error:  # the first measurement stands
+            log.debug("cannot measure %s once more: %s", nodes[key_text].target, error)
+            continue
+        if cost.cost_s < measured[key_text].cost_s:
+            lower[key_text] = cost
+    return lower
 
 
 def assumed_workspace_bytes(
