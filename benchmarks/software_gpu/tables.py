@@ -64,6 +64,13 @@ TABLES = {
             f"{_HERE}.eager_memory",
         ),
         Table(
+            "losses",
+            "losses as their users write them",
+            "the same memory as eager plans; gradients of eager mode within 1e-5",
+            f"{_HERE}.losses",
+            has_numbers=True,
+        ),
+        Table(
             "training-memory",
             "memory of training loops with an optimizer",
             "requested bytes within 2% of the prediction of remat.fit",

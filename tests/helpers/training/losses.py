@@ -32,14 +32,20 @@ class Policy(nn.Module):
     """Embedding, a layer with dropout, and a head over the vocabulary; its loss is part of it."""
 
     def __init__(
-        self, criterion: Loss, dtype: torch.dtype = torch.float32, dropout: float = 0.0
+        self,
+        criterion: Loss,
+        dtype: torch.dtype = torch.float32,
+        dropout: float = 0.0,
+        *,
+        words: int = WORDS,
+        width: int = WIDTH,
     ) -> None:
         super().__init__()
         self.criterion = criterion
         self.dropout = nn.Dropout(dropout)
-        self.embedding = nn.Embedding(WORDS, WIDTH, dtype=dtype)
-        self.layer = nn.Linear(WIDTH, WIDTH, dtype=dtype)
-        self.head = nn.Linear(WIDTH, WORDS, bias=False, dtype=dtype)
+        self.embedding = nn.Embedding(words, width, dtype=dtype)
+        self.layer = nn.Linear(width, width, dtype=dtype)
+        self.head = nn.Linear(width, words, bias=False, dtype=dtype)
 
     def forward(self, ids: Tensor, **batch: Tensor) -> Any:
         hidden = self.dropout(torch.tanh(self.layer(self.embedding(ids))))
