@@ -18,14 +18,11 @@ from remat.choice.plan_request import PlanRequest
 from remat.choice.step import plan_step
 from remat.costs.roofline import Roofline
 from remat.errors import InfeasibleBudget, SolverTimeout
-from remat.fitting.options import checkpointed_step
-from remat.fitting.question import EagerStep
-from remat.graph import Graph
+from remat.fitting.eager import EagerStep
 from remat.limits.budget import Budget
 from remat.limits.limits import Limits
 from remat.progress import Clock
 from remat.report.training_memory import optimizer_step_bytes
-from remat.schedule import Schedule
 from remat.simulate import peak_and_time
 
 Row = dict[str, Any]
@@ -79,18 +76,16 @@ class SizedStep:
 
     def eager_figures(self) -> Row:
         """Return the peak and the time of eager mode."""
-        return self._figures(self.eager.graph, Schedule.keep_all(self.eager.graph))
+        return self._figures(self.eager)
 
     def checkpoint_figures(self) -> Row | None:
         """Return the peak and the extra time of a checkpoint for each block, if there are any."""
-        checkpointed = checkpointed_step(self.eager) if self.case.has_blocks else None
-        return (
-            None if checkpointed is None else self._figures(checkpointed[0].graph, checkpointed[1])
-        )
+        checkpointed = self.eager.with_blocks_checkpointed() if self.case.has_blocks else None
+        return None if checkpointed is None else self._figures(checkpointed)
 
-    def _figures(self, graph: Graph, schedule: Schedule) -> Row:
-        peak_bytes, _ = peak_and_time(graph, schedule)
-        step_s = sum(graph.operations[op].cost_s for op in schedule.runs)
+    def _figures(self, step: EagerStep) -> Row:
+        peak_bytes, _ = peak_and_time(step.graph, step.schedule)
+        step_s = step.time_s
         return {
             "peak_bytes": max(peak_bytes + self.state_bytes, self.update_bytes),
             "step_s": step_s,

@@ -157,6 +157,7 @@ def _fit_answer(
         gpu=request.gpu,
         memory_bytes=request.memory_bytes,
         batch=request.batch,
+        loop=request.loop,
         strategy=with_limits(DEFAULT_STRATEGY, threads=threads, time_limit=time_limit_s),
         time_limit_s=min(request.time_limit or wire.FIT_LIMIT_S, time_limit_s),
         progress=progress,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Annotated, Any
 
 import typer
@@ -20,8 +20,14 @@ from remat.commands.common.step_options import (
 )
 from remat.costs.optimizer_memory import OPTIMIZERS, check_optimizer
 from remat.errors import RematError
+from remat.fitting.eager import AS_WRITTEN
 from remat.fitting.lengths import LengthDistribution
-from remat.fitting.question import DEFAULT_LIMIT_S, check_time_limit, parse_memory
+from remat.fitting.question import (
+    DEFAULT_LIMIT_S,
+    LoopOptions,
+    check_time_limit,
+    parse_memory,
+)
 
 Optimizer = Annotated[
     str,
@@ -47,6 +53,33 @@ TimeLimit = Annotated[
 ]
 
 
+Checkpoint = Annotated[
+    str,
+    typer.Option(
+        "--checkpoint",
+        metavar="WHAT",
+        help="What the loop recomputes: as the model's code does, none, blocks, every:2 (the "
+        "second of every two blocks), or selective (blocks without attention and every second "
+        "product).",
+    ),
+]
+Accumulate = Annotated[
+    int,
+    typer.Option(
+        "--accumulate",
+        metavar="N",
+        help="Batches before a step of the optimizer, whose gradients are accumulated.",
+    ),
+]
+KeepGradients = Annotated[
+    bool,
+    typer.Option(
+        "--keep-gradients",
+        help="Gradients are in memory all the time: zero_grad(set_to_none=False).",
+    ),
+]
+
+
 @with_step_options
 def fit(
     step: StepOptions,
@@ -54,6 +87,9 @@ def fit(
     device: command_options.TargetDevice = None,
     optimizer: Optimizer = "adamw",
     memory: Memory = None,
+    checkpoint: Checkpoint = AS_WRITTEN,
+    accumulate: Accumulate = 1,
+    keep_gradients: KeepGradients = False,
     time_limit: TimeLimit = DEFAULT_LIMIT_S,
 ) -> None:
     """Predict whether training fits a GPU, and what makes it fit.
@@ -65,6 +101,7 @@ def fit(
     distribution = _length_distribution(step, lengths)
     try:
         check_optimizer(optimizer)
+        loop = LoopOptions(checkpoint, accumulate, keep_gradients)
         check_time_limit(time_limit)
     except RematError as error:
         raise UsageError(str(error)) from error
@@ -100,6 +137,7 @@ def fit(
             lengths=None if distribution is None else distribution.weights,
             with_length=lambda length: step_of(step.batch_size, length),
             outputs=step.outputs,
+            **asdict(loop),
             time_limit=time_limit,
             progress=line.on_solve_progress,
         )

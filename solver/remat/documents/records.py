@@ -88,6 +88,11 @@ class Node(Record):
     """True if it samples from a generator, whose state is replayed when it is recomputed."""
     recomputable: bool = True
     module: DottedPath = ""
+    checkpoint: Natural = 0
+    """The number of the call of `torch.utils.checkpoint` in the model's code that runs it, from 1;
+    0 outside of checkpoints. A plan does not depend on it: it tells what eager mode does."""
+    is_saved: bool = False
+    """True if that checkpoint, a selective one, saves its results."""
     piece_of: DottedPath = ""
     """The operation before the split of which this is, or belongs to, one piece."""
     piece: Natural = 0

@@ -20,6 +20,7 @@ from remat.costs.trace_costs import with_roofline_costs
 from remat.documents.arguments import Ref
 from remat.documents.trace import Node, Trace, convolution_nodes
 from remat.errors import RematError
+from remat.fitting.eager import EagerStep
 from remat.fitting.options import (
     checkpoint_options,
     optimizer_options,
@@ -29,7 +30,13 @@ from remat.fitting.options import (
     smaller_batch_options,
 )
 from remat.fitting.plans import loss_only_options, plan_options
-from remat.fitting.question import DEFAULT_STRATEGY, EagerStep, FitQuestion, report_stage
+from remat.fitting.question import (
+    DEFAULT_STRATEGY,
+    PLAIN_LOOP,
+    FitQuestion,
+    LoopOptions,
+    report_stage,
+)
 from remat.limits.limits import SEGMENTS_MARGIN
 from remat.progress import Clock, ProgressCallback
 from remat.report.fit import ExcludedOption, Fit, FitOption
@@ -70,6 +77,9 @@ def answer_question(question: FitQuestion, notes: Sequence[str] = ()) -> Fit:
         device=step.trace.gpu or step.trace.device,
         optimizer=question.optimizer_name,
         batch=question.batch,
+        checkpoint=step.checkpoint,
+        checkpoint_count=step.checkpoint_count,
+        accumulate=question.loop.accumulate,
         usable_bytes=question.usable_bytes,
         memory=memory,
         step_s=step.time_s,
@@ -212,13 +222,15 @@ def fit_trace(
     gpu: str | None = None,
     memory_bytes: int | None = None,
     batch: int | None = None,
+    loop: LoopOptions = PLAIN_LOOP,
     strategy: Strategy = DEFAULT_STRATEGY,
     time_limit_s: float = math.inf,
     progress: ProgressCallback | None = None,
 ) -> Fit:
     """Return the answer for a trace on a GPU with a data sheet, by default the trace's GPU.
 
-    Costs are from the data sheet. `memory_bytes` is what torch's allocator may reserve. The
+    Costs are from the data sheet. `memory_bytes` is what torch's allocator may reserve.
+    The
     search for options ends after `time_limit_s`, whatever the limit of the `strategy`, which is
     for one solve; `progress` reports the stages of the answer, and its solves. Raises
     `RematError` for a trace that is not of a GPU, or if the GPU is unknown.
@@ -226,14 +238,17 @@ def fit_trace(
     clock = Clock.of(time_limit_s)
     name = gpu_name(trace, gpu)
     roofline = Roofline(name)
+    if not trace.accumulates_gradients:
+        trace = loop.with_gradients(trace)
     costed = with_roofline_costs(trace, roofline)
     question = FitQuestion(
-        EagerStep.of(costed),
+        EagerStep.of(costed, loop.checkpoint),
         optimizer,
         usable_bytes(find_device(name)) if memory_bytes is None else memory_bytes,
         roofline,
         strategy,
         batch=batch,
+        loop=loop,
         clock=clock,
         progress=progress,
     )

@@ -7,30 +7,20 @@ be in a `torch.utils.checkpoint`; and several GPUs may have a shard of everythin
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator
 
 from remat.allocator.prediction import is_on_cuda
 from remat.costs.optimizer_memory import smaller_optimizers
 from remat.documents.trace import Trace, trained_parameters
 from remat.errors import TraceError, one_line
-from remat.fitting.question import EagerStep, FitQuestion
-from remat.graph import Graph
+from remat.fitting.eager import BLOCKS, EagerStep
+from remat.fitting.question import FitQuestion
 from remat.limits.options import OUTPUTS_DROPPED
 from remat.limits.units import format_bytes
 from remat.passes.outputs import loss_code, returns_loss, with_outputs
-from remat.report.eager_step import eager_graph
 from remat.report.fit import ExcludedOption, FitOption
 from remat.report.sharded_memory import block_containers, sharded_peak_bytes
-from remat.schedule import Schedule
-from remat.simulate import baseline_of, peak_and_time
-from remat.strategies.baselines.module_blocks import find_blocks
-from remat.strategies.baselines.schedule_builder import (
-    Segments,
-    checkpoint_segments,
-    eager_backward_order,
-    segment_borders,
-)
+from remat.simulate import peak_and_time
 
 
 def optimizer_options(question: FitQuestion) -> Iterator[FitOption]:
@@ -68,7 +58,7 @@ def released_output_options(question: FitQuestion) -> Iterator[FitOption]:
     step = question.step
     if step.trace.outputs_dropped or not returns_loss(step.trace):
         return
-    released = EagerStep.of(with_outputs(step.trace, OUTPUTS_DROPPED))
+    released = step.with_trace(with_outputs(step.trace, OUTPUTS_DROPPED))
     memory = released.memory(question.optimizer)
     if memory.reserved_bytes < step.memory(question.optimizer).reserved_bytes:
         code = f"loss = model(...){loss_code(step.trace)}"
@@ -113,12 +103,13 @@ def _smaller_batch_option(question: FitQuestion, batch: int, trace: Trace) -> Fi
     """Return the option to accumulate the gradients of smaller batches; `trace` is for one of
     them."""
     count = (question.batch or 1) // batch
-    step = EagerStep.of(trace)
+    step = question.step.with_trace(trace)
+    total = count * question.loop.accumulate
     return question.option(
-        f"{count} batches of {batch}",
+        f"{total} batches of {batch}",
         step.memory(question.optimizer),
         count * step.time_s,
-        f"(loss / {count}).backward() for {count} batches, then optimizer.step()",
+        f"(loss / {total}).backward() for {total} batches, then optimizer.step()",
     )
 
 
@@ -154,93 +145,60 @@ CHECKPOINTS_IN_WORDS = "torch.utils.checkpoint.checkpoint around each block"
 """The code for a model without a method for it."""
 
 
-def checkpointed_step(step: EagerStep) -> tuple[EagerStep, Schedule] | None:
-    """Return the step with a checkpoint for each block, and its schedule; None without blocks."""
-    blocks = find_blocks(step.trace.graph())
-    if not blocks:
-        return None
-    borders = segment_borders(step.graph, blocks)
-    recomputed = {
-        v
-        for block in blocks
-        for op in block
-        for v in step.graph.operations[op].outputs
-        if v not in borders
-    }
-    graph = eager_graph(step.eager_trace, unpacked=recomputed)
-    backward = eager_backward_order(graph)
-    schedule = checkpoint_segments(graph, blocks, borders, backward)
-    graph = _with_retained_block_arguments(graph, blocks, borders, backward)
-    return replace(step, graph=graph), schedule
-
-
-def _with_retained_block_arguments(
-    graph: Graph, blocks: Segments, borders: Collection[int], backward: Sequence[int]
-) -> Graph:
-    """Return the graph in which the last operation of a block's backward reads the arguments of the
-    block: checkpoints release them once the last saved tensor of the block is."""
-    operations = list(graph.operations)
-    for block in blocks:
-        outputs = {v for op in block for v in operations[op].outputs}
-        arguments = {v for op in block for v in operations[op].inputs} - outputs
-        saved = outputs.difference(borders)
-        last = next((op for op in reversed(backward) if saved & {*operations[op].inputs}), None)
-        if last is not None:
-            inputs = arguments.union(operations[last].inputs)
-            operations[last] = replace(operations[last], inputs=tuple(sorted(inputs)))
-    return replace(graph, operations=tuple(operations))
-
-
 def checkpoint_options(question: FitQuestion) -> Iterator[FitOption | ExcludedOption]:
     """Yield a checkpoint for each block, with the largest optimizer that fits, or else with the
     largest; an excluded option without repeated blocks, if the peak would be no smaller, or if no
-    optimizer's step fits."""
-    checkpointed = checkpointed_step(question.step)
-    if checkpointed is None:
+    optimizer's step fits. Nothing if each block has one already."""
+    if question.step.checkpoint == BLOCKS:
+        return
+    step, present = question.step.with_blocks_checkpointed(), question.step
+    if step is None:
         yield ExcludedOption("checkpoints of blocks", "the model has no repeated blocks")
         return
-    step, schedule = checkpointed
-    if peak_and_time(step.graph, schedule)[0] >= baseline_of(question.step.graph).peak_bytes:
-        yield ExcludedOption("checkpoints of blocks", "the peak would be no smaller")
+    if _peak_bytes(step) >= _peak_bytes(present):
+        has_them = " than with the present checkpoints" if present.checkpoint_count else ""
+        reason = f"the peak would be no smaller{has_them}"
+        yield ExcludedOption("checkpoints of blocks", reason)
         return
-    step_s = sum(step.graph.operations[op].cost_s for op in schedule.runs)
     options = []
     for optimizer in question.optimizers_to_combine():
-        memory = step.memory(optimizer, schedule)
+        memory = step.memory(optimizer)
         code = question.script.checkpoints or CHECKPOINTS_IN_WORDS
         if optimizer.name != question.optimizer_name:
             code = f"optimizer = {optimizer.code}; {code}"
         name = question.name_with_optimizer("checkpoint each block", optimizer)
-        options.append(question.option(name, memory, step_s, code))
+        options.append(question.option(name, memory, step.time_s, code))
     if not options:
         yield ExcludedOption("checkpoints of blocks", question.reason_of_optimizers())
     fitting = [option for option in options if option.fits]
     yield from (fitting or options)[:1]
 
 
+def _peak_bytes(step: EagerStep) -> int:
+    """Return the peak of a step in eager mode."""
+    return peak_and_time(step.graph, step.schedule)[0]
+
+
 _MAX_GPUS = 1024
 
 
 def sharding_options(question: FitQuestion) -> Iterator[FitOption | ExcludedOption]:
-    """Yield the smallest power of two of GPUs over which the step fits, without recomputation or
-    else with a checkpoint for each block; an excluded option if there are not enough GPUs. Nothing
+    """Yield the smallest power of two of GPUs over which the step fits, as it is or else with a
+    checkpoint for each block; an excluded option if there are not enough GPUs. Nothing
     if one is enough, and for a CPU."""
     step, optimizer = question.step, question.optimizer
     if not is_on_cuda(step.trace):
         return
     fragments = question.fragmentation_ratio(optimizer)
-    without = step, Schedule.keep_all(step.graph)
+    with_checkpoints = None if step.checkpoint_count else step.with_blocks_checkpointed()
     smallest_bytes: list[int] = []
-    for suffix, variant in (("", without), (", checkpoint each block", checkpointed_step(step))):
-        if variant is None:
-            continue
-        variant_step, schedule = variant
-        if question.is_usable(variant_step.memory(optimizer, schedule)):
+    for suffix, variant in (("", step), (", checkpoint each block", with_checkpoints)):
+        if variant is None or question.is_usable(variant.memory(optimizer)):
             continue  # one GPU is enough
         gpus = 2
         while gpus <= _MAX_GPUS:
             peak_bytes = sharded_peak_bytes(
-                step.eager_trace, variant_step.graph, schedule, optimizer, gpus
+                step.eager_trace, variant.graph, variant.schedule, optimizer, gpus
             )
             reserved_bytes = int(peak_bytes * fragments)
             if reserved_bytes <= question.usable_bytes:

@@ -12,7 +12,7 @@ from remat.costs.optimizer_memory import OptimizerMemory
 from remat.costs.trace_costs import with_roofline_costs
 from remat.documents.trace import Trace
 from remat.errors import InfeasibleBudget, RematError, SolverTimeout
-from remat.fitting.question import EagerStep, FitQuestion
+from remat.fitting.question import FitQuestion
 from remat.limits.budget import Budget
 from remat.limits.limits import Limits
 from remat.limits.options import OUTPUTS_HELD, OUTPUTS_LOSS, pieces_to_try
@@ -49,11 +49,11 @@ def loss_only_options(question: FitQuestion) -> Iterator[FitOption]:
     """Yield a plan for the option `outputs="loss"`, if the step returns large outputs, such as
     logits, in addition to its loss: those need not exist as a whole."""
     step = question.step
-    peak_bytes = peak_and_time(step.graph, Schedule.keep_all(step.graph))[0]
+    peak_bytes = peak_and_time(step.graph, step.schedule)[0]
     if not returns_loss(step.trace) or (unreturned_bytes(step.trace) < _LARGE_OUTPUTS * peak_bytes):
         return
     script = replace(question.script, outputs=OUTPUTS_LOSS)
-    loss_only = EagerStep.of(with_outputs(step.trace, OUTPUTS_LOSS))
+    loss_only = step.with_trace(with_outputs(step.trace, OUTPUTS_LOSS))
     question = replace(question, step=loss_only, script=script)
     options = _fitting_plan_options(question, _LOSS_ONLY_PLAN)
     yield from (

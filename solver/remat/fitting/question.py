@@ -10,19 +10,17 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
-from remat.allocator.prediction import is_on_cuda
-from remat.costs.optimizer_memory import OptimizerMemory, optimizer_memory, smaller_optimizers
+from remat.costs.optimizer_memory import OptimizerMemory, smaller_optimizers
 from remat.costs.roofline import Roofline
-from remat.documents.trace import Trace, trained_parameters
+from remat.documents.trace import Trace
 from remat.errors import BudgetError, RematError
-from remat.graph import Graph
+from remat.fitting.eager import AS_WRITTEN, EagerStep, check_checkpoint
 from remat.limits.options import OUTPUTS_HELD, parse_bytes
 from remat.limits.units import format_bytes
+from remat.passes.gradient_accumulation import with_gradient_accumulation
 from remat.progress import STAGE_PHASE, Clock, Progress, ProgressCallback
-from remat.report.eager_step import eager_graph, with_eager_masks
 from remat.report.fit import FitOption
 from remat.report.training_memory import TrainingMemory, optimizer_step_bytes
-from remat.schedule import Schedule
 from remat.strategies import Auto, Strategy
 
 
@@ -83,43 +81,37 @@ DEFAULT_LIMIT_S = 12.0
 """The default time limit of an answer, in seconds."""
 
 
-@dataclass(frozen=True)
-class EagerStep:
-    """A training step in eager mode: its trace with costs, and its graph as autograd frees."""
+_MAX_ACCUMULATE = 10**6
 
-    trace: Trace
-    eager_trace: Trace
-    graph: Graph
-    _memories: dict[tuple[str, Schedule], TrainingMemory] = field(
-        default_factory=dict, init=False, compare=False, repr=False
-    )
-    """Memories by the optimizer's name and the schedule: a replay of the allocator takes long."""
 
-    @classmethod
-    def of(cls, trace: Trace) -> EagerStep:
-        """Return the step of a trace with costs."""
-        eager_trace = with_eager_masks(trace)
-        return cls(trace, eager_trace, eager_graph(eager_trace))
+@dataclass(frozen=True, slots=True)
+class LoopOptions:
+    """The options of a training loop: the option `checkpoint` (`remat.fitting.eager`), the
+    number of batches before a step of the optimizer, and whether gradients stay in memory
+    (`zero_grad(set_to_none=False)`). Raises `RematError` for impossible values."""
 
-    @property
-    def time_s(self) -> float:
-        """The time of all operations, without recomputation."""
-        return sum(operation.cost_s for operation in self.graph.operations)
+    checkpoint: str = AS_WRITTEN
+    accumulate: int = 1
+    keeps_gradients: bool = False
 
-    def optimizer(self, name: str) -> OptimizerMemory:
-        """Return the memory of an optimizer of the trained parameters."""
-        tensors = {p.storage: p.tensor for p in trained_parameters(self.trace)}
-        return optimizer_memory(name, list(tensors.values()), is_cuda=is_on_cuda(self.trace))
+    def __post_init__(self) -> None:
+        check_checkpoint(self.checkpoint)
+        count = self.accumulate
+        is_number = isinstance(count, int) and not isinstance(count, bool)
+        if not is_number or not 1 <= count <= _MAX_ACCUMULATE:
+            raise RematError(
+                f"accumulate is {str(count)[:80]!r}; pass the number of batches before a step of "
+                "the optimizer, an integer from 1 on"
+            )
 
-    def memory(
-        self, optimizer: OptimizerMemory, schedule: Schedule | None = None
-    ) -> TrainingMemory:
-        """Return the memory of a training loop in eager mode with an optimizer, by default without
-        recomputation."""
-        key = optimizer.name, schedule or Schedule.keep_all(self.graph)
-        if key not in self._memories:
-            self._memories[key] = TrainingMemory.of(self.eager_trace, self.graph, key[1], optimizer)
-        return self._memories[key]
+    def with_gradients(self, trace: Trace) -> Trace:
+        """Return the trace of the loop's step with the largest peak: the one that adds to gradients
+        which exist already, if there is one."""
+        adds = self.keeps_gradients or self.accumulate > 1
+        return with_gradient_accumulation(trace) if adds else trace
+
+
+PLAIN_LOOP = LoopOptions()
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +143,7 @@ class FitQuestion:
     script: ScriptChanges = ScriptChanges()
     batch: int | None = None
     trace_of_batch: Callable[[int], Trace] | None = None
+    loop: LoopOptions = PLAIN_LOOP
     clock: Clock = field(default_factory=lambda: Clock.of(math.inf))
     progress: ProgressCallback | None = None
 

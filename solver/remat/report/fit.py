@@ -84,6 +84,9 @@ class Fit(Described):
     lengths: tuple[LongestFit, ...] = ()
     notes: tuple[str, ...] = ()
     excluded: tuple[ExcludedOption, ...] = ()
+    checkpoint: str = ""
+    checkpoint_count: int = 0
+    accumulate: int = 1
 
     @property
     def fits(self) -> bool:
@@ -103,6 +106,7 @@ class Fit(Described):
         place = "the optimizer's step" if memory.is_in_optimizer else "forward and backward"
         facts = [
             Fact("model", f"{self.model}{batch}, optimizer {self.optimizer}"),
+            *(Fact("run", text) for text in [self._run_text()] if text),
             Fact("device", f"{self.device}, {format_bytes(self.usable_bytes)} usable"),
             Fact("fits", verdict),
             *facts_of_lines("lengths", list(map(_longest_fit_text, self.lengths))),
@@ -119,6 +123,15 @@ class Fit(Described):
         if not self.options:
             return Report(facts, excluded)
         return Report(facts, self._option_table(), "\n".join(self._code_lines()), excluded)
+
+    def _run_text(self) -> str:
+        """Return what the loop does besides: checkpoints, and accumulated gradients."""
+        parts: list[str] = []
+        if self.checkpoint_count:
+            parts.append(f"{self.checkpoint_count:,} checkpoints ({self.checkpoint})")
+        if self.accumulate > 1:
+            parts.append(f"gradients of {self.accumulate:,} batches accumulated")
+        return ", ".join(parts)
 
     def _reserved_facts(self) -> list[Fact]:
         """Return a line about torch's allocator, and one about the accuracy; none on a CPU."""

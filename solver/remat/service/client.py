@@ -16,7 +16,8 @@ from remat.documents.program import Program
 from remat.documents.trace import Trace
 from remat.errors import InfeasibleBudget, RematError, ServiceError, wrong_type
 from remat.fitting.answer import gpu_name
-from remat.fitting.question import check_batch, parse_memory
+from remat.fitting.eager import AS_WRITTEN
+from remat.fitting.question import LoopOptions, check_batch, parse_memory
 from remat.graph import Graph
 from remat.limits.budget import Budget
 from remat.limits.limits import INFEASIBLE_ERROR, Limits, warn_of_smallest
@@ -198,6 +199,9 @@ class Client:
         optimizer: str = "adamw",
         memory: int | str | None = None,
         batch: int | None = None,
+        checkpoint: str = AS_WRITTEN,
+        accumulate: int = 1,
+        keeps_gradients: bool = False,
         time_limit: float | None = None,
         progress: ProgressCallback | None = None,
         cancel: Cancel | None = None,
@@ -207,7 +211,8 @@ class Client:
 
         `device` is a GPU with a data sheet, by default the trace's. Batch and length are the
         trace's, so smaller batches are not among the options; `batch` only names the size in the
-        answer. The search for options ends after `time_limit` seconds, by default 60.
+        answer. `checkpoint="as written"` are those of the model that was traced. The search for
+        options ends after `time_limit` seconds, by default 60.
         """
         if not isinstance(trace, Trace):
             remedy = 'pass remat.trace(model, inputs, device="h100")'
@@ -215,6 +220,7 @@ class Client:
         check_optimizer(optimizer)
         memory_bytes = None if memory is None else parse_memory(memory)
         check_batch(batch)
+        loop = LoopOptions(checkpoint, accumulate, keeps_gradients)
         request = _checked_record(
             wire.FitRequest,
             trace=trace,
@@ -222,6 +228,7 @@ class Client:
             gpu=gpu_name(trace, device),
             memory_bytes=memory_bytes,
             batch=batch,
+            **asdict(loop),
             time_limit=time_limit,
         )
         job = self.submit(request)

@@ -29,6 +29,8 @@ from remat.documents.plan import GraphRecord, PlanDocument
 from remat.documents.program import Program
 from remat.documents.trace import Trace
 from remat.fitting.answer import GPUS, gpu_name
+from remat.fitting.eager import AS_WRITTEN, check_checkpoint
+from remat.fitting.question import LoopOptions
 from remat.graph import Graph
 from remat.limits.budget import Budget
 from remat.limits.options import OFFLOAD_AUTO, OFFLOAD_OFF, SPLIT_OFF, pieces_to_try
@@ -334,6 +336,13 @@ class FitRequest(Record):
     """The bytes that torch's allocator may reserve; by default nearly all of the GPU's memory."""
     batch: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     """The batch size of the trace, to repeat it in the answer."""
+    checkpoint: Annotated[str, Field(max_length=20)] = AS_WRITTEN
+    """The checkpoints of the loop: "as written" in the model's code when it was traced, "none",
+    "blocks", "every:2" or "selective"."""
+    accumulate: Annotated[int, Field(ge=1, le=10**6)] = 1
+    """The number of batches before a step of the optimizer, whose gradients are accumulated."""
+    keeps_gradients: bool = False
+    """True if gradients stay in memory: `zero_grad(set_to_none=False)`."""
     time_limit: Annotated[float, Field(gt=0)] | None = None
     """The seconds after which the search for options ends, at most the limit of the service; by
     default 60, or that limit if it is less."""
@@ -344,9 +353,15 @@ class FitRequest(Record):
         try:
             check_optimizer(self.optimizer)
             gpu_name(self.trace, self.gpu)
+            check_checkpoint(self.checkpoint)
         except errors.RematError as error:
             raise ValueError(str(error)) from None
         return self
+
+    @property
+    def loop(self) -> LoopOptions:
+        """The options of the training loop."""
+        return LoopOptions(self.checkpoint, self.accumulate, self.keeps_gradients)
 
     @property
     def needs_measurement(self) -> bool:

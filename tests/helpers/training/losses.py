@@ -186,7 +186,7 @@ def unlikelihood(logits: Tensor, b: Batch) -> Any:
 def packed_documents(logits: Tensor, b: Batch) -> Any:
     tokens = F.cross_entropy(logits.flatten(0, 1), b["labels"].flatten(), reduction="none")
     tokens = tokens.view_as(b["documents"])
-    sums = torch.zeros(len(tokens), 3, dtype=tokens.dtype).scatter_add(1, b["documents"], tokens)
+    sums = tokens.new_zeros(len(tokens), 3).scatter_add(1, b["documents"], tokens)
     counts = torch.zeros_like(sums).scatter_add(1, b["documents"], torch.ones_like(tokens))
     return (sums / counts.clamp(min=1)).mean()
 

@@ -17,12 +17,12 @@ from torch.distributed.tensor import DTensor
 import remat
 from remat.costs.roofline import Roofline
 from remat.costs.trace_costs import with_roofline_costs
-from remat.fitting.options import checkpointed_step, sharding_options
-from remat.fitting.question import EagerStep, FitQuestion, ScriptChanges
+from remat.fitting.eager import EagerStep
+from remat.fitting.options import sharding_options
+from remat.fitting.question import FitQuestion, ScriptChanges
 from remat.frontend.memory.meter import LiveStorageMeter
 from remat.report.fit import FitOption
 from remat.report.sharded_memory import sharded_peak_bytes
-from remat.schedule import Schedule
 
 GPUS = 2
 Model = tuple[nn.Module, dict[str, torch.Tensor]]
@@ -69,11 +69,9 @@ def eager_step(name: str, device: str) -> EagerStep:
 
 
 def promised_peak(step: EagerStep, *, has_checkpoints: bool) -> int:
-    variant = checkpointed_step(step) if has_checkpoints else (step, Schedule.keep_all(step.graph))
-    assert variant is not None
-    step, schedule = variant
+    step = EagerStep.of(step.trace, "blocks" if has_checkpoints else "none")
     optimizer = step.optimizer("adamw")
-    return sharded_peak_bytes(step.eager_trace, step.graph, schedule, optimizer, GPUS)
+    return sharded_peak_bytes(step.eager_trace, step.graph, step.schedule, optimizer, GPUS)
 
 
 def option_for_two_gpus(name: str) -> FitOption:

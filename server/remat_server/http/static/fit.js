@@ -30,8 +30,14 @@ function verdict(fits, fit) {
       figure("Usable", bytes(fit.usable_bytes), fit.device),
       figure("Peak", bytes(memory.peak_bytes),
         memory.is_in_optimizer ? "during the optimizer's step" : "during forward and backward"),
-      figure("Forward and backward", seconds(fit.step_s), `${batch}optimizer ${fit.optimizer}`)),
+      figure("Forward and backward", seconds(fit.step_s), `${batch}optimizer ${fit.optimizer}${run(fit)}`)),
     fit.notes.map((note) => h("p", { class: "hint" }, `${note}.`)));
+}
+
+/** Return what the loop does besides: checkpoints, and accumulated gradients. */
+function run(fit) {
+  const checkpoints = fit.checkpoint_count ? `, ${fit.checkpoint_count} checkpoints (${fit.checkpoint})` : "";
+  return checkpoints + (fit.accumulate > 1 ? `, gradients of ${fit.accumulate} batches accumulated` : "");
 }
 
 const figure = (name, value, more) =>

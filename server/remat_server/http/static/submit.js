@@ -112,6 +112,8 @@ function readFitForm() {
     gpu: byId("gpu").value || undefined,
     memory_bytes: gibibytes === undefined ? undefined : Math.max(1, Math.round(gibibytes * 2 ** 30)),
     batch: optionalNumber("batch", "The batch size is a whole number, such as 64."),
+    checkpoint: byId("checkpoint").value || undefined,
+    accumulate: optionalNumber("accumulate", "The number of accumulated batches is a whole number, such as 8."),
   });
 }
 

@@ -15,12 +15,13 @@ from remat.costs.trace_costs import with_roofline_costs
 from remat.documents.trace import Trace
 from remat.errors import BudgetError, RematError, wrong_type
 from remat.fitting.answer import answer_question, convolution_notes, usable_bytes
+from remat.fitting.eager import AS_WRITTEN, EagerStep
 from remat.fitting.lengths import LengthDistribution, longest_fits
 from remat.fitting.question import (
     DEFAULT_LIMIT_S,
     DEFAULT_STRATEGY,
-    EagerStep,
     FitQuestion,
+    LoopOptions,
     ScriptChanges,
     check_batch,
     check_time_limit,
@@ -58,6 +59,9 @@ def fit(
     with_length: Callable[[int], ModelFnResult] | None = None,
     differentiate: str | Sequence[str] = "auto",
     outputs: str = OUTPUTS_HELD,
+    checkpoint: str = AS_WRITTEN,
+    accumulate: int = 1,
+    keeps_gradients: bool = False,
     strategy: Strategy | None = None,
     time_limit: float = DEFAULT_LIMIT_S,
     progress: ProgressCallback | None = None,
@@ -74,6 +78,13 @@ def fit(
     default with a gap of 2% and a limit of 2 s. `time_limit` seconds after the call the search for
     options ends, and a note says so; each of `lengths` has as many. `progress` is
     called with a `Progress` at each stage of the answer, and by the solves for plans.
+
+    `checkpoint` is what the loop recomputes: "as written", by the calls of `torch.utils.checkpoint`
+    in the model's code, also where `gradient_checkpointing_enable()` switched them on; "none";
+    "blocks", each repeated block; "every:2", the second of every two; or "selective", each block
+    without attention and every second product. `accumulate` is the number of batches before a step
+    of the optimizer: gradients exist from the second one on, and with `keeps_gradients`
+    (`zero_grad(set_to_none=False)`) always.
 
     `batch` is the batch size of the example inputs, and `with_batch(n)` returns the model and its
     call for another one, as the function of `remat.max_batch` does: with both, a smaller batch with
@@ -94,6 +105,7 @@ def fit(
     check_optimizer(optimizer)
     memory_bytes = None if memory is None else parse_memory(memory)
     check_batch(batch)
+    loop = LoopOptions(checkpoint, accumulate, keeps_gradients)
     check_time_limit(time_limit)
     clock = Clock.of(time_limit)
     distribution = None if lengths is None else LengthDistribution.of(lengths)
@@ -108,7 +120,7 @@ def fit(
             device=device,
             outputs=outputs,
         )
-        trace = with_gradient_accumulation(trace) if accumulates else trace
+        trace = with_gradient_accumulation(trace) if accumulates else loop.with_gradients(trace)
         trace = with_roofline_costs(trace, roofline_for_trace(trace))
         return with_measured_convolutions(trace) if _runs_on_local_gpu(trace, device) else trace
 
@@ -117,7 +129,7 @@ def fit(
     if distribution is not None:
         with_length = _checked_with_length(distribution, with_length, trace)
     question = FitQuestion(
-        EagerStep.of(trace),
+        EagerStep.of(trace, checkpoint),
         optimizer,
         _reservable_bytes(trace, model, device) if memory_bytes is None else memory_bytes,
         roofline_for_trace(trace),
@@ -125,6 +137,7 @@ def fit(
         replace(_script_changes(model), outputs=outputs),
         batch,
         None if with_batch is None else lambda size: traced(with_batch(size), accumulates=True),
+        loop,
         clock,
         progress,
     )
@@ -139,7 +152,7 @@ def fit(
         report_stage(progress, stage, clock)
         return replace(
             question,
-            step=EagerStep.of(traced(with_length(length))),
+            step=EagerStep.of(traced(with_length(length)), checkpoint),
             batch=None,
             trace_of_batch=None,
             clock=Clock.of(time_limit),

@@ -19,6 +19,7 @@ from remat.errors import TraceError
 from remat.frontend.capture.eager_kernels.fake_results import STORAGE_COPIES, fake_in_copied_storage
 from remat.frontend.capture.model.forward_checks import GeneratorWatch
 from remat.frontend.capture.model.module_paths import ModulePaths
+from remat.frontend.capture.model.wrapped_code import CheckpointCall, current_checkpoint
 from remat.frontend.capture.reading.reader import GraphInput
 from remat.frontend.capture.symbol_values import SYMBOLIC_TYPES, SymbolicNumber
 from remat.frontend.common.writes import write, writer_of
@@ -53,7 +54,9 @@ class _WrittenStorage:
 
 class OperatorRecorder(TorchDispatchMode):
     """A mode that appends each operator to a graph. The `val` of a node is its fake result; its
-    `module` is the path of the module whose forward called it, or whose backward it belongs to.
+    `module` is the path of the module whose forward called it, or whose backward it belongs to. Its
+    `checkpoint` is the number of the checkpoint that ran it, and `is_saved` whether that one saves
+    its result; see `remat.documents.records.Node`.
 
     The graph is functional. An operator that writes into a part of a tensor becomes a call of
     `remat.write`, which returns the whole tensor after the write; see `write_recorded`. Later
@@ -77,6 +80,7 @@ class OperatorRecorder(TorchDispatchMode):
         self._buffers: dict[int, _WrittenStorage] = {}
         """The storages that operators have written into, by their addresses."""
         self._written: tuple[OpOverload, Tensor] | None = None
+        self._checkpoints: dict[CheckpointCall, int] = {}
         self._last_input = self.graph._root
 
     def add_input(self, name: str, key: GraphInput, tensor: Tensor) -> None:
@@ -205,6 +209,8 @@ class OperatorRecorder(TorchDispatchMode):
 
     def _record(self, func: OpOverload, args: Any, kwargs: dict[str, Any], result: Any) -> None:
         node = self._create_node(func, args, kwargs, func.overloadpacket.__name__)
+        if (call := current_checkpoint()) is not None:
+            node.meta["is_saved"] = call.saves(func, args, kwargs, result)
         self._set_value(node, result)
 
     def _create_node(
@@ -219,6 +225,10 @@ class OperatorRecorder(TorchDispatchMode):
         )
         node.meta["module"] = self._module_paths.current
         node.meta["is_backward"] = self.is_backward
+        call = current_checkpoint()
+        node.meta["checkpoint"] = 0
+        if call is not None:
+            node.meta["checkpoint"] = self._checkpoints.setdefault(call, len(self._checkpoints) + 1)
         return node
 
     def _argument(self, item: Any) -> Any:

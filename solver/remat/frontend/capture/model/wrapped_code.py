@@ -1,14 +1,17 @@
 """Checkpoints and compiled code in a model: a capture runs the code that they wrap.
 
 What to recompute is remat's decision; a checkpoint in the model's code would fix a worse one. A
-compiler's output is not a graph of operators.
+capture only notes which operators each checkpoint runs (`CheckpointCall`). A compiler's output is
+not a graph of operators.
 """
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,6 +19,8 @@ import torch
 import torch._dynamo
 import torch.utils.checkpoint
 from torch import nn
+from torch._ops import OpOverload
+from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
 from remat.frontend.common.garbage_collection import ProcessChange
 from remat.frontend.common.torch_modes import attributes_set
@@ -26,11 +31,53 @@ if hasattr(torch.utils.checkpoint, f"{_GENERATOR}_impl"):  # since torch 2.14
 """The function of torch that runs a checkpoint without `use_reentrant`."""
 
 
+@dataclass(frozen=True, eq=False)
+class CheckpointCall:
+    """A call of `torch.utils.checkpoint` in the model's code, the outermost one if they are nested.
+
+    `policy` decides which results of operators it saves, for selective checkpoints; None if it
+    saves none.
+    """
+
+    policy: Callable[..., Any] | None = None
+
+    def saves(self, func: OpOverload, args: Any, kwargs: Any, result: object) -> bool:
+        """True if the checkpoint saves this result of an operator."""
+        if self.policy is None or func in torch.utils.checkpoint.SAC_IGNORED_OPS:
+            return False
+        context = SelectiveCheckpointContext(is_recompute=False, op_output=result)
+        answer = self.policy(context, func, *args, **kwargs)
+        return answer is True or answer in _SAVING_POLICIES
+
+
+_SAVING_POLICIES = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
+
+
 class _CheckpointingThreadState(threading.local):
     is_disabled = False
+    call: CheckpointCall | None = None
 
 
 _thread_state = _CheckpointingThreadState()
+
+
+def current_checkpoint() -> CheckpointCall | None:
+    """Return the checkpoint of the model's code whose function runs in this thread; None outside of
+    checkpoints."""
+    return _thread_state.call
+
+
+@contextmanager
+def _call_noted(context_fn: Callable[[], tuple[Any, Any]] | None = None) -> Iterator[None]:
+    """Within the context, a checkpoint's function runs. `context_fn` is the option of
+    `torch.utils.checkpoint`; contexts other than those of selective checkpoints are not entered."""
+    if _thread_state.call is not None:
+        yield
+        return
+    forward_context = context_fn()[0] if context_fn is not None else None
+    call = CheckpointCall(getattr(forward_context, "policy_fn", None))
+    with attributes_set((_thread_state, "call", call)):
+        yield
 
 
 @contextmanager
@@ -54,15 +101,19 @@ def _patch_checkpoint_functions() -> Callable[[], None]:
     module: Any = torch.utils.checkpoint
     generator, apply = getattr(module, _GENERATOR), module.CheckpointFunction.apply
 
+    parameters = inspect.signature(generator)
+
     def patched_generator(*args: object, **kwargs: object) -> Iterator[None]:
         if _thread_state.is_disabled:
-            yield
+            with _call_noted(parameters.bind(*args, **kwargs).arguments.get("context_fn")):
+                yield
         else:
             yield from generator(*args, **kwargs)
 
     def patched_apply(function: Callable[..., Any], preserve_rng: bool, *args: object) -> object:
         if _thread_state.is_disabled:
-            return function(*args)
+            with _call_noted():
+                return function(*args)
         return apply(function, preserve_rng, *args)
 
     def set_functions(generator: Callable[..., Any], apply: Callable[..., Any]) -> None:

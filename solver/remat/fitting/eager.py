@@ -1,0 +1,171 @@
+"""`EagerStep`: a training step in eager mode, with the checkpoints of its code or of its blocks.
+
+Checkpoints are those of `torch.utils.checkpoint` without `use_reentrant`: the first saved tensor
+that the backward reads recomputes all of a region.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from remat.allocator.prediction import is_on_cuda
+from remat.costs.optimizer_memory import OptimizerMemory, optimizer_memory
+from remat.documents.trace import Trace, trained_parameters
+from remat.errors import RematError
+from remat.graph import Graph
+from remat.report.eager_step import eager_graph, with_eager_masks
+from remat.report.training_memory import TrainingMemory
+from remat.schedule import Schedule
+from remat.strategies.baselines.module_blocks import find_blocks
+from remat.strategies.baselines.schedule_builder import (
+    Segments,
+    checkpoint_segments,
+    eager_backward_order,
+    segment_borders,
+)
+
+AS_WRITTEN, NONE, BLOCKS, SELECTIVE = "as written", "none", "blocks", "selective"
+_EVERY = "every:"
+
+_PRODUCTS = frozenset({"aten.mm.default", "aten.addmm.default"})
+_ATTENTION = "_scaled_dot_product_"
+"""Operators whose results selective checkpoints save: of the products, the first of every two. As
+torchtitan's `activation_checkpoint.selective_ac_option = "op"`."""
+
+
+def check_checkpoint(checkpoint: str) -> None:
+    """Raise `RematError` unless this is a value of the option `checkpoint`."""
+    if checkpoint not in (AS_WRITTEN, NONE, BLOCKS, SELECTIVE) and not _interval(checkpoint):
+        raise RematError(
+            f"the checkpoint is {str(checkpoint)[:40]!r}; pass {AS_WRITTEN!r}, {NONE!r}, "
+            f"{BLOCKS!r}, {SELECTIVE!r}, or 'every:2' for the second of every two blocks"
+        )
+
+
+def _interval(checkpoint: object) -> int:
+    """Return N of "every:N"; 0 for another value."""
+    number = checkpoint.removeprefix(_EVERY) if isinstance(checkpoint, str) else ""
+    is_number = number != checkpoint and number.isascii() and number.isdecimal()
+    return int(number) if is_number and len(number) < 10 else 0
+
+
+@dataclass(frozen=True)
+class EagerStep:
+    """A training step in eager mode: its trace with costs, its graph as autograd frees, and the
+    schedule with the recomputations of its checkpoints. `checkpoint` is the option, and
+    `checkpoint_count` the number of checkpoints."""
+
+    trace: Trace
+    eager_trace: Trace
+    graph: Graph
+    schedule: Schedule
+    checkpoint: str = AS_WRITTEN
+    checkpoint_count: int = 0
+    _memories: dict[str, TrainingMemory] = field(
+        default_factory=dict, init=False, compare=False, repr=False
+    )
+    """Memories by the optimizer's name: a replay of the allocator takes long."""
+
+    @classmethod
+    def of(cls, trace: Trace, checkpoint: str = AS_WRITTEN) -> EagerStep:
+        """Return the step of a trace with costs. Raises `RematError` for checkpoints of blocks of a
+        model without repeated blocks."""
+        eager_trace = with_eager_masks(trace)
+        graph = eager_graph(eager_trace)
+        regions = _checkpointed_regions(trace, checkpoint)
+        if not regions:
+            return cls(trace, eager_trace, graph, Schedule.keep_all(graph), checkpoint)
+        borders = segment_borders(graph, regions)
+        saved = set(_saved_values(trace, graph, regions, checkpoint))
+        recomputed = {v for ops in regions for op in ops for v in graph.operations[op].outputs}
+        graph = eager_graph(eager_trace, unpacked=recomputed - borders)
+        backward = eager_backward_order(graph)
+        schedule = checkpoint_segments(graph, regions, borders | saved, backward)
+        graph = _with_retained_arguments(graph, regions, borders, backward)
+        return cls(trace, eager_trace, graph, schedule, checkpoint, len(regions))
+
+    def with_trace(self, trace: Trace) -> EagerStep:
+        """Return the step of another trace with the same option for checkpoints."""
+        return EagerStep.of(trace, self.checkpoint)
+
+    @property
+    def time_s(self) -> float:
+        """The time of all operations, with the recomputations of checkpoints."""
+        return sum(self.graph.operations[op].cost_s for op in self.schedule.runs)
+
+    def optimizer(self, name: str) -> OptimizerMemory:
+        """Return the memory of an optimizer of the trained parameters."""
+        tensors = {p.storage: p.tensor for p in trained_parameters(self.trace)}
+        return optimizer_memory(name, list(tensors.values()), is_cuda=is_on_cuda(self.trace))
+
+    def memory(self, optimizer: OptimizerMemory) -> TrainingMemory:
+        """Return the memory of a training loop in eager mode with an optimizer."""
+        if optimizer.name not in self._memories:
+            self._memories[optimizer.name] = TrainingMemory.of(
+                self.eager_trace, self.graph, self.schedule, optimizer
+            )
+        return self._memories[optimizer.name]
+
+    def with_blocks_checkpointed(self) -> EagerStep | None:
+        """Return the step with a checkpoint for each block; None without repeated blocks."""
+        if not find_blocks(self.trace.graph()):
+            return None
+        return EagerStep.of(self.trace, BLOCKS)
+
+
+def _checkpointed_regions(trace: Trace, checkpoint: str) -> Segments:
+    """Return the operations of each checkpoint. Raises `RematError` for checkpoints of blocks of a
+    model without repeated blocks."""
+    if checkpoint == NONE:
+        return []
+    if checkpoint == AS_WRITTEN:
+        regions: dict[int, list[int]] = defaultdict(list)
+        for op, node in enumerate(trace.operations):
+            if node is not None and node.checkpoint:
+                regions[node.checkpoint].append(op)
+        return list(regions.values())
+    blocks = find_blocks(trace.graph())
+    if not blocks:
+        raise RematError(
+            f"the model has no repeated blocks to checkpoint (checkpoint={checkpoint!r}): blocks "
+            "are modules in a ModuleList or Sequential; pass 'none', or call "
+            "torch.utils.checkpoint in the model's code"
+        )
+    interval = _interval(checkpoint) or 1
+    return blocks[interval - 1 :: interval]
+
+
+def _saved_values(trace: Trace, graph: Graph, regions: Segments, checkpoint: str) -> Iterator[int]:
+    """Yield the values inside of regions that selective checkpoints save."""
+    for ops in regions:
+        products = 0
+        for op in ops:
+            node = trace.operations[op]
+            if node is None:
+                continue
+            is_saved = node.is_saved
+            if checkpoint == SELECTIVE:
+                products += node.target in _PRODUCTS
+                is_saved = node.target in _PRODUCTS and products % 2 == 1
+                is_saved |= _ATTENTION in node.target
+            if is_saved and (checkpoint in (AS_WRITTEN, SELECTIVE)):
+                yield from graph.operations[op].outputs
+
+
+def _with_retained_arguments(
+    graph: Graph, regions: Segments, borders: Collection[int], backward: Sequence[int]
+) -> Graph:
+    """Return the graph in which the last operation of a region's backward reads the arguments of
+    the region: checkpoints release them once the last saved tensor of the region is."""
+    operations = list(graph.operations)
+    for region in regions:
+        outputs = {v for op in region for v in operations[op].outputs}
+        arguments = {v for op in region for v in operations[op].inputs} - outputs
+        saved = outputs.difference(borders)
+        last = next((op for op in reversed(backward) if saved & {*operations[op].inputs}), None)
+        if last is not None:
+            inputs = arguments.union(operations[last].inputs)
+            operations[last] = replace(operations[last], inputs=tuple(sorted(inputs)))
+    return replace(graph, operations=tuple(operations))

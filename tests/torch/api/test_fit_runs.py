@@ -1,0 +1,252 @@
+"""`remat.fit` for what training loops do already, against loops that run."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from benchmarks.models.workloads import DenoisingLoss
+from benchmarks.software_gpu.families import build
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    apply_activation_checkpointing,
+    checkpoint_wrapper,
+)
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    checkpoint_sequential,
+    create_selective_checkpoint_contexts,
+)
+
+import remat
+from remat.errors import RematError
+from remat.frontend.memory.meter import LiveStorageMeter, unique_bytes
+
+TOLERANCE = 0.005
+
+Model = tuple[nn.Module, dict[str, torch.Tensor]]
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
+
+
+class Stack(nn.Module):
+    """Six blocks, which `run` calls."""
+
+    def __init__(self, run: Callable[[nn.ModuleList, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.blocks, self.run = nn.ModuleList(Block() for _ in range(6)), run
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.run(self.blocks, x).square().mean()
+
+
+def stack(run: Callable[[Any, torch.Tensor], torch.Tensor]) -> Model:
+    torch.manual_seed(0)
+    return Stack(run), {"x": torch.randn(512, 64)}
+
+
+def in_turn(blocks: nn.ModuleList, x: torch.Tensor) -> torch.Tensor:
+    for block in blocks:
+        x = block(x)
+    return x
+
+
+def some(blocks: nn.ModuleList, x: torch.Tensor) -> torch.Tensor:
+    for number, block in enumerate(blocks):
+        x = checkpoint(block, x, use_reentrant=False) if number < 4 else block(x)
+    return x
+
+
+def nested(blocks: nn.ModuleList, x: torch.Tensor) -> torch.Tensor:
+    def pair(first: nn.Module, second: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return second(checkpoint(first, x, use_reentrant=False))
+
+    for number in range(0, 6, 2):
+        x = checkpoint(pair, blocks[number], blocks[number + 1], x, use_reentrant=False)
+    return x
+
+
+def sequential(blocks: nn.ModuleList, x: torch.Tensor) -> torch.Tensor:
+    return checkpoint_sequential(list(blocks), 3, x, use_reentrant=False)
+
+
+def selective(blocks: nn.ModuleList, x: torch.Tensor) -> torch.Tensor:
+    """Save the result of the first of every two products, as torchtitan does."""
+
+    def contexts() -> Any:
+        products = [0, 0]
+
+        def policy(context: Any, func: Any, *args: object, **kwargs: object) -> CheckpointPolicy:
+            if func is not torch.ops.aten.addmm.default:
+                return CheckpointPolicy.PREFER_RECOMPUTE
+            products[context.is_recompute] += 1
+            is_saved = products[context.is_recompute] % 2 == 1
+            return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+        return create_selective_checkpoint_contexts(policy)
+
+    for block in blocks:
+        x = checkpoint(block, x, use_reentrant=False, context_fn=contexts)
+    return x
+
+
+def wrapped(select: Callable[[int], bool] = lambda number: True) -> Model:
+    model, batch = stack(in_turn)
+    assert isinstance(model, Stack)
+    chosen = {id(block) for number, block in enumerate(model.blocks, 1) if select(number)}
+    apply_activation_checkpointing(
+        model,
+        checkpoint_wrapper_fn=partial(checkpoint_wrapper),
+        check_fn=lambda module: id(module) in chosen,
+    )
+    return model, batch
+
+
+def without(name: str) -> Model:
+    """Return a family without its mask, on whose values transformers branches in eager mode."""
+    model, batch = build(name, "float32", "cpu")
+    batch.pop("attention_mask", None)
+    return model, batch
+
+
+def family(name: str, *, use_reentrant: bool = False) -> Model:
+    model, batch = without(name)
+    if isinstance(model, DenoisingLoss):
+        model.unet.enable_gradient_checkpointing()
+    else:
+        enable = getattr(model, "activation_checkpointing_enable", None)
+        enable = enable or model.gradient_checkpointing_enable  # of transformers before 5
+        enable({"use_reentrant": use_reentrant})
+    return model, batch
+
+
+@dataclass(frozen=True)
+class Run:
+    """A loop; the model and the options that `remat.fit` takes, by default the loop's model."""
+
+    make: Callable[[], Model]
+    described: Callable[[], Model] | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+    tolerance: float = TOLERANCE
+
+
+# Tolerances above the default: of nested checkpoints the outermost counts; a reentrant one keeps
+# the result of its region and its gradient; and a variable of BERT's code keeps the output of a
+# dropout alive while its block is recomputed.
+RUNS = {
+    "some blocks": Run(partial(stack, some)),
+    "nested": Run(partial(stack, nested), tolerance=0.25),
+    "sequential": Run(partial(stack, sequential)),
+    "selective": Run(partial(stack, selective)),
+    "wrapped": Run(wrapped),
+    "wrapped, in words": Run(wrapped, partial(stack, in_turn), {"checkpoint": "blocks"}),
+    "every second": Run(
+        partial(wrapped, lambda number: number % 2 == 0),
+        partial(stack, in_turn),
+        {"checkpoint": "every:2"},
+    ),
+    "selective, in words": Run(
+        partial(stack, selective), partial(stack, in_turn), {"checkpoint": "selective"}
+    ),
+    "none": Run(partial(stack, in_turn), partial(stack, some), {"checkpoint": "none"}),
+    "accumulated": Run(partial(stack, in_turn), options={"accumulate": 3}),
+    "accumulated with checkpoints": Run(partial(stack, some), options={"accumulate": 3}),
+    "gradients kept": Run(partial(stack, in_turn), options={"keeps_gradients": True}),
+    "GPT-2": Run(partial(family, "gpt2")),
+    "Llama": Run(partial(family, "llama")),
+    "Llama, in words": Run(
+        partial(family, "llama"), partial(without, "llama"), {"checkpoint": "blocks"}
+    ),
+    "GPT-2, reentrant": Run(partial(family, "gpt2", use_reentrant=True), tolerance=0.02),
+    "BERT": Run(partial(family, "bert"), tolerance=0.025),
+    "T5": Run(partial(family, "t5")),
+    "ViT": Run(partial(family, "vit")),
+    "U-Net": Run(partial(family, "unet2d")),
+}
+
+
+def loop_peak(
+    model: nn.Module, batch: dict[str, torch.Tensor], *, accumulate: int, keeps_gradients: bool
+) -> int:
+    """Return the peak in bytes of three steps with AdamW."""
+    optimizer = torch.optim.AdamW(model.parameters())
+    gc.collect()
+    meter = LiveStorageMeter(unique_bytes([*model.parameters(), *model.buffers(), *batch.values()]))
+    with meter:
+        for _ in range(3):
+            for _ in range(accumulate):
+                output = model(**batch)
+                loss = output if isinstance(output, torch.Tensor) else output.loss
+                (loss / accumulate).backward()
+                del output, loss
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=not keeps_gradients)
+    return meter.peak_bytes
+
+
+@pytest.mark.slow_cases("U-Net", "T5", "GPT-2, reentrant", "GPT-2", "BERT", "Llama, in words")
+@pytest.mark.parametrize("name", RUNS)
+def test_the_peak_of_a_run_is_predicted(name: str) -> None:
+    run = RUNS[name]
+    model, batch = (run.described or run.make)()
+    answer = remat.fit(model, (), batch, device="cpu", memory="1TiB", **run.options)
+    model, batch = run.make()
+    accumulate = run.options.get("accumulate", 1)
+    keeps_gradients = run.options.get("keeps_gradients", False)
+    peak_bytes = loop_peak(model, batch, accumulate=accumulate, keeps_gradients=keeps_gradients)
+    assert answer.memory.peak_bytes == pytest.approx(peak_bytes, rel=run.tolerance)
+
+
+@pytest.mark.parametrize("checkpoint", ["every", "every:0", "every:x", "every:-1", "all", "", 2])
+def test_an_unknown_checkpoint_is_an_error(checkpoint: Any) -> None:
+    model, batch = stack(in_turn)
+    with pytest.raises(RematError, match=r"the checkpoint is .*'every:2'"):
+        remat.fit(model, (), batch, device="cpu", checkpoint=checkpoint)
+
+
+@pytest.mark.parametrize("accumulate", [0, -1, 1.5, True, "8"])
+def test_an_impossible_number_of_batches_is_an_error(accumulate: Any) -> None:
+    model, batch = stack(in_turn)
+    with pytest.raises(RematError, match="accumulate is"):
+        remat.fit(model, (), batch, device="cpu", accumulate=accumulate)
+
+
+def test_checkpoints_of_blocks_need_blocks() -> None:
+    with pytest.raises(RematError, match="no repeated blocks to checkpoint"):
+        remat.fit(Block(), (torch.ones(2, 64),), device="cpu", checkpoint="blocks")
+
+
+def test_the_answer_names_what_the_loop_does() -> None:
+    model, batch = stack(some)
+    answer = remat.fit(model, (), batch, device="h100", accumulate=8)
+    assert answer.checkpoint_count == 4
+    assert "run       4 checkpoints (as written), gradients of 8 batches accumulated" in str(answer)
+
+
+def test_options_of_a_checkpointed_loop_are_compared_with_it() -> None:
+    """A plan of the same step may be faster than the loop with its checkpoints."""
+    model, batch = wrapped()
+    needed = remat.fit(model, (), batch, device="cpu", memory="1TiB")
+    memory = needed.memory.peak_bytes - 1
+    answer = remat.fit(model, (), batch, device="cpu", memory=memory, optimizer="adamw")
+    names = [option.name for option in answer.options]
+    assert not any("checkpoint" in name for name in names)
+    assert any("no smaller than with the present checkpoints" in o.reason for o in answer.excluded)
+    plan = next(option for option in answer.options if option.name.startswith("plan of remat"))
+    assert plan.fits
+    assert plan.step_s is not None
+    assert plan.step_s <= answer.step_s
