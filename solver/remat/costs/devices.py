@@ -1,7 +1,9 @@
 """Peak rates of known devices, from the public data sheets of their manufacturers.
 
 Dense rates without sparsity. `half` and `tf32` are the rates of tensor cores; `fp32` and `fp64` are
-vector rates, which apply to matrix products by default (TF32 is opt-in in torch). A `Link` is the
+vector rates, which apply to matrix products by default (TF32 is opt-in in torch). The memory is
+that of drivers (`nvidia-smi`) where the data sheet's is far from it: error correction takes a
+sixteenth of GDDR6 (T4, A10, A40, L4, L40), and the 141 GB of an H200 are 140.4 GiB. A `Link` is the
 bandwidth between a device and its host in each direction, which offloading has.
 """
 
@@ -86,26 +88,48 @@ class DeviceSpec:
 
 
 _T = 1e12
-_GIB = 2**30
+_GIB, _MIB = 2**30, 2**20
 
 _CUDA: dict[str, tuple[tuple[int, int], int]] = {
     "v100": ((7, 0), 80),
+    "v100-16gb": ((7, 0), 80),
     "t4": ((7, 5), 40),
     "a100": ((8, 0), 108),
+    "a100-40gb": ((8, 0), 108),
+    "a30": ((8, 0), 56),
+    "a10": ((8, 6), 72),
+    "a10g": ((8, 6), 80),
+    "a40": ((8, 6), 84),
+    "rtxa6000": ((8, 6), 84),
+    "rtx3090": ((8, 6), 82),
+    "rtx3090-ti": ((8, 6), 84),
     "l4": ((8, 9), 58),
+    "l40": ((8, 9), 142),
     "l40s": ((8, 9), 142),
+    "rtx6000-ada": ((8, 9), 142),
+    "rtx4070": ((8, 9), 46),
+    "rtx4070-ti": ((8, 9), 60),
+    "rtx4070-ti-super": ((8, 9), 66),
+    "rtx4080": ((8, 9), 76),
     "rtx4090": ((8, 9), 128),
+    "h20": ((9, 0), 78),
     "h100": ((9, 0), 132),
+    "h100-pcie": ((9, 0), 114),
     "h200": ((9, 0), 132),
     "gh200": ((9, 0), 132),
     "b200": ((10, 0), 148),
+    "rtx5070": ((12, 0), 48),
+    "rtx5070-ti": ((12, 0), 70),
+    "rtx5080": ((12, 0), 84),
+    "rtx5090": ((12, 0), 170),
 }
 """CUDA compute capabilities, from NVIDIA's list of CUDA GPUs (developer.nvidia.com/cuda-gpus), and
 numbers of multiprocessors, from the architectures' white papers."""
 
 _LINKS = {
-    **dict.fromkeys(("v100", "t4"), PCIE_3),
-    **dict.fromkeys(("h100", "h200", "b200", "mi300x"), PCIE_5),
+    **dict.fromkeys(("v100", "v100-16gb", "t4"), PCIE_3),
+    **dict.fromkeys(("h20", "h100", "h100-pcie", "h200", "b200", "mi300x"), PCIE_5),
+    **dict.fromkeys(("rtx5070", "rtx5070-ti", "rtx5080", "rtx5090"), PCIE_5),
     "gh200": GRACE_HOPPER,
 }
 """The links to the host of devices that have another one than PCIe 4."""
@@ -120,26 +144,65 @@ DEVICES: dict[str, DeviceSpec] = {
     for device in (
         # NVIDIA V100 SXM2 data sheet, January 2020. No bfloat16 units: torch emulates it.
         DeviceSpec("v100", 125 * _T, 15.7 * _T, 15.7 * _T, 7.8 * _T, 0.9 * _T, 32 * _GIB),
+        DeviceSpec("v100-16gb", 125 * _T, 15.7 * _T, 15.7 * _T, 7.8 * _T, 0.9 * _T, 16 * _GIB),
         # NVIDIA T4 data sheet, March 2019.
-        DeviceSpec("t4", 65 * _T, 8.1 * _T, 8.1 * _T, 0.25 * _T, 0.32 * _T, 16 * _GIB),
+        DeviceSpec("t4", 65 * _T, 8.1 * _T, 8.1 * _T, 0.25 * _T, 0.32 * _T, 15360 * _MIB),
         # NVIDIA A100 80GB SXM data sheet, June 2021; FP64 without tensor cores.
         DeviceSpec("a100", 312 * _T, 156 * _T, 19.5 * _T, 9.7 * _T, 2.039 * _T, 80 * _GIB),
+        # NVIDIA A100 40GB SXM data sheet, 2020.
+        DeviceSpec("a100-40gb", 312 * _T, 156 * _T, 19.5 * _T, 9.7 * _T, 1.555 * _T, 40 * _GIB),
+        # NVIDIA A30 data sheet, 2022; FP64 without tensor cores.
+        DeviceSpec("a30", 165 * _T, 82 * _T, 10.3 * _T, 5.2 * _T, 0.933 * _T, 24 * _GIB),
+        # NVIDIA A10 data sheet, 2021; the A10G of AWS, NVIDIA A10G product brief.
+        DeviceSpec("a10", 125 * _T, 62.5 * _T, 31.2 * _T, 0.98 * _T, 0.6 * _T, 23028 * _MIB),
+        DeviceSpec("a10g", 70 * _T, 35 * _T, 35 * _T, 0.98 * _T, 0.6 * _T, 23028 * _MIB),
+        # NVIDIA A40 data sheet, 2021, and NVIDIA RTX A6000 data sheet, 2020.
+        DeviceSpec("a40", 149.7 * _T, 74.8 * _T, 37.4 * _T, 0.58 * _T, 0.696 * _T, 46068 * _MIB),
+        DeviceSpec("rtxa6000", 154.8 * _T, 77.4 * _T, 38.7 * _T, 0.6 * _T, 0.768 * _T, 48 * _GIB),
+        # NVIDIA Ampere GA102 GPU architecture white paper, appendix A: FP16 with FP32 accumulate.
+        DeviceSpec("rtx3090", 71 * _T, 35.6 * _T, 35.6 * _T, 0.56 * _T, 0.936 * _T, 24 * _GIB),
+        DeviceSpec("rtx3090-ti", 80 * _T, 40 * _T, 40 * _T, 0.63 * _T, 1.008 * _T, 24 * _GIB),
         # NVIDIA L4 data sheet, 2023 (its tensor core rates are with sparsity: halved here).
-        DeviceSpec("l4", 121 * _T, 60 * _T, 30.3 * _T, 0.47 * _T, 0.3 * _T, 24 * _GIB),
+        DeviceSpec("l4", 121 * _T, 60 * _T, 30.3 * _T, 0.47 * _T, 0.3 * _T, 23034 * _MIB),
+        # NVIDIA L40 data sheet, 2023, and NVIDIA RTX 6000 Ada Generation data sheet, 2023 (with
+        # sparsity: halved here).
+        DeviceSpec("l40", 181 * _T, 90.5 * _T, 90.5 * _T, 1.4 * _T, 0.864 * _T, 46068 * _MIB),
+        DeviceSpec(
+            "rtx6000-ada", 364.2 * _T, 182.1 * _T, 91.1 * _T, 1.4 * _T, 0.96 * _T, 48 * _GIB
+        ),
         # NVIDIA L40S data sheet, 2023.
-        DeviceSpec("l40s", 362 * _T, 183 * _T, 91.6 * _T, 1.4 * _T, 0.864 * _T, 48 * _GIB),
+        DeviceSpec("l40s", 362 * _T, 183 * _T, 91.6 * _T, 1.4 * _T, 0.864 * _T, 46068 * _MIB),
         # NVIDIA Ada GPU architecture white paper, appendix A: FP16 with FP32 accumulate.
         DeviceSpec("rtx4090", 165.2 * _T, 82.6 * _T, 82.6 * _T, 1.29 * _T, 1.008 * _T, 24 * _GIB),
+        # The same for other boards, from their cores and boost clocks.
+        DeviceSpec("rtx4080", 97.5 * _T, 48.7 * _T, 48.7 * _T, 0.76 * _T, 0.717 * _T, 16 * _GIB),
+        DeviceSpec(
+            "rtx4070-ti-super", 88.2 * _T, 44.1 * _T, 44.1 * _T, 0.69 * _T, 0.672 * _T, 16 * _GIB
+        ),
+        DeviceSpec("rtx4070-ti", 80.2 * _T, 40.1 * _T, 40.1 * _T, 0.63 * _T, 0.504 * _T, 12 * _GIB),
+        DeviceSpec("rtx4070", 58.3 * _T, 29.1 * _T, 29.1 * _T, 0.46 * _T, 0.504 * _T, 12 * _GIB),
+        # NVIDIA RTX Blackwell GPU architecture white paper, appendix A: FP16 with FP32 accumulate;
+        # the RTX 5070 from its cores and boost clock.
+        DeviceSpec("rtx5090", 209.5 * _T, 104.8 * _T, 104.8 * _T, 1.64 * _T, 1.792 * _T, 32 * _GIB),
+        DeviceSpec("rtx5080", 112.6 * _T, 56.3 * _T, 56.3 * _T, 0.88 * _T, 0.96 * _T, 16 * _GIB),
+        DeviceSpec("rtx5070-ti", 87.9 * _T, 43.9 * _T, 43.9 * _T, 0.69 * _T, 0.896 * _T, 16 * _GIB),
+        DeviceSpec("rtx5070", 61.7 * _T, 30.9 * _T, 30.9 * _T, 0.48 * _T, 0.672 * _T, 12 * _GIB),
+        # NVIDIA H20 data sheet, 2023.
+        DeviceSpec("h20", 148 * _T, 74 * _T, 44 * _T, 1 * _T, 4.0 * _T, 97871 * _MIB),
         # NVIDIA H100 SXM data sheet (tensor core rates there are with sparsity: halved here).
         DeviceSpec("h100", 989.4 * _T, 494.7 * _T, 67 * _T, 34 * _T, 3.35 * _T, 80 * _GIB),
+        # NVIDIA H100 PCIe data sheet, halved as well.
+        DeviceSpec("h100-pcie", 756 * _T, 378 * _T, 51 * _T, 26 * _T, 2.0 * _T, 80 * _GIB),
         # NVIDIA H200 SXM data sheet: H100's rates, 141 GB at 4.8 TB/s.
-        DeviceSpec("h200", 989.4 * _T, 494.7 * _T, 67 * _T, 34 * _T, 4.8 * _T, 141 * 10**9),
+        DeviceSpec("h200", 989.4 * _T, 494.7 * _T, 67 * _T, 34 * _T, 4.8 * _T, 143771 * _MIB),
         # NVIDIA GH200 data sheet: H100's rates, 96 GB of HBM3 at 4.0 TB/s.
-        DeviceSpec("gh200", 989.4 * _T, 494.7 * _T, 67 * _T, 34 * _T, 4.0 * _T, 96 * 10**9),
+        DeviceSpec("gh200", 989.4 * _T, 494.7 * _T, 67 * _T, 34 * _T, 4.0 * _T, 97871 * _MIB),
         # NVIDIA HGX B200 data sheet, per GPU, dense.
-        DeviceSpec("b200", 2250 * _T, 1100 * _T, 75 * _T, 37 * _T, 8.0 * _T, 180 * 10**9),
+        DeviceSpec("b200", 2250 * _T, 1100 * _T, 75 * _T, 37 * _T, 8.0 * _T, 183359 * _MIB),
+        # AMD Instinct MI250 data sheet, 2021: one of its two dies, which torch sees as a device.
+        DeviceSpec("mi250", 181 * _T, 45.3 * _T, 22.6 * _T, 22.6 * _T, 1.638 * _T, 64 * _GIB),
         # AMD Instinct MI300X data sheet: vector rates for FP32 and FP64.
-        DeviceSpec("mi300x", 1307.4 * _T, 653.7 * _T, 163.4 * _T, 81.7 * _T, 5.3 * _T, 192 * 10**9),
+        DeviceSpec("mi300x", 1307.4 * _T, 653.7 * _T, 163.4 * _T, 81.7 * _T, 5.3 * _T, 192 * _GIB),
         # No data sheet: eight cores with AVX2 at 2.5 GHz (8 x 32 FLOP a cycle), two DDR4 channels.
         DeviceSpec("cpu", 0.64 * _T, 0.64 * _T, 0.64 * _T, 0.32 * _T, 0.04 * _T, 32 * _GIB, 2e-6),
     )
@@ -147,22 +210,37 @@ DEVICES: dict[str, DeviceSpec] = {
 }
 
 
+_OTHER_NAMES = {"a10080gb": "a100", "a800": "a100", "v10032gb": "v100", "h10080gb": "h100"}
+"""Other names of data sheets, without dashes."""
+
+
 def find_device(name: str) -> DeviceSpec:
-    """Return the data sheet with this name in `DEVICES` (case, spaces and dashes are ignored).
+    """Return the data sheet with this name in `DEVICES`. Case, spaces, dashes and brands are
+    ignored, and "RTX" may be left out: "NVIDIA A100 40GB", "A6000", "4090".
 
     Raises ValueError, with the names in `DEVICES`, for another name.
     """
     key = "".join(c for c in name.lower() if c.isalnum())
-    if key not in DEVICES:
+    for brand in ("nvidia", "amdinstinct", "amd", "geforce", "tesla"):
+        key = key.removeprefix(brand)
+    key = _OTHER_NAMES.get(key, key)
+    by_key = {device.name.replace("-", ""): device for device in DEVICES.values()}
+    device = by_key.get(key) or by_key.get(f"rtx{key}")
+    if device is None:
         raise ValueError(
             f"unknown device {name!r}; known are {', '.join(DEVICES)}; for another one pass its "
             "rates: remat.Roofline.custom('name', fp32_flops_per_s=..., bytes_per_s=...)"
         )
-    return DEVICES[key]
+    return device
 
 
 def match_device(description: str) -> DeviceSpec | None:
     """Return the data sheet for a driver's description of a device ("NVIDIA H100 80GB HBM3"), or
-    None."""
-    words = description.lower().replace("rtx ", "rtx").replace("geforce ", "").replace("-", " ")
-    return next((DEVICES[word] for word in words.split() if word in DEVICES), None)
+    None. Of several, the one of which the description has the most words."""
+    text = description.lower().replace("rtx ", "rtx").replace("-", " ").replace("/", " ")
+    words = set(text.split())
+    if "laptop" in words:  # its chip is a smaller one
+        return None
+    names = [name for name in DEVICES if words.issuperset(name.split("-"))]
+    best = max(names, key=lambda name: name.count("-"), default=None)
+    return None if best is None else DEVICES[best]
