@@ -47,7 +47,7 @@ TimeLimit = Annotated[
     typer.Option(
         "--time-limit",
         metavar="SECONDS",
-        help="The search for options ends after this time, tracing included; "
+        help="The search for plans and smaller batches ends this time after tracing; "
         "each of --lengths has as much.",
     ),
 ]

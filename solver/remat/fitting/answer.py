@@ -97,13 +97,13 @@ def answer_question(question: FitQuestion, notes: Sequence[str] = ()) -> Fit:
 def search_options(
     question: FitQuestion,
 ) -> Iterator[tuple[_OptionKind, FitOption | ExcludedOption]]:
-    """Yield options with their kinds until the time limit; those that take long come last."""
+    """Yield options with their kinds; those that trace or solve are last, until the time limit."""
     kinds = [
         *(kind for kind in _OPTION_KINDS if kind not in _SLOW_OPTION_KINDS),
         *_SLOW_OPTION_KINDS,
     ]
     for number, kind in enumerate(kinds, 1):
-        if question.clock.is_set():
+        if kind in _SLOW_OPTION_KINDS and question.clock.is_set():
             return
         of_kind = question.at_stage(f"option {number} of {len(kinds)}: {_OPTION_KINDS[kind]}")
         yield from ((kind, option) for option in kind(of_kind))
@@ -115,7 +115,7 @@ def find_options(
     """Return all options that apply, and the impossible ones. Those that fit come first, the
     fastest of them first, then the others, the one that exceeds the memory least first. Of options
     that are equally fast (to 0.1%), the one that is simpler to apply is first. After the time
-    limit, no more options are searched for."""
+    limit, none is searched for that takes a trace or a solve."""
     options: dict[_OptionKind, list[FitOption | ExcludedOption]] = {
         kind: [] for kind in _OPTION_KINDS
     }

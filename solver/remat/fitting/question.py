@@ -131,8 +131,8 @@ class FitQuestion:
 
     `roofline` gives costs to pieces of operations. `trace_of_batch` returns the trace with costs of
     another batch size, which accumulates its gradients; `batch` is the present size. They may be
-    unknown. No option is searched for once the `clock` is set; `progress` reports the stages of the
-    answer, and the solves for plans.
+    unknown. No option that takes a trace or a solve is searched for once the `clock` is set;
+    `progress` reports the stages of the answer, and the solves for plans.
     """
 
     step: EagerStep

@@ -324,8 +324,9 @@ def test_no_memory_is_replayed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_time_limit_ends_the_search_for_options() -> None:
-    answer = fit(narrow_and_wide(1000), 1000, time_limit=1e-9)
-    assert answer.options == ()
+    call = narrow_and_wide(1000)
+    answer = fit(call, needed_bytes(call) - 1, time_limit=1e-9)
+    assert [o.name for o in answer.options] == ["checkpoint each block"], "it takes no solver"
     assert "the time limit of 1e-09 s ended the search" in answer.notes[0]
 
 

@@ -100,7 +100,9 @@ def test_another_gpu_has_its_own_memory_and_a_note(http: httpx2.Client) -> None:
 def test_one_time_limit_ends_the_search_for_all_options(http: httpx2.Client) -> None:
     request = {"trace": trace_data("h100"), "memory_bytes": MEMORY_BYTES}
     fit = posted(http, **request, time_limit=1e-3).json()["fit"]
-    assert fit["options"] == []
+    names = [option["name"] for option in fit["options"]]
+    assert names
+    assert not any("plan" in name or "batches" in name for name in names), "they take a solver"
     assert "the time limit of 0.001 s ended the search" in fit["notes"][0]
 
 
@@ -141,8 +143,8 @@ def test_no_solve_starts_after_the_time_limit() -> None:
             progress=reports.append,
         ).options
 
-    assert options(1e-9) == ()
-    assert [report.phase for report in reports] == ["stage"]
+    assert not any("plan" in option.name for option in options(1e-9))
+    assert {report.phase for report in reports} == {"stage"}
     assert any("plan" in option.name for option in options(20.0))
     assert max(report.elapsed_s for report in reports) <= 20
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -75,9 +76,10 @@ def fit(
     data sheet without 2% and a CUDA context, or 98% of what this machine's device has free, plus
     the model if it is there already. Other
     arguments are those of `remat.estimate`; `strategy` is that of `remat.solve` for a plan, by
-    default with a gap of 2% and a limit of 2 s. `time_limit` seconds after the call the search for
-    options ends, and a note says so; each of `lengths` has as many. `progress` is
-    called with a `Progress` at each stage of the answer, and by the solves for plans.
+    default with a gap of 2% and a limit of 2 s. The search for options that trace or solve (plans,
+    smaller batches) ends `time_limit` seconds after tracing, and a note says so; each of `lengths`
+    has as many. `progress` is called with a `Progress` at each stage of the answer, and by the
+    solves for plans.
 
     `checkpoint` is what the loop recomputes: "as written", by the calls of `torch.utils.checkpoint`
     in the model's code, also where `gradient_checkpointing_enable()` switched them on; "none";
@@ -107,7 +109,6 @@ def fit(
     check_batch(batch)
     loop = LoopOptions(checkpoint, accumulate, keeps_gradients)
     check_time_limit(time_limit)
-    clock = Clock.of(time_limit)
     distribution = None if lengths is None else LengthDistribution.of(lengths)
 
     def traced(call: ModelFnResult, *, accumulates: bool = False) -> Trace:
@@ -124,8 +125,9 @@ def fit(
         trace = with_roofline_costs(trace, roofline_for_trace(trace))
         return with_measured_convolutions(trace) if _runs_on_local_gpu(trace, device) else trace
 
-    report_stage(progress, "tracing", clock)
+    report_stage(progress, "tracing", Clock.of(math.inf))
     trace = traced((model, example_inputs, example_kwargs or {}))
+    clock = Clock.of(time_limit)
     if distribution is not None:
         with_length = _checked_with_length(distribution, with_length, trace)
     question = FitQuestion(
@@ -155,7 +157,7 @@ def fit(
             step=EagerStep.of(traced(with_length(length)), checkpoint),
             batch=None,
             trace_of_batch=None,
-            clock=Clock.of(time_limit),
+            clock=Clock.of(time_limit),  # after tracing
             progress=in_stage(progress, stage),
         )
 
