@@ -21,7 +21,7 @@ from benchmarks.software_gpu.eager_memory import STRATEGY, Peaks, judged, refusa
 
 BUDGETS = ("80%", "50%", "min")
 SEQUENCES, TOKENS, WORDS, WIDTH = 8, 64, 2048, 32
-TOLERANCE = 1e-5
+TOLERANCE = 1e-6
 """The largest relative difference of a gradient: float32, summed over pieces."""
 
 Row = dict[str, Any]
