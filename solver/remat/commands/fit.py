@@ -47,7 +47,7 @@ TimeLimit = Annotated[
     typer.Option(
         "--time-limit",
         metavar="SECONDS",
-        help="The search for plans and smaller batches ends this time after tracing; "
+        help="Time for the search for plans and smaller batches, from the end of tracing; "
         "each of --lengths has as much.",
     ),
 ]
@@ -58,9 +58,9 @@ Checkpoint = Annotated[
     typer.Option(
         "--checkpoint",
         metavar="WHAT",
-        help="What the loop recomputes: as the model's code does, none, blocks, every:2 (the "
-        "second of every two blocks), or selective (blocks without attention and every second "
-        "product).",
+        help="Checkpoints of the loop: 'as written' in the model's code, none, blocks, every:2 "
+        "(blocks 2, 4, 6, ...), or selective (each block recomputes all but attention and every "
+        "second matmul).",
     ),
 ]
 Accumulate = Annotated[
@@ -75,7 +75,7 @@ KeepGradients = Annotated[
     bool,
     typer.Option(
         "--keep-gradients",
-        help="Gradients are in memory all the time: zero_grad(set_to_none=False).",
+        help="The loop never frees gradients: zero_grad(set_to_none=False).",
     ),
 ]
 

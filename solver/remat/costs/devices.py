@@ -174,7 +174,7 @@ DEVICES: dict[str, DeviceSpec] = {
         DeviceSpec("l40s", 362 * _T, 183 * _T, 91.6 * _T, 1.4 * _T, 0.864 * _T, 46068 * _MIB),
         # NVIDIA Ada GPU architecture white paper, appendix A: FP16 with FP32 accumulate.
         DeviceSpec("rtx4090", 165.2 * _T, 82.6 * _T, 82.6 * _T, 1.29 * _T, 1.008 * _T, 24 * _GIB),
-        # The same for other boards, from their cores and boost clocks.
+        # Other boards: computed from their cores and boost clocks, with the ratios of the RTX 4090.
         DeviceSpec("rtx4080", 97.5 * _T, 48.7 * _T, 48.7 * _T, 0.76 * _T, 0.717 * _T, 16 * _GIB),
         DeviceSpec(
             "rtx4070-ti-super", 88.2 * _T, 44.1 * _T, 44.1 * _T, 0.69 * _T, 0.672 * _T, 16 * _GIB
@@ -213,6 +213,8 @@ DEVICES: dict[str, DeviceSpec] = {
 _OTHER_NAMES = {"a10080gb": "a100", "a800": "a100", "v10032gb": "v100", "h10080gb": "h100"}
 """Other names of data sheets, without dashes."""
 
+_BY_KEY = {device.name.replace("-", ""): device for device in DEVICES.values()}
+
 
 def find_device(name: str) -> DeviceSpec:
     """Return the data sheet with this name in `DEVICES`. Case, spaces, dashes and brands are
@@ -221,11 +223,10 @@ def find_device(name: str) -> DeviceSpec:
     Raises ValueError, with the names in `DEVICES`, for another name.
     """
     key = "".join(c for c in name.lower() if c.isalnum())
-    for brand in ("nvidia", "amdinstinct", "amd", "geforce", "tesla"):
+    for brand in ("nvidia", "amd", "instinct", "geforce", "tesla"):
         key = key.removeprefix(brand)
     key = _OTHER_NAMES.get(key, key)
-    by_key = {device.name.replace("-", ""): device for device in DEVICES.values()}
-    device = by_key.get(key) or by_key.get(f"rtx{key}")
+    device = _BY_KEY.get(key) or _BY_KEY.get(f"rtx{key}")
     if device is None:
         raise ValueError(
             f"unknown device {name!r}; known are {', '.join(DEVICES)}; for another one pass its "
@@ -234,13 +235,20 @@ def find_device(name: str) -> DeviceSpec:
     return device
 
 
+_OTHER_BOARDS = frozenset({"d", "laptop", "max", "nvl", "super", "ti"})
+"""Words of descriptions that name another board than the one without the word."""
+
+
 def match_device(description: str) -> DeviceSpec | None:
     """Return the data sheet for a driver's description of a device ("NVIDIA H100 80GB HBM3"), or
-    None. Of several, the one of which the description has the most words."""
+    None. If several match, the name with the most words counts."""
     text = description.lower().replace("rtx ", "rtx").replace("-", " ").replace("/", " ")
-    words = set(text.split())
-    if "laptop" in words:  # its chip is a smaller one
-        return None
-    names = [name for name in DEVICES if words.issuperset(name.split("-"))]
-    best = max(names, key=lambda name: name.count("-"), default=None)
+    words = {_OTHER_NAMES.get(word, word) for word in text.split()}
+    names = {name: set(name.split("-")) for name in DEVICES}
+    matching = [
+        name
+        for name, parts in names.items()
+        if parts <= words and not (words - parts) & _OTHER_BOARDS
+    ]
+    best = max(matching, key=lambda name: len(names[name]), default=None)
     return None if best is None else DEVICES[best]

@@ -90,7 +90,7 @@ class Node(Record):
     module: DottedPath = ""
     checkpoint: Natural = 0
     """The number of the call of `torch.utils.checkpoint` in the model's code that runs it, from 1;
-    0 outside of checkpoints. A plan does not depend on it: it tells what eager mode does."""
+    0 if none does. Only predictions of eager mode read it; plans do not."""
     is_saved: bool = False
     """True if that checkpoint, a selective one, saves its results."""
     piece_of: DottedPath = ""

@@ -115,7 +115,7 @@ def find_options(
     """Return all options that apply, and the impossible ones. Those that fit come first, the
     fastest of them first, then the others, the one that exceeds the memory least first. Of options
     that are equally fast (to 0.1%), the one that is simpler to apply is first. After the time
-    limit, none is searched for that takes a trace or a solve."""
+    limit, options that trace or solve are left out."""
     options: dict[_OptionKind, list[FitOption | ExcludedOption]] = {
         kind: [] for kind in _OPTION_KINDS
     }
@@ -230,9 +230,9 @@ def fit_trace(
     """Return the answer for a trace on a GPU with a data sheet, by default the trace's GPU.
 
     Costs are from the data sheet. `memory_bytes` is what torch's allocator may reserve.
-    The
-    search for options ends after `time_limit_s`, whatever the limit of the `strategy`, which is
-    for one solve; `progress` reports the stages of the answer, and its solves. Raises
+    The search for plans ends after `time_limit_s`, whatever the limit of the `strategy`, which is
+    for one solve; other options are always there. `progress` reports the stages of the answer, and
+    its solves. Raises
     `RematError` for a trace that is not of a GPU, or if the GPU is unknown.
     """
     clock = Clock.of(time_limit_s)

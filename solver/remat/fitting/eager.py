@@ -1,11 +1,12 @@
 """`EagerStep`: a training step in eager mode, with the checkpoints of its code or of its blocks.
 
-Checkpoints are those of `torch.utils.checkpoint` without `use_reentrant`: the first saved tensor
-that the backward reads recomputes all of a region.
+Checkpoints are those of `torch.utils.checkpoint` with `use_reentrant=False`: the first saved tensor
+that the backward reads recomputes the whole region.
 """
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,6 +19,7 @@ from remat.graph import Graph
 from remat.report.eager_step import eager_graph, with_eager_masks
 from remat.report.training_memory import TrainingMemory
 from remat.schedule import Schedule
+from remat.simulate import peak_and_time
 from remat.strategies.baselines.module_blocks import find_blocks
 from remat.strategies.baselines.schedule_builder import (
     Segments,
@@ -27,12 +29,13 @@ from remat.strategies.baselines.schedule_builder import (
 )
 
 AS_WRITTEN, NONE, BLOCKS, SELECTIVE = "as written", "none", "blocks", "selective"
-_EVERY = "every:"
+"""Values of the option `checkpoint`, besides "every:N": the checkpoints of the model's code, none,
+each repeated block, and each block with selective checkpoints."""
 
-_PRODUCTS = frozenset({"aten.mm.default", "aten.addmm.default"})
+_MATMULS = frozenset({"aten.mm.default", "aten.addmm.default"})
 _ATTENTION = "_scaled_dot_product_"
-"""Operators whose results selective checkpoints save: of the products, the first of every two. As
-torchtitan's `activation_checkpoint.selective_ac_option = "op"`."""
+"""Selective checkpoints save the results of attention, and of the first of every two matmuls of a
+block, as torchtitan's `activation_checkpoint.selective_ac_option = "op"` does."""
 
 
 def check_checkpoint(checkpoint: str) -> None:
@@ -44,18 +47,17 @@ def check_checkpoint(checkpoint: str) -> None:
         )
 
 
-def _interval(checkpoint: object) -> int:
+def _interval(checkpoint: str) -> int:
     """Return N of "every:N"; 0 for another value."""
-    number = checkpoint.removeprefix(_EVERY) if isinstance(checkpoint, str) else ""
-    is_number = number != checkpoint and number.isascii() and number.isdecimal()
-    return int(number) if is_number and len(number) < 10 else 0
+    match = re.fullmatch("every:([1-9][0-9]{0,8})", str(checkpoint))
+    return int(match[1]) if match else 0
 
 
 @dataclass(frozen=True)
 class EagerStep:
-    """A training step in eager mode: its trace with costs, its graph as autograd frees, and the
-    schedule with the recomputations of its checkpoints. `checkpoint` is the option, and
-    `checkpoint_count` the number of checkpoints."""
+    """A training step in eager mode: its trace with costs, its graph with the lifetimes of
+    autograd, and the schedule with the recomputations of its checkpoints. `checkpoint` is the
+    option, and `checkpoint_count` the number of checkpoints."""
 
     trace: Trace
     eager_trace: Trace
@@ -70,30 +72,34 @@ class EagerStep:
 
     @classmethod
     def of(cls, trace: Trace, checkpoint: str = AS_WRITTEN) -> EagerStep:
-        """Return the step of a trace with costs. Raises `RematError` for checkpoints of blocks of a
-        model without repeated blocks."""
+        """Return the step of a trace with costs. Raises the errors of `_checkpointed_regions`."""
         eager_trace = with_eager_masks(trace)
-        graph = eager_graph(eager_trace)
+        plain = eager_graph(eager_trace)
         regions = _checkpointed_regions(trace, checkpoint)
         if not regions:
-            return cls(trace, eager_trace, graph, Schedule.keep_all(graph), checkpoint)
-        borders = segment_borders(graph, regions)
-        saved = set(_saved_values(trace, graph, regions, checkpoint))
-        recomputed = {v for ops in regions for op in ops for v in graph.operations[op].outputs}
-        graph = eager_graph(eager_trace, unpacked=recomputed - borders)
+            return cls(trace, eager_trace, plain, Schedule.keep_all(plain), checkpoint)
+        borders = segment_borders(plain, regions)
+        saved = set(_saved_values(trace, plain, regions, checkpoint))
+        computed = {v for ops in regions for op in ops for v in plain.operations[op].outputs}
+        graph = eager_graph(eager_trace, unpacked=computed - borders)
         backward = eager_backward_order(graph)
         schedule = checkpoint_segments(graph, regions, borders | saved, backward)
         graph = _with_retained_arguments(graph, regions, borders, backward)
         return cls(trace, eager_trace, graph, schedule, checkpoint, len(regions))
 
     def with_trace(self, trace: Trace) -> EagerStep:
-        """Return the step of another trace with the same option for checkpoints."""
+        """Return the step of another trace with the same `checkpoint`."""
         return EagerStep.of(trace, self.checkpoint)
 
     @property
     def time_s(self) -> float:
         """The time of all operations, with the recomputations of checkpoints."""
         return sum(self.graph.operations[op].cost_s for op in self.schedule.runs)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The peak of forward and backward."""
+        return peak_and_time(self.graph, self.schedule)[0]
 
     def optimizer(self, name: str) -> OptimizerMemory:
         """Return the memory of an optimizer of the trained parameters."""
@@ -116,8 +122,8 @@ class EagerStep:
 
 
 def _checkpointed_regions(trace: Trace, checkpoint: str) -> Segments:
-    """Return the operations of each checkpoint. Raises `RematError` for checkpoints of blocks of a
-    model without repeated blocks."""
+    """Return the operations of each checkpoint. Raises `RematError` for checkpoints of blocks if
+    the model has no repeated blocks, or fewer than the N of "every:N"."""
     if checkpoint == NONE:
         return []
     if checkpoint == AS_WRITTEN:
@@ -134,23 +140,30 @@ def _checkpointed_regions(trace: Trace, checkpoint: str) -> Segments:
             "torch.utils.checkpoint in the model's code"
         )
     interval = _interval(checkpoint) or 1
+    if interval > len(blocks):
+        raise RematError(
+            f"checkpoint={checkpoint!r} selects no block: the model has {len(blocks):,} repeated "
+            "blocks; pass a smaller number"
+        )
     return blocks[interval - 1 :: interval]
 
 
 def _saved_values(trace: Trace, graph: Graph, regions: Segments, checkpoint: str) -> Iterator[int]:
     """Yield the values inside of regions that selective checkpoints save."""
+    if checkpoint not in (AS_WRITTEN, SELECTIVE):
+        return
     for ops in regions:
-        products = 0
+        matmul_count = 0
         for op in ops:
             node = trace.operations[op]
             if node is None:
                 continue
+            is_matmul = node.target in _MATMULS
+            matmul_count += is_matmul
             is_saved = node.is_saved
             if checkpoint == SELECTIVE:
-                products += node.target in _PRODUCTS
-                is_saved = node.target in _PRODUCTS and products % 2 == 1
-                is_saved |= _ATTENTION in node.target
-            if is_saved and (checkpoint in (AS_WRITTEN, SELECTIVE)):
+                is_saved = _ATTENTION in node.target or (is_matmul and matmul_count % 2 == 1)
+            if is_saved:
                 yield from graph.operations[op].outputs
 
 

@@ -13,14 +13,13 @@ from remat.allocator.prediction import is_on_cuda
 from remat.costs.optimizer_memory import smaller_optimizers
 from remat.documents.trace import Trace, trained_parameters
 from remat.errors import TraceError, one_line
-from remat.fitting.eager import BLOCKS, EagerStep
+from remat.fitting.eager import BLOCKS
 from remat.fitting.question import FitQuestion
 from remat.limits.options import OUTPUTS_DROPPED
 from remat.limits.units import format_bytes
 from remat.passes.outputs import loss_code, returns_loss, with_outputs
 from remat.report.fit import ExcludedOption, FitOption
 from remat.report.sharded_memory import block_containers, sharded_peak_bytes
-from remat.simulate import peak_and_time
 
 
 def optimizer_options(question: FitQuestion) -> Iterator[FitOption]:
@@ -151,13 +150,14 @@ def checkpoint_options(question: FitQuestion) -> Iterator[FitOption | ExcludedOp
     optimizer's step fits. Nothing if each block has one already."""
     if question.step.checkpoint == BLOCKS:
         return
-    step, present = question.step.with_blocks_checkpointed(), question.step
+    present = question.step
+    step = present.with_blocks_checkpointed()
     if step is None:
         yield ExcludedOption("checkpoints of blocks", "the model has no repeated blocks")
         return
-    if _peak_bytes(step) >= _peak_bytes(present):
-        has_them = " than with the present checkpoints" if present.checkpoint_count else ""
-        reason = f"the peak would be no smaller{has_them}"
+    if step.peak_bytes >= present.peak_bytes:
+        than = " than with the present checkpoints" if present.checkpoint_count else ""
+        reason = f"the peak would be no smaller{than}"
         yield ExcludedOption("checkpoints of blocks", reason)
         return
     options = []
@@ -172,11 +172,6 @@ def checkpoint_options(question: FitQuestion) -> Iterator[FitOption | ExcludedOp
         yield ExcludedOption("checkpoints of blocks", question.reason_of_optimizers())
     fitting = [option for option in options if option.fits]
     yield from (fitting or options)[:1]
-
-
-def _peak_bytes(step: EagerStep) -> int:
-    """Return the peak of a step in eager mode."""
-    return peak_and_time(step.graph, step.schedule)[0]
 
 
 _MAX_GPUS = 1024

@@ -22,7 +22,6 @@ from remat.plan import Plan
 from remat.report.fit import ExcludedOption, FitOption
 from remat.report.training_memory import TrainingMemory
 from remat.schedule import Schedule
-from remat.simulate import peak_and_time
 from remat.solve import solve
 from remat.strategies.base import Strategy
 
@@ -49,8 +48,8 @@ def loss_only_options(question: FitQuestion) -> Iterator[FitOption]:
     """Yield a plan for the option `outputs="loss"`, if the step returns large outputs, such as
     logits, in addition to its loss: those need not exist as a whole."""
     step = question.step
-    peak_bytes = peak_and_time(step.graph, step.schedule)[0]
-    if not returns_loss(step.trace) or (unreturned_bytes(step.trace) < _LARGE_OUTPUTS * peak_bytes):
+    is_large = unreturned_bytes(step.trace) >= _LARGE_OUTPUTS * step.peak_bytes
+    if not returns_loss(step.trace) or not is_large:
         return
     script = replace(question.script, outputs=OUTPUTS_LOSS)
     loss_only = step.with_trace(with_outputs(step.trace, OUTPUTS_LOSS))

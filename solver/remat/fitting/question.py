@@ -81,13 +81,13 @@ DEFAULT_LIMIT_S = 12.0
 """The default time limit of an answer, in seconds."""
 
 
-_MAX_ACCUMULATE = 10**6
+MAX_ACCUMULATE = 10**6
 
 
 @dataclass(frozen=True, slots=True)
 class LoopOptions:
-    """The options of a training loop: the option `checkpoint` (`remat.fitting.eager`), the
-    number of batches before a step of the optimizer, and whether gradients stay in memory
+    """The options of a training loop: `checkpoint` (see `check_checkpoint`), the number of batches
+    before a step of the optimizer, and whether gradients stay in memory
     (`zero_grad(set_to_none=False)`). Raises `RematError` for impossible values."""
 
     checkpoint: str = AS_WRITTEN
@@ -97,11 +97,11 @@ class LoopOptions:
     def __post_init__(self) -> None:
         check_checkpoint(self.checkpoint)
         count = self.accumulate
-        is_number = isinstance(count, int) and not isinstance(count, bool)
-        if not is_number or not 1 <= count <= _MAX_ACCUMULATE:
+        is_integer = isinstance(count, int) and not isinstance(count, bool)
+        if not is_integer or not 1 <= count <= MAX_ACCUMULATE:
             raise RematError(
                 f"accumulate is {str(count)[:80]!r}; pass the number of batches before a step of "
-                "the optimizer, an integer from 1 on"
+                f"the optimizer, an integer from 1 to {MAX_ACCUMULATE:,}"
             )
 
     def with_gradients(self, trace: Trace) -> Trace:
@@ -131,8 +131,8 @@ class FitQuestion:
 
     `roofline` gives costs to pieces of operations. `trace_of_batch` returns the trace with costs of
     another batch size, which accumulates its gradients; `batch` is the present size. They may be
-    unknown. No option that takes a trace or a solve is searched for once the `clock` is set;
-    `progress` reports the stages of the answer, and the solves for plans.
+    unknown. Once the `clock` is set, options that trace or solve are left out; `progress` reports
+    the stages of the answer, and the solves for plans.
     """
 
     step: EagerStep

@@ -106,7 +106,7 @@ class Fit(Described):
         place = "the optimizer's step" if memory.is_in_optimizer else "forward and backward"
         facts = [
             Fact("model", f"{self.model}{batch}, optimizer {self.optimizer}"),
-            *(Fact("run", text) for text in [self._run_text()] if text),
+            *(Fact("loop", text) for text in [self._loop_text()] if text),
             Fact("device", f"{self.device}, {format_bytes(self.usable_bytes)} usable"),
             Fact("fits", verdict),
             *facts_of_lines("lengths", list(map(_longest_fit_text, self.lengths))),
@@ -124,8 +124,8 @@ class Fit(Described):
             return Report(facts, excluded)
         return Report(facts, self._option_table(), "\n".join(self._code_lines()), excluded)
 
-    def _run_text(self) -> str:
-        """Return what the loop does besides: checkpoints, and accumulated gradients."""
+    def _loop_text(self) -> str:
+        """Return the checkpoints and accumulated batches of the loop; "" without any."""
         parts: list[str] = []
         if self.checkpoint_count:
             parts.append(f"{self.checkpoint_count:,} checkpoints ({self.checkpoint})")

@@ -30,7 +30,7 @@ from remat.documents.program import Program
 from remat.documents.trace import Trace
 from remat.fitting.answer import GPUS, gpu_name
 from remat.fitting.eager import AS_WRITTEN, check_checkpoint
-from remat.fitting.question import LoopOptions
+from remat.fitting.question import MAX_ACCUMULATE, LoopOptions
 from remat.graph import Graph
 from remat.limits.budget import Budget
 from remat.limits.options import OFFLOAD_AUTO, OFFLOAD_OFF, SPLIT_OFF, pieces_to_try
@@ -339,12 +339,12 @@ class FitRequest(Record):
     checkpoint: Annotated[str, Field(max_length=20)] = AS_WRITTEN
     """The checkpoints of the loop: "as written" in the model's code when it was traced, "none",
     "blocks", "every:2" or "selective"."""
-    accumulate: Annotated[int, Field(ge=1, le=10**6)] = 1
+    accumulate: Annotated[int, Field(ge=1, le=MAX_ACCUMULATE)] = 1
     """The number of batches before a step of the optimizer, whose gradients are accumulated."""
     keeps_gradients: bool = False
     """True if gradients stay in memory: `zero_grad(set_to_none=False)`."""
     time_limit: Annotated[float, Field(gt=0)] | None = None
-    """The seconds after which the search for options ends, at most the limit of the service; by
+    """The seconds after which the search for plans ends, at most the limit of the service; by
     default 60, or that limit if it is less."""
 
     @model_validator(mode="after")

@@ -230,11 +230,17 @@ def test_checkpoints_of_blocks_need_blocks() -> None:
         remat.fit(Block(), (torch.ones(2, 64),), device="cpu", checkpoint="blocks")
 
 
+def test_no_block_to_checkpoint_is_an_error() -> None:
+    model, batch = stack(in_turn)
+    with pytest.raises(RematError, match="the model has 6 repeated blocks"):
+        remat.fit(model, (), batch, device="cpu", checkpoint="every:7")
+
+
 def test_the_answer_names_what_the_loop_does() -> None:
     model, batch = stack(some)
     answer = remat.fit(model, (), batch, device="h100", accumulate=8)
     assert answer.checkpoint_count == 4
-    assert "run       4 checkpoints (as written), gradients of 8 batches accumulated" in str(answer)
+    assert "loop      4 checkpoints (as written), gradients of 8 batches accumulated" in str(answer)
 
 
 def test_options_of_a_checkpointed_loop_are_compared_with_it() -> None:

@@ -151,6 +151,7 @@ def test_devices_are_looked_up_by_name_and_by_description() -> None:
         "RTX 4090": "rtx4090", "4090": "rtx4090", "NVIDIA GeForce RTX 3090": "rtx3090",
         "A10G": "a10g", "A6000": "rtxa6000", "RTX A6000": "rtxa6000", "A100 40GB": "a100-40gb",
         "a100-80gb": "a100", "A100": "a100", "L40": "l40", "H20": "h20", "MI250": "mi250",
+        "AMD Instinct MI250": "mi250", "Instinct MI250": "mi250",
         "GH200": "gh200", "4070 Ti Super": "rtx4070-ti-super", "5090": "rtx5090",
         "Tesla V100 16GB": "v100-16gb", "RTX 6000 Ada": "rtx6000-ada", "H100 PCIe": "h100-pcie",
     }  # fmt: skip
@@ -167,7 +168,10 @@ def test_devices_are_looked_up_by_name_and_by_description() -> None:
     }  # fmt: skip
     for description, device in descriptions.items():
         assert match_device(description) is DEVICES[device], description
-    assert match_device("NVIDIA GeForce RTX 4090 Laptop GPU") is None
+    unlisted = ["RTX 4090 Laptop GPU", "RTX 4090 D", "RTX 4080 SUPER", "RTX 4070 SUPER", "H100 NVL"]
+    for description in unlisted:
+        assert match_device(f"NVIDIA GeForce {description}") is None, description
+    assert match_device("NVIDIA A800-SXM4-80GB") is DEVICES["a100"]
     assert match_device("Abacus") is None
 
 

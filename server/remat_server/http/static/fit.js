@@ -30,12 +30,12 @@ function verdict(fits, fit) {
       figure("Usable", bytes(fit.usable_bytes), fit.device),
       figure("Peak", bytes(memory.peak_bytes),
         memory.is_in_optimizer ? "during the optimizer's step" : "during forward and backward"),
-      figure("Forward and backward", seconds(fit.step_s), `${batch}optimizer ${fit.optimizer}${run(fit)}`)),
+      figure("Forward and backward", seconds(fit.step_s), `${batch}optimizer ${fit.optimizer}${loopText(fit)}`)),
     fit.notes.map((note) => h("p", { class: "hint" }, `${note}.`)));
 }
 
-/** Return what the loop does besides: checkpoints, and accumulated gradients. */
-function run(fit) {
+/** Return the checkpoints and accumulated batches of the loop. */
+function loopText(fit) {
   const checkpoints = fit.checkpoint_count ? `, ${fit.checkpoint_count} checkpoints (${fit.checkpoint})` : "";
   return checkpoints + (fit.accumulate > 1 ? `, gradients of ${fit.accumulate} batches accumulated` : "");
 }

@@ -83,10 +83,10 @@ def fit(
 
     `checkpoint` is what the loop recomputes: "as written", by the calls of `torch.utils.checkpoint`
     in the model's code, also where `gradient_checkpointing_enable()` switched them on; "none";
-    "blocks", each repeated block; "every:2", the second of every two; or "selective", each block
-    without attention and every second product. `accumulate` is the number of batches before a step
-    of the optimizer: gradients exist from the second one on, and with `keeps_gradients`
-    (`zero_grad(set_to_none=False)`) always.
+    "blocks", each repeated block; "every:2", blocks 2, 4, 6, ...; or "selective", where each block
+    recomputes all but attention and every second matmul. `accumulate` is the number of batches
+    before a step of the optimizer: gradients exist from the second one on, and with
+    `keeps_gradients` (`zero_grad(set_to_none=False)`) always.
 
     `batch` is the batch size of the example inputs, and `with_batch(n)` returns the model and its
     call for another one, as the function of `remat.max_batch` does: with both, a smaller batch with
@@ -152,12 +152,13 @@ def fit(
     def question_of_length(length: int) -> FitQuestion:
         stage = f"length {length:,}"
         report_stage(progress, stage, clock)
+        step = EagerStep.of(traced(with_length(length)), checkpoint)
         return replace(
             question,
-            step=EagerStep.of(traced(with_length(length)), checkpoint),
+            step=step,
             batch=None,
             trace_of_batch=None,
-            clock=Clock.of(time_limit),  # after tracing
+            clock=Clock.of(time_limit),
             progress=in_stage(progress, stage),
         )
 

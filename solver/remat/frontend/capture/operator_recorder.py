@@ -210,6 +210,7 @@ class OperatorRecorder(TorchDispatchMode):
     def _record(self, func: OpOverload, args: Any, kwargs: dict[str, Any], result: Any) -> None:
         node = self._create_node(func, args, kwargs, func.overloadpacket.__name__)
         if (call := current_checkpoint()) is not None:
+            node.meta["checkpoint"] = self._checkpoints.setdefault(call, len(self._checkpoints) + 1)
             node.meta["is_saved"] = call.saves(func, args, kwargs, result)
         self._set_value(node, result)
 
@@ -225,10 +226,6 @@ class OperatorRecorder(TorchDispatchMode):
         )
         node.meta["module"] = self._module_paths.current
         node.meta["is_backward"] = self.is_backward
-        call = current_checkpoint()
-        node.meta["checkpoint"] = 0
-        if call is not None:
-            node.meta["checkpoint"] = self._checkpoints.setdefault(call, len(self._checkpoints) + 1)
         return node
 
     def _argument(self, item: Any) -> Any:

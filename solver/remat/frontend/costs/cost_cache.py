@@ -29,9 +29,9 @@ SCHEMA_VERSION = 5
 FILE_NAME = f"costs-v{SCHEMA_VERSION}.sqlite"
 BUSY_TIMEOUT_S = 2.0
 BUSY_LOAD = 1.5
-"""Processes per core from which on costs count as measured on a busy machine."""
+"""A cost that was measured with more processes per core is provisional."""
 IDLE_LOAD = 1.0
-"""Processes per core up to which such costs are measured once more."""
+"""With at most this many processes per core, provisional costs are measured once more."""
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS costs (

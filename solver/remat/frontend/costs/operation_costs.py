@@ -81,13 +81,13 @@ _autotuned_keys: set[str] = set()
 """Keys of the operations that cuDNN has autotuned in this process, on both threads of a step."""
 
 OUTLIER_RATIO = 8.0
-"""On the CPU, an operation that takes this many times its estimate is measured once more: when
-other processes use the cores, a parallel operation of 0.1 ms can take 10 ms in every block."""
+"""On the CPU, an operation that takes more than this many times its estimate is measured once more.
+When other processes use the cores, a parallel operation of 0.1 ms can take 10 ms in every block."""
 MAX_REPEAT_S = 1.0
-"""No more operations are measured once more after this time."""
-_MAX_FACTOR = 8.0
-"""Upper limit of the roofline's factor by which outliers are found, since all operations may be
-outliers if there are few."""
+"""Time limit of all these measurements."""
+_MAX_OUTLIER_FACTOR = 8.0
+"""Upper limit of the roofline's factor in these estimates: of few operations, all may be
+outliers."""
 
 _repeated_keys: set[str] = set()
 """Keys of the operations that this process has measured once more: some stay as slow."""
@@ -193,14 +193,14 @@ def _repeat_outliers(
     measured: Mapping[str, MeasuredCost],
 ) -> dict[str, MeasuredCost]:
     """Measure operations once more that took far longer than the roofline estimates, each once in
-    this process, and return the lower costs that were found, by key.
+    this process, and return the costs that are lower then, by key.
 
     Costs from the cache are included: another process may have measured them on a busy machine.
     """
     nodes = {key_text: groups[key_text][0] for key_text in measured}
     samples = [(nodes[key_text], cost) for key_text, cost in measured.items()]
     calibration = CalibratedRoofline.fit(torch.device("cpu"), metas, samples)
-    scale = OUTLIER_RATIO * min(1.0, _MAX_FACTOR / calibration.factor)
+    scale = OUTLIER_RATIO * min(1.0, _MAX_OUTLIER_FACTOR / calibration.factor)
     excess = {
         key_text: cost.cost_s - scale * calibration.seconds(nodes[key_text])
         for key_text, cost in measured.items()

@@ -68,9 +68,10 @@ def current_checkpoint() -> CheckpointCall | None:
 
 
 @contextmanager
-def _call_noted(context_fn: Callable[[], tuple[Any, Any]] | None = None) -> Iterator[None]:
-    """Within the context, a checkpoint's function runs. `context_fn` is the option of
-    `torch.utils.checkpoint`; contexts other than those of selective checkpoints are not entered."""
+def _call_in_force(context_fn: Callable[[], tuple[Any, Any]] | None = None) -> Iterator[None]:
+    """Within the context, `current_checkpoint` returns this call. `context_fn`, the option of
+    `torch.utils.checkpoint`, is called for the policy of a selective checkpoint; its contexts are
+    not entered."""
     if _thread_state.call is not None:
         yield
         return
@@ -105,14 +106,14 @@ def _patch_checkpoint_functions() -> Callable[[], None]:
 
     def patched_generator(*args: object, **kwargs: object) -> Iterator[None]:
         if _thread_state.is_disabled:
-            with _call_noted(parameters.bind(*args, **kwargs).arguments.get("context_fn")):
+            with _call_in_force(parameters.bind(*args, **kwargs).arguments.get("context_fn")):
                 yield
         else:
             yield from generator(*args, **kwargs)
 
     def patched_apply(function: Callable[..., Any], preserve_rng: bool, *args: object) -> object:
         if _thread_state.is_disabled:
-            with _call_noted():
+            with _call_in_force():
                 return function(*args)
         return apply(function, preserve_rng, *args)
 

@@ -195,8 +195,8 @@ class JointGraphReader:
             # In training mode it does not read the running statistics: do not retain them for it.
             args = (*args[:3], None, None, *args[5:])
             record = record.model_copy(update={"args": args})
-        if node.meta.get("checkpoint"):
-            fields = {k: node.meta[k] for k in ("checkpoint", "is_saved") if k in node.meta}
+        if "checkpoint" in node.meta:
+            fields = {key: node.meta[key] for key in ("checkpoint", "is_saved")}
             record = record.model_copy(update=fields)
         self.builder.nodes.append(record)
         if target == _MSE_LOSS and not record.results[0].tensor.shape:
