@@ -10,6 +10,7 @@ bandwidth between a device and its host in each direction, which offloading has.
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass, replace
 
 from remat.errors import wrong_type
@@ -217,8 +218,9 @@ _BY_KEY = {device.name.replace("-", ""): device for device in DEVICES.values()}
 
 
 def find_device(name: str) -> DeviceSpec:
-    """Return the data sheet with this name in `DEVICES`. Case, spaces, dashes and brands are
-    ignored, and "RTX" may be left out: "NVIDIA A100 40GB", "A6000", "4090".
+    """Return the data sheet with this name in `DEVICES`, or with a driver's description. Case,
+    spaces, dashes and brands are ignored, and "RTX" may be left out: "NVIDIA A100 40GB", "A6000",
+    "4090".
 
     Raises ValueError, with the names in `DEVICES`, for another name.
     """
@@ -226,7 +228,7 @@ def find_device(name: str) -> DeviceSpec:
     for brand in ("nvidia", "amd", "instinct", "geforce", "tesla"):
         key = key.removeprefix(brand)
     key = _OTHER_NAMES.get(key, key)
-    device = _BY_KEY.get(key) or _BY_KEY.get(f"rtx{key}")
+    device = _BY_KEY.get(key) or _BY_KEY.get(f"rtx{key}") or match_device(name)
     if device is None:
         raise ValueError(
             f"unknown device {name!r}; known are {', '.join(DEVICES)}; for another one pass its "
@@ -235,20 +237,32 @@ def find_device(name: str) -> DeviceSpec:
     return device
 
 
-_OTHER_BOARDS = frozenset({"d", "laptop", "max", "nvl", "super", "ti"})
-"""Words of descriptions that name another board than the one without the word."""
+_OTHER_BOARD = re.compile("d|laptop|max|nvl|super|ti|mig|grid|3e|[0-9]+[cq]")
+"""Words of descriptions that name another board, or a part of one, than without the word."""
 
 
 def match_device(description: str) -> DeviceSpec | None:
     """Return the data sheet for a driver's description of a device ("NVIDIA H100 80GB HBM3"), or
-    None. If several match, the name with the most words counts."""
+    None, also for a board with another memory. If several match, the name with the most words
+    counts."""
     text = description.lower().replace("rtx ", "rtx").replace("-", " ").replace("/", " ")
     words = {_OTHER_NAMES.get(word, word) for word in text.split()}
-    names = {name: set(name.split("-")) for name in DEVICES}
+    names = {name: set(name.split("-")) for name in DEVICES if name != "cpu"}
     matching = [
         name
         for name, parts in names.items()
-        if parts <= words and not (words - parts) & _OTHER_BOARDS
+        if parts <= words
+        and not any(map(_OTHER_BOARD.fullmatch, words - parts))
+        and all(_has_memory(DEVICES[name], word) for word in words)
     ]
     best = max(matching, key=lambda name: len(names[name]), default=None)
     return None if best is None else DEVICES[best]
+
+
+def _has_memory(device: DeviceSpec, word: str) -> bool:
+    """False for a size such as "80gb" that is not the device's memory. A GH200 is described by the
+    memory of its CPU."""
+    size = re.fullmatch("([0-9]+)gb", word)
+    if size is None or device.name == "gh200":
+        return True
+    return 0.9 < device.memory_bytes / (int(size[1]) * _GIB) < 1.05

@@ -80,6 +80,7 @@ def answer_question(question: FitQuestion, notes: Sequence[str] = ()) -> Fit:
         checkpoint=step.checkpoint,
         checkpoint_count=step.checkpoint_count,
         accumulate=question.loop.accumulate,
+        keeps_gradients=question.loop.keeps_gradients,
         usable_bytes=question.usable_bytes,
         memory=memory,
         step_s=step.time_s,

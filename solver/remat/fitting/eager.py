@@ -84,7 +84,7 @@ class EagerStep:
         graph = eager_graph(eager_trace, unpacked=computed - borders)
         backward = eager_backward_order(graph)
         schedule = checkpoint_segments(graph, regions, borders | saved, backward)
-        graph = _with_retained_arguments(graph, regions, borders, backward)
+        graph = _with_retained_values(graph, regions, borders, saved, backward)
         return cls(trace, eager_trace, graph, schedule, checkpoint, len(regions))
 
     def with_trace(self, trace: Trace) -> EagerStep:
@@ -129,7 +129,7 @@ def _checkpointed_regions(trace: Trace, checkpoint: str) -> Segments:
     if checkpoint == AS_WRITTEN:
         regions: dict[int, list[int]] = defaultdict(list)
         for op, node in enumerate(trace.operations):
-            if node is not None and node.checkpoint:
+            if node is not None and node.checkpoint and not node.backward:
                 regions[node.checkpoint].append(op)
         return list(regions.values())
     blocks = find_blocks(trace.graph())
@@ -167,18 +167,32 @@ def _saved_values(trace: Trace, graph: Graph, regions: Segments, checkpoint: str
                 yield from graph.operations[op].outputs
 
 
-def _with_retained_arguments(
-    graph: Graph, regions: Segments, borders: Collection[int], backward: Sequence[int]
+def _with_retained_values(
+    graph: Graph,
+    regions: Segments,
+    borders: Collection[int],
+    saved: Collection[int],
+    backward: Sequence[int],
 ) -> Graph:
-    """Return the graph in which the last operation of a region's backward reads the arguments of
-    the region: checkpoints release them once the last saved tensor of the region is."""
+    """Return the graph in which operations of a region's backward read what torch holds for it.
+
+    The last one reads the arguments of the region: checkpoints release them once the last saved
+    tensor of the region is. A selective checkpoint holds the results that it saves until they are
+    read in the recomputation; those after the operation with which it ends, as long as arguments.
+    """
     operations = list(graph.operations)
     for region in regions:
         outputs = {v for op in region for v in operations[op].outputs}
         arguments = {v for op in region for v in operations[op].inputs} - outputs
-        saved = outputs.difference(borders)
-        last = next((op for op in reversed(backward) if saved & {*operations[op].inputs}), None)
-        if last is not None:
-            inputs = arguments.union(operations[last].inputs)
-            operations[last] = replace(operations[last], inputs=tuple(sorted(inputs)))
+        inner = outputs.difference(borders)
+        readers = [op for op in backward if inner & {*operations[op].inputs}]
+        if not readers:
+            continue
+        read = {v for op in readers for v in operations[op].inputs} & inner
+        end = max(graph.producer[v] for v in read)
+        results = outputs.intersection(saved)
+        later = {v for v in results if graph.producer[v] > end}
+        for op, values in ((readers[0], results - later), (readers[-1], arguments | later)):
+            inputs = values.union(operations[op].inputs)
+            operations[op] = replace(operations[op], inputs=tuple(sorted(inputs)))
     return replace(graph, operations=tuple(operations))

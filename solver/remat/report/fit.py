@@ -69,7 +69,8 @@ class Fit(Described):
     the loop fits; the first one is the fastest that does. With batches of several lengths, all of
     this is that of the longest ones, and `lengths` are the lengths that fit in eager mode and with
     the best option. `notes` are what else to know about the answer, and `excluded` are options
-    that are impossible.
+    that are impossible. `checkpoint`, `accumulate` and `keeps_gradients` are the options of
+    `remat.fit`, and `checkpoint_count` is the number of checkpoints of the loop.
     """
 
     model: str
@@ -87,6 +88,7 @@ class Fit(Described):
     checkpoint: str = ""
     checkpoint_count: int = 0
     accumulate: int = 1
+    keeps_gradients: bool = False
 
     @property
     def fits(self) -> bool:
@@ -131,6 +133,8 @@ class Fit(Described):
             parts.append(f"{self.checkpoint_count:,} checkpoints ({self.checkpoint})")
         if self.accumulate > 1:
             parts.append(f"gradients of {self.accumulate:,} batches accumulated")
+        if self.keeps_gradients:
+            parts.append("gradients never freed")
         return ", ".join(parts)
 
     def _reserved_facts(self) -> list[Fact]:

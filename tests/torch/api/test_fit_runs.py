@@ -26,6 +26,7 @@ from torch.utils.checkpoint import (
 
 import remat
 from remat.errors import RematError
+from remat.fitting.answer import fit_trace
 from remat.frontend.memory.meter import LiveStorageMeter, unique_bytes
 
 TOLERANCE = 0.005
@@ -46,17 +47,23 @@ class Block(nn.Module):
 class Stack(nn.Module):
     """Six blocks, which `run` calls."""
 
-    def __init__(self, run: Callable[[nn.ModuleList, torch.Tensor], torch.Tensor]) -> None:
+    def __init__(
+        self,
+        run: Callable[[nn.ModuleList, torch.Tensor], torch.Tensor],
+        make: Callable[[], nn.Module] = Block,
+    ) -> None:
         super().__init__()
-        self.blocks, self.run = nn.ModuleList(Block() for _ in range(6)), run
+        self.blocks, self.run = nn.ModuleList(make() for _ in range(6)), run
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.run(self.blocks, x).square().mean()
 
 
-def stack(run: Callable[[Any, torch.Tensor], torch.Tensor]) -> Model:
+def stack(
+    run: Callable[[Any, torch.Tensor], torch.Tensor], make: Callable[[], nn.Module] = Block
+) -> Model:
     torch.manual_seed(0)
-    return Stack(run), {"x": torch.randn(512, 64)}
+    return Stack(run, make), {"x": torch.randn(512, 64)}
 
 
 def in_turn(blocks: nn.ModuleList, x: torch.Tensor) -> torch.Tensor:
@@ -84,21 +91,48 @@ def sequential(blocks: nn.ModuleList, x: torch.Tensor) -> torch.Tensor:
     return checkpoint_sequential(list(blocks), 3, x, use_reentrant=False)
 
 
-def selective(blocks: nn.ModuleList, x: torch.Tensor) -> torch.Tensor:
-    """Save the result of the first of every two products, as torchtitan does."""
+class Gated(nn.Module):
+    """Three linear layers with a gate: the last one is saved by selective checkpoints, and only an
+    addition reads it."""
 
-    def contexts() -> Any:
-        products = [0, 0]
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.gate, self.up = nn.Linear(width, 4 * width), nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
 
-        def policy(context: Any, func: Any, *args: object, **kwargs: object) -> CheckpointPolicy:
-            if func is not torch.ops.aten.addmm.default:
-                return CheckpointPolicy.PREFER_RECOMPUTE
-            products[context.is_recompute] += 1
-            is_saved = products[context.is_recompute] % 2 == 1
-            return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.nn.functional.silu(self.gate(x)) * self.up(x))
 
-        return create_selective_checkpoint_contexts(policy)
 
+_MATMULS = (torch.ops.aten.addmm.default, torch.ops.aten.mm.default)
+
+
+def every_second_matmul() -> Callable[..., CheckpointPolicy]:
+    """Return a policy that saves the result of the first of every two matmuls, as torchtitan."""
+    counts = [0, 0]
+
+    def policy(context: Any, func: Any, *args: object, **kwargs: object) -> CheckpointPolicy:
+        if func not in _MATMULS:
+            return CheckpointPolicy.PREFER_RECOMPUTE
+        counts[context.is_recompute] += 1
+        is_saved = counts[context.is_recompute] % 2 == 1
+        return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return policy
+
+
+def all_matmuls() -> Any:
+    return create_selective_checkpoint_contexts(list(_MATMULS))
+
+
+def selective(
+    blocks: nn.ModuleList,
+    x: torch.Tensor,
+    *,
+    contexts: Callable[[], Any] = lambda: create_selective_checkpoint_contexts(
+        every_second_matmul()
+    ),
+) -> torch.Tensor:
     for block in blocks:
         x = checkpoint(block, x, use_reentrant=False, context_fn=contexts)
     return x
@@ -162,6 +196,13 @@ RUNS = {
     "selective, in words": Run(
         partial(stack, selective), partial(stack, in_turn), {"checkpoint": "selective"}
     ),
+    "selective, gated": Run(partial(stack, selective, Gated)),
+    "selective, gated, in words": Run(
+        partial(stack, selective, Gated),
+        partial(stack, in_turn, Gated),
+        {"checkpoint": "selective"},
+    ),
+    "all matmuls": Run(partial(stack, partial(selective, contexts=all_matmuls))),
     "none": Run(partial(stack, in_turn), partial(stack, some), {"checkpoint": "none"}),
     "accumulated": Run(partial(stack, in_turn), options={"accumulate": 3}),
     "accumulated with checkpoints": Run(partial(stack, some), options={"accumulate": 3}),
@@ -238,9 +279,10 @@ def test_no_block_to_checkpoint_is_an_error() -> None:
 
 def test_the_answer_names_what_the_loop_does() -> None:
     model, batch = stack(some)
-    answer = remat.fit(model, (), batch, device="h100", accumulate=8)
+    answer = remat.fit(model, (), batch, device="h100", accumulate=8, keeps_gradients=True)
     assert answer.checkpoint_count == 4
-    assert "loop      4 checkpoints (as written), gradients of 8 batches accumulated" in str(answer)
+    loop = "4 checkpoints (as written), gradients of 8 batches accumulated, gradients never freed"
+    assert f"loop      {loop}" in str(answer)
 
 
 def test_options_of_a_checkpointed_loop_are_compared_with_it() -> None:
@@ -256,3 +298,39 @@ def test_options_of_a_checkpointed_loop_are_compared_with_it() -> None:
     assert plan.fits
     assert plan.step_s is not None
     assert plan.step_s <= answer.step_s
+
+
+def counting_contexts() -> Any:
+    CALLS.append(1)
+    return create_selective_checkpoint_contexts(every_second_matmul())
+
+
+def reading_contexts() -> Any:
+    def policy(context: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        is_large = func is torch.ops.aten.gelu.default and float(args[0].abs().max()) > 1e9
+        return CheckpointPolicy.MUST_SAVE if is_large else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
+CALLS: list[int] = []
+
+
+@pytest.mark.parametrize("contexts", [counting_contexts, reading_contexts])
+def test_policies_that_a_capture_cannot_run_stop_no_plan(contexts: Callable[[], Any]) -> None:
+    """A plan does not depend on them; an answer says that they are not known."""
+    model, batch = stack(partial(selective, contexts=contexts))
+    planned = remat.optimize(model, "60%", (), batch, costs=remat.Roofline("cpu"))
+    assert torch.equal(planned(**batch), model(**batch))
+    answer = remat.fit(model, (), batch, device="cpu")
+    assert answer.checkpoint_count == 6
+    assert any("the policy of a selective checkpoint" in note for note in answer.notes)
+
+
+def test_checkpoints_of_the_backward_are_ignored() -> None:
+    """Such a document is no trace of ours, and has an answer nevertheless."""
+    model, batch = stack(in_turn)
+    trace = remat.trace(model, (), batch, device="h100")
+    nodes = tuple(node.model_copy(update={"checkpoint": 1}) for node in trace.nodes)
+    answer = fit_trace(trace.replace(nodes=nodes), "adamw")
+    assert answer.checkpoint_count == 1

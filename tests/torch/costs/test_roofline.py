@@ -168,9 +168,16 @@ def test_devices_are_looked_up_by_name_and_by_description() -> None:
     }  # fmt: skip
     for description, device in descriptions.items():
         assert match_device(description) is DEVICES[device], description
-    unlisted = ["RTX 4090 Laptop GPU", "RTX 4090 D", "RTX 4080 SUPER", "RTX 4070 SUPER", "H100 NVL"]
+    for description in descriptions:
+        assert find_device(description) is match_device(description), description
+    unlisted = [
+        "RTX 4090 Laptop GPU", "RTX 4090 D", "RTX 4080 SUPER", "RTX 4070 SUPER", "H100 NVL",
+        "H100 96GB", "A100-SXM-64GB", "H20-3e", "A100-SXM4-80GB MIG 1g.10gb", "A10-24Q",
+        "GRID A100-40C", "cpu",
+    ]  # fmt: skip
     for description in unlisted:
-        assert match_device(f"NVIDIA GeForce {description}") is None, description
+        assert match_device(f"NVIDIA {description}") is None, description
+    assert match_device("NVIDIA GH200 480GB") is DEVICES["gh200"]
     assert match_device("NVIDIA A800-SXM4-80GB") is DEVICES["a100"]
     assert match_device("Abacus") is None
 

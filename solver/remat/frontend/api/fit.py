@@ -14,7 +14,7 @@ from remat.allocator.prediction import is_on_cuda
 from remat.costs.optimizer_memory import check_optimizer
 from remat.costs.trace_costs import with_roofline_costs
 from remat.documents.trace import Trace
-from remat.errors import BudgetError, RematError, wrong_type
+from remat.errors import BudgetError, RematError, TraceError, wrong_type
 from remat.fitting.answer import answer_question, convolution_notes, usable_bytes
 from remat.fitting.eager import AS_WRITTEN, EagerStep
 from remat.fitting.lengths import LengthDistribution, longest_fits
@@ -32,6 +32,7 @@ from remat.fitting.question import (
 )
 from remat.frontend.api.estimate import roofline_for_trace
 from remat.frontend.api.max_batch import ModelFnResult, parse_model_fn_result
+from remat.frontend.capture.model.wrapped_code import selective_policies_run
 from remat.frontend.capture.trace import trace as capture
 from remat.frontend.common.garbage_collection import older_objects_not_collected
 from remat.frontend.common.target_gpu import DEFAULT_GPU, find_target_gpu, is_default_gpu
@@ -44,6 +45,11 @@ from remat.passes.gradient_accumulation import with_gradient_accumulation
 from remat.progress import Clock, ProgressCallback
 from remat.report.fit import Fit
 from remat.strategies import Strategy
+
+_POLICY_NOTE = (
+    "the policy of a selective checkpoint cannot run in a capture, so its checkpoints count as "
+    "ordinary ones, which save less"
+)
 
 
 def fit(
@@ -111,16 +117,18 @@ def fit(
     check_time_limit(time_limit)
     distribution = None if lengths is None else LengthDistribution.of(lengths)
 
+    policy_notes: list[str] = []
+
     def traced(call: ModelFnResult, *, accumulates: bool = False) -> Trace:
         called_model, args, kwargs = parse_model_fn_result(call)
-        trace = capture(
-            called_model,
-            args,
-            kwargs,
-            differentiate=differentiate,
-            device=device,
-            outputs=outputs,
-        )
+        options = {"differentiate": differentiate, "device": device, "outputs": outputs}
+        try:
+            with selective_policies_run():
+                trace = capture(called_model, args, kwargs, **options)
+        except TraceError:  # perhaps of a policy that counts its calls, or reads values
+            trace = capture(called_model, args, kwargs, **options)
+            if checkpoint == AS_WRITTEN and any(node.checkpoint for node in trace.nodes):
+                policy_notes[:] = [_POLICY_NOTE]
         trace = with_gradient_accumulation(trace) if accumulates else loop.with_gradients(trace)
         trace = with_roofline_costs(trace, roofline_for_trace(trace))
         return with_measured_convolutions(trace) if _runs_on_local_gpu(trace, device) else trace
@@ -145,7 +153,8 @@ def fit(
     )
     convolutions = convolution_notes(trace, are_measured=_runs_on_local_gpu(trace, device))
     with older_objects_not_collected():
-        answer = answer_question(question, [*_default_gpu_notes(device), *convolutions])
+        notes = [*_default_gpu_notes(device), *convolutions, *policy_notes]
+        answer = answer_question(question, notes)
     if distribution is None or with_length is None:
         return answer
 

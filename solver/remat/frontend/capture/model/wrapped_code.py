@@ -55,6 +55,7 @@ _SAVING_POLICIES = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
 
 class _CheckpointingThreadState(threading.local):
     is_disabled = False
+    runs_policies = False
     call: CheckpointCall | None = None
 
 
@@ -68,14 +69,25 @@ def current_checkpoint() -> CheckpointCall | None:
 
 
 @contextmanager
+def selective_policies_run() -> Iterator[None]:
+    """Within the context, in this thread, captures run the policies of selective checkpoints. A
+    plan does not depend on them, and must not fail for them: they are the user's code, which may
+    count its calls or read values."""
+    with attributes_set((_thread_state, "runs_policies", True)):
+        yield
+
+
+@contextmanager
 def _call_in_force(context_fn: Callable[[], tuple[Any, Any]] | None = None) -> Iterator[None]:
     """Within the context, `current_checkpoint` returns this call. `context_fn`, the option of
-    `torch.utils.checkpoint`, is called for the policy of a selective checkpoint; its contexts are
-    not entered."""
+    `torch.utils.checkpoint`, is called for the policy of a selective checkpoint if policies are
+    run (`selective_policies_run`); its contexts are not entered."""
     if _thread_state.call is not None:
         yield
         return
-    forward_context = context_fn()[0] if context_fn is not None else None
+    forward_context = None
+    if context_fn is not None and _thread_state.runs_policies:
+        forward_context, _ = context_fn()
     call = CheckpointCall(getattr(forward_context, "policy_fn", None))
     with attributes_set((_thread_state, "call", call)):
         yield
