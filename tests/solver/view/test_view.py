@@ -253,7 +253,7 @@ def test_the_picture_of_a_comparison_has_every_baseline() -> None:
     assert "2 plans, from " in words
     assert "lower bound" in words
     assert "recompute_all" in words
-    assert "device 131 GiB" in words
+    assert "device 140 GiB" in words
     shown = ElementTree.fromstring(compared._repr_html_())
     assert shown.tag == "div"
     assert compared.describe() in "".join(shown.itertext())
