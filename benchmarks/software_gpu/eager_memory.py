@@ -129,14 +129,7 @@ class Setting:
     ) -> Peaks:
         if not accumulates:
             model.zero_grad(set_to_none=True)
-        torch.cuda.reset_peak_memory_stats()
-        self._step(run, batch, **options)
-        stats = torch.cuda.memory_stats()
-        libraries = workspace_bytes()
-        return Peaks(
-            stats["requested_bytes.all.peak"] - libraries,
-            stats["allocated_bytes.all.peak"] - libraries,
-        )
+        return peaks_of(lambda: self._step(run, batch, **options))
 
     def _costs(self) -> str | remat.Roofline:
         return "cuda" if self.family in CONVOLUTIONAL else remat.Roofline("h100")
@@ -210,6 +203,18 @@ class Setting:
         return self._row("enable", budget) | judged(
             plan.peak_bytes, plan.budget_bytes, plan.graph.library_bytes, peaks
         )
+
+
+def peaks_of(step: Callable[[], object]) -> Peaks:
+    """Run a step, and return its peaks."""
+    torch.cuda.reset_peak_memory_stats()
+    step()
+    stats = torch.cuda.memory_stats()
+    libraries = workspace_bytes()
+    return Peaks(
+        stats["requested_bytes.all.peak"] - libraries,
+        stats["allocated_bytes.all.peak"] - libraries,
+    )
 
 
 def workspace_bytes() -> int:

@@ -1,9 +1,10 @@
 """Peak rates of known devices, from the public data sheets of their manufacturers.
 
 Dense rates without sparsity. `half` and `tf32` are the rates of tensor cores; `fp32` and `fp64` are
-vector rates, which apply to matrix products by default (TF32 is opt-in in torch). The memory is
-that of drivers (`nvidia-smi`) where the data sheet's is far from it: error correction takes a
-sixteenth of GDDR6 (T4, A10, A40, L4, L40), and the 141 GB of an H200 are 140.4 GiB. A `Link` is the
+vector rates, which apply to matrix products by default (TF32 is opt-in in torch). Where the
+data sheet has another memory than drivers report (`nvidia-smi`), the drivers' counts: error
+correction takes a sixteenth of GDDR6 (T4, A10, A40, L4, L40), and the 141 GB of an H200 are 140.4
+GiB. A `Link` is the
 bandwidth between a device and its host in each direction, which offloading has.
 """
 

@@ -1,7 +1,7 @@
 """`EagerStep`: a training step in eager mode, with the checkpoints of its code or of its blocks.
 
-Checkpoints are those of `torch.utils.checkpoint` with `use_reentrant=False`: the first saved tensor
-that the backward reads recomputes the whole region.
+Checkpoints work as `torch.utils.checkpoint` with `use_reentrant=False`: the first saved tensor that
+the backward reads recomputes the whole region.
 """
 
 from __future__ import annotations

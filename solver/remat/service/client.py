@@ -211,8 +211,8 @@ class Client:
 
         `device` is a GPU with a data sheet, by default the trace's. Batch and length are the
         trace's, so smaller batches are not among the options; `batch` only names the size in the
-        answer. `checkpoint="as written"` are those of the model that was traced. The search for
-        plans ends after `time_limit` seconds, by default 60.
+        answer. `checkpoint="as written"` means the checkpoints in the code of the traced model. The
+        search for plans ends after `time_limit` seconds, by default 60.
         """
         if not isinstance(trace, Trace):
             remedy = 'pass remat.trace(model, inputs, device="h100")'

@@ -327,6 +327,29 @@ def test_policies_that_a_capture_cannot_run_stop_no_plan(contexts: Callable[[], 
     assert any("the policy of a selective checkpoint" in note for note in answer.notes)
 
 
+def test_a_model_that_cannot_be_captured_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the policy of a selective checkpoint is a reason for a second capture."""
+    captures: list[nn.Module] = []
+
+    def capture(model: nn.Module, *args: Any, **options: Any) -> remat.Trace:
+        captures.append(model)
+        return remat.trace(model, *args, **options)
+
+    monkeypatch.setattr("remat.frontend.api.fit.capture", capture)
+    model, batch = stack(lambda blocks, x: some(blocks, x) * float(x.sum()))
+    with pytest.raises(remat.TraceError):
+        remat.fit(model, (), batch, device="cpu")
+    assert captures == [model]
+
+
+def test_an_estimate_names_the_checkpoints_that_it_leaves_out() -> None:
+    model, batch = stack(some)
+    estimate = remat.estimate(model, (), batch)
+    assert estimate.checkpoint_count == 4
+    assert "4 checkpoints in the model's code: remat.fit includes them" in str(estimate)
+    assert "checkpoints" not in str(remat.estimate(stack(in_turn)[0], (), batch))
+
+
 def test_checkpoints_of_the_backward_are_ignored() -> None:
     """Such a document is no trace of ours, and has an answer nevertheless."""
     model, batch = stack(in_turn)

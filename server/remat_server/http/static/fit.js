@@ -34,10 +34,13 @@ function verdict(fits, fit) {
     fit.notes.map((note) => h("p", { class: "hint" }, `${note}.`)));
 }
 
-/** Return the checkpoints and accumulated batches of the loop. */
+/** Return the checkpoints and the gradients of the loop. */
 function loopText(fit) {
-  const checkpoints = fit.checkpoint_count ? `, ${fit.checkpoint_count} checkpoints (${fit.checkpoint})` : "";
-  return checkpoints + (fit.accumulate > 1 ? `, gradients of ${fit.accumulate} batches accumulated` : "");
+  return [
+    fit.checkpoint_count && `, ${fit.checkpoint_count} checkpoints (${fit.checkpoint})`,
+    fit.accumulate > 1 && `, gradients of ${fit.accumulate} batches accumulated`,
+    fit.keeps_gradients && ", gradients never freed",
+  ].filter(Boolean).join("");
 }
 
 const figure = (name, value, more) =>

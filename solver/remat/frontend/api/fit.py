@@ -116,19 +116,21 @@ def fit(
     loop = LoopOptions(checkpoint, accumulate, keeps_gradients)
     check_time_limit(time_limit)
     distribution = None if lengths is None else LengthDistribution.of(lengths)
-
     policy_notes: list[str] = []
 
     def traced(call: ModelFnResult, *, accumulates: bool = False) -> Trace:
         called_model, args, kwargs = parse_model_fn_result(call)
         options = {"differentiate": differentiate, "device": device, "outputs": outputs}
-        try:
-            with selective_policies_run():
+        with selective_policies_run() as context_functions:
+            try:
                 trace = capture(called_model, args, kwargs, **options)
-        except TraceError:  # perhaps of a policy that counts its calls, or reads values
+            except TraceError:
+                if not context_functions:
+                    raise
+                trace = None  # perhaps for a policy that counts its calls, or reads values
+        if trace is None:
             trace = capture(called_model, args, kwargs, **options)
-            if checkpoint == AS_WRITTEN and any(node.checkpoint for node in trace.nodes):
-                policy_notes[:] = [_POLICY_NOTE]
+            policy_notes[:] = [_POLICY_NOTE] if checkpoint == AS_WRITTEN else []
         trace = with_gradient_accumulation(trace) if accumulates else loop.with_gradients(trace)
         trace = with_roofline_costs(trace, roofline_for_trace(trace))
         return with_measured_convolutions(trace) if _runs_on_local_gpu(trace, device) else trace

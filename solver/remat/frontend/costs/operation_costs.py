@@ -198,18 +198,20 @@ def _repeat_outliers(
     Costs from the cache are included: another process may have measured them on a busy machine.
     """
     nodes = {key_text: groups[key_text][0] for key_text in measured}
-    samples = [(nodes[key_text], cost) for key_text, cost in measured.items()]
-    calibration = CalibratedRoofline.fit(torch.device("cpu"), metas, samples)
+    calibration = CalibratedRoofline.fit(
+        torch.device("cpu"), metas, [(nodes[key_text], measured[key_text]) for key_text in nodes]
+    )
     scale = OUTLIER_RATIO * min(1.0, _MAX_OUTLIER_FACTOR / calibration.factor)
-    excess = {
-        key_text: cost.cost_s - scale * calibration.seconds(nodes[key_text])
-        for key_text, cost in measured.items()
-        if key_text not in _repeated_keys and not only_moves_bytes(nodes[key_text])
+    excess_s = {
+        key_text: measured[key_text].cost_s - scale * calibration.seconds(node)
+        for key_text, node in nodes.items()
+        if key_text not in _repeated_keys and not only_moves_bytes(node)
     }
+    outliers = [key_text for key_text in excess_s if excess_s[key_text] > 0]
     deadline = time.monotonic() + MAX_REPEAT_S
-    lower: dict[str, MeasuredCost] = {}
-    for key_text in sorted(excess, key=excess.__getitem__, reverse=True):
-        if excess[key_text] <= 0 or time.monotonic() > deadline:
+    corrected: dict[str, MeasuredCost] = {}
+    for key_text in sorted(outliers, key=excess_s.__getitem__, reverse=True):
+        if time.monotonic() > deadline:
             break
         _repeated_keys.add(key_text)
         try:
@@ -218,8 +220,8 @@ def _repeat_outliers(
             log.debug("cannot measure %s once more: %s", nodes[key_text].target, error)
             continue
         if cost.cost_s < measured[key_text].cost_s:
-            lower[key_text] = cost
-    return lower
+            corrected[key_text] = cost
+    return corrected
 
 
 def assumed_workspace_bytes(

@@ -20,7 +20,11 @@ import torch._dynamo
 import torch.utils.checkpoint
 from torch import nn
 from torch._ops import OpOverload
-from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    SelectiveCheckpointContext,
+    noop_context_fn,
+)
 
 from remat.frontend.common.garbage_collection import ProcessChange
 from remat.frontend.common.torch_modes import attributes_set
@@ -53,10 +57,15 @@ class CheckpointCall:
 _SAVING_POLICIES = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
 
 
+ContextFunction = Callable[[], tuple[Any, Any]]
+"""The option `context_fn` of `torch.utils.checkpoint`."""
+
+
 class _CheckpointingThreadState(threading.local):
     is_disabled = False
-    runs_policies = False
     call: CheckpointCall | None = None
+    context_functions: list[ContextFunction] | None = None
+    """The `context_fn` of selective checkpoints so far; None if their policies are not run."""
 
 
 _thread_state = _CheckpointingThreadState()
@@ -69,26 +78,30 @@ def current_checkpoint() -> CheckpointCall | None:
 
 
 @contextmanager
-def selective_policies_run() -> Iterator[None]:
-    """Within the context, in this thread, captures run the policies of selective checkpoints. A
-    plan does not depend on them, and must not fail for them: they are the user's code, which may
-    count its calls or read values."""
-    with attributes_set((_thread_state, "runs_policies", True)):
-        yield
+def selective_policies_run() -> Iterator[list[ContextFunction]]:
+    """Within the context, in this thread, captures run the policies of selective checkpoints. Yield
+    the list of their `context_fn`, to which each such checkpoint adds.
+
+    A plan does not depend on the policies, and must not fail for them: they are the user's code,
+    which may count its calls or read values."""
+    functions: list[ContextFunction] = []
+    with attributes_set((_thread_state, "context_functions", functions)):
+        yield functions
 
 
 @contextmanager
-def _call_in_force(context_fn: Callable[[], tuple[Any, Any]] | None = None) -> Iterator[None]:
-    """Within the context, `current_checkpoint` returns this call. `context_fn`, the option of
-    `torch.utils.checkpoint`, is called for the policy of a selective checkpoint if policies are
-    run (`selective_policies_run`); its contexts are not entered."""
+def _call_in_force(context_fn: ContextFunction = noop_context_fn) -> Iterator[None]:
+    """Within the context, `current_checkpoint` returns this call. `context_fn` is called for the
+    policy of a selective checkpoint if policies are run (`selective_policies_run`); its contexts
+    are not entered."""
     if _thread_state.call is not None:
         yield
         return
-    forward_context = None
-    if context_fn is not None and _thread_state.runs_policies:
-        forward_context, _ = context_fn()
-    call = CheckpointCall(getattr(forward_context, "policy_fn", None))
+    policy, functions = None, _thread_state.context_functions
+    if context_fn is not noop_context_fn and functions is not None:
+        functions.append(context_fn)
+        policy = getattr(context_fn()[0], "policy_fn", None)
+    call = CheckpointCall(policy)
     with attributes_set((_thread_state, "call", call)):
         yield
 
@@ -114,11 +127,12 @@ def _patch_checkpoint_functions() -> Callable[[], None]:
     module: Any = torch.utils.checkpoint
     generator, apply = getattr(module, _GENERATOR), module.CheckpointFunction.apply
 
-    parameters = inspect.signature(generator)
+    signature = inspect.signature(generator)
 
     def patched_generator(*args: object, **kwargs: object) -> Iterator[None]:
         if _thread_state.is_disabled:
-            with _call_in_force(parameters.bind(*args, **kwargs).arguments.get("context_fn")):
+            arguments = signature.bind(*args, **kwargs).arguments
+            with _call_in_force(arguments.get("context_fn", noop_context_fn)):
                 yield
         else:
             yield from generator(*args, **kwargs)
