@@ -114,7 +114,7 @@ function readFitForm() {
     batch: optionalNumber("batch", "The batch size is a whole number, such as 64."),
     checkpoint: byId("checkpoint").value || undefined,
     accumulate: optionalNumber("accumulate", "The number of accumulated batches is a whole number, such as 8."),
-    keeps_gradients: byId("keeps-gradients").checked || undefined,
+    keeps_gradients: byId("gradients").value === "kept" || undefined,
   });
 }
 
