@@ -32,6 +32,13 @@ from remat.frontend.capture.operator_recorder import OperatorRecorder
 from remat.frontend.capture.reading.reader import GraphInput, JointGraph
 from remat.frontend.capture.reading.trace_builder import check_dense_tensor
 from remat.frontend.capture.writes import writes_recorded
+from remat.frontend.common.quantized import (
+    ATTRIBUTES,
+    parameter_attributes,
+    plain_tensor,
+    quantization_tensors,
+    replace_quantization_tensors,
+)
 from remat.frontend.common.torch_modes import autocast_disabled, capture_paused
 
 Tensor = torch.Tensor
@@ -56,10 +63,10 @@ def _step_tensors(flat_model: FlatModel, leaves: Sequence[Tensor]) -> dict[Graph
     """Return the tensors that a step reads: parameters, by all of their names, buffers, and the
     leaves of its arguments."""
     parameters = flat_model.model.named_parameters(remove_duplicate=False)
-    buffers = flat_model.model.named_buffers()
+    buffers = dict(flat_model.model.named_buffers()) | quantization_tensors(flat_model.model)
     return {
         **{GraphInput("parameter", name): parameter for name, parameter in parameters},
-        **{GraphInput("buffer", name): buffer for name, buffer in buffers},
+        **{GraphInput("buffer", name): buffer for name, buffer in buffers.items()},
         **{GraphInput("input", str(index)): leaf for index, leaf in enumerate(leaves)},
     }
 
@@ -86,8 +93,9 @@ class _StepRecording:
             self.recorder.add_input(f"primals_{number}", key, fake)
             self._storages[key] = fake.untyped_storage()._cdata
             wrapper = torch._to_functional_tensor(fake)
-            if not isinstance(tensor, FakeTensor):
-                wrapper.__dict__ = tensor.__dict__  # attributes that the model's code may have set
+            # Attributes that the model's code, or a library, has set.
+            if not isinstance(tensor, FakeTensor) or ATTRIBUTES in vars(tensor):
+                wrapper.__dict__ = parameter_attributes(tensor)
             self._wrappers[key] = wrapper.requires_grad_(tensor.requires_grad)
 
     def run(self, leaf_count: int) -> JointGraph:
@@ -291,7 +299,7 @@ def _fake_step_tensor(fake_mode: FakeTensorMode, tensor: Tensor) -> Tensor:
             "in each call"
         )
     if not (isinstance(tensor, FakeTensor) and tensor.fake_mode is fake_mode):
-        tensor = fake_mode.from_tensor(tensor, static_shapes=True)
+        tensor = fake_mode.from_tensor(plain_tensor(tensor), static_shapes=True)
     check_dense_tensor(tensor)
     return tensor
 
@@ -301,6 +309,8 @@ def _tensors_replaced_by_wrappers(
     model: nn.Module, wrappers: Mapping[GraphInput, Tensor]
 ) -> Iterator[None]:
     """Within the context, put the wrappers in the places of the parameters and buffers."""
+    tensors_by_name = {key.target: w for key, w in wrappers.items() if key.kind != "input"}
+    quantized = replace_quantization_tensors(model, tensors_by_name)
     buffers = {id(buffer): name for name, buffer in model.named_buffers()}
     before: dict[tuple[int, str], tuple[dict[str, Any], Tensor]] = {}
     for path, module in list(
@@ -321,3 +331,5 @@ def _tensors_replaced_by_wrappers(
     finally:
         for (_, name), (table, original) in before.items():
             table[name] = original
+        for attributes, tensors in quantized:
+            attributes.update(tensors)
