@@ -107,8 +107,8 @@ Lora = Annotated[
     typer.Option(
         "--lora",
         metavar="OPTIONS",
-        help="Train LoRA adapters of PEFT only: r=16,targets=all-linear, with targets=q_proj+v_proj "
-        "for some layers, and alpha=32, dropout=0.05 or dora.",
+        help="Train LoRA adapters of PEFT only: r=16,targets=all-linear, with "
+        "targets=q_proj+v_proj for some layers, and alpha=32, dropout=0.05 or dora.",
         show_default=False,
     ),
 ]
