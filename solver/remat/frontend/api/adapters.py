@@ -7,6 +7,8 @@ nothing on the "meta" device.
 
 from __future__ import annotations
 
+import copy
+import warnings
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -36,6 +38,22 @@ def with_adapters(model: nn.Module, lora: str | None, quantize: str | None) -> n
         _quantize_layers(model, quantize)
         _prepare_for_training(model)
     return _with_lora(model, options) if options else model
+
+
+def meta_copy_with_adapters(model: nn.Module, lora: str, quantize: str) -> nn.Module:
+    """Return a copy of a model on the "meta" device with adapters; see `with_adapters`. Raises
+    `RematError` for a model that cannot be copied, too."""
+    tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}
+    memo: dict[int, Any] = {}
+    for key, tensor in tensors.items():
+        copied = torch.empty_like(tensor, device="meta")
+        is_parameter = isinstance(tensor, nn.Parameter)
+        memo[key] = nn.Parameter(copied, tensor.requires_grad) if is_parameter else copied
+    try:
+        copied_model = copy.deepcopy(model, memo)
+    except Exception as error:
+        raise RematError(f"{type(model).__name__} cannot be copied: {one_line(error)}") from error
+    return with_adapters(copied_model, lora, quantize or None).train(model.training)
 
 
 def _import_package(name: str, option: str) -> ModuleType:
@@ -167,7 +185,9 @@ def _with_lora(model: nn.Module, options: LoraOptions) -> nn.Module:
         use_dora=options.is_dora,
     )
     try:
-        return peft.get_peft_model(model, config)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # such as of names that transformers deprecates
+            return peft.get_peft_model(model, config)
     except Exception as error:
         raise RematError(
             f"PEFT cannot add adapters to {type(model).__name__}: {one_line(error)}"
