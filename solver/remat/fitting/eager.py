@@ -104,7 +104,17 @@ class EagerStep:
     def optimizer(self, name: str) -> OptimizerMemory:
         """Return the memory of an optimizer of the trained parameters."""
         tensors = {p.storage: p.tensor for p in trained_parameters(self.trace)}
-        return optimizer_memory(name, list(tensors.values()), is_cuda=is_on_cuda(self.trace))
+        embeddings = {
+            self.trace.tensors[node.operand_names[0]].shape
+            for node in self.trace.nodes
+            if node.target == "aten.embedding.default"
+        }
+        return optimizer_memory(
+            name,
+            list(tensors.values()),
+            is_cuda=is_on_cuda(self.trace),
+            embedding_shapes=embeddings,
+        )
 
     def memory(self, optimizer: OptimizerMemory) -> TrainingMemory:
         """Return the memory of a training loop in eager mode with an optimizer."""
