@@ -13,7 +13,10 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from remat.costs.layouts import HALF_DTYPES, tensor_bytes
+from remat.costs.devices import DeviceSpec
+from remat.costs.layouts import HALF_DTYPES, converted_meta, tensor_bytes
+from remat.costs.workspaces.call import OperatorCall, buffers_at_peak
+from remat.costs.workspaces.reductions import accumulator_bytes, reduction_buffers
 from remat.documents.records import TensorMeta
 from remat.errors import RematError
 
@@ -55,8 +58,9 @@ class OptimizerMemory:
 
 
 _Sizes = tuple[int, ...]
-_SizeFormula = Callable[[Sequence[TensorMeta]], tuple[_Sizes, _Sizes]]
-"""The sizes of state and temporary tensors, from the parameters in their order."""
+_SizeFormula = Callable[[Sequence[TensorMeta], DeviceSpec | None], tuple[_Sizes, _Sizes]]
+"""The sizes of state and temporary tensors, from the parameters in their order and the GPU, if that
+is known."""
 
 _Assignment = tuple[str, Sequence[int]]
 """A variable of a step's code, and the sizes of the tensors that it is assigned; () to delete it.
@@ -82,7 +86,7 @@ def _sizes_at_peak(assignments: Iterable[_Assignment]) -> _Sizes:
 def _formula(moments: int, assignments: _AssignmentFormula = lambda _: ()) -> _SizeFormula:
     """Return the formula of an optimizer with `moments` tensors of state for each parameter."""
 
-    def formula(parameters: Sequence[TensorMeta]) -> tuple[_Sizes, _Sizes]:
+    def formula(parameters: Sequence[TensorMeta], gpu: DeviceSpec | None) -> tuple[_Sizes, _Sizes]:
         state = tuple(tensor_bytes(p) for p in parameters for _ in range(moments))
         return state, _sizes_at_peak(assignments(parameters))
 
@@ -126,15 +130,30 @@ def _adafactor_state(parameters: Sequence[TensorMeta], dtype: str | None = None)
     return tuple(b for p, size in sizes for b in _row_and_column_bytes(p, size) or (size,))
 
 
-def _adafactor_sizes(parameters: Sequence[TensorMeta]) -> tuple[_Sizes, _Sizes]:
+def _means(parameter: TensorMeta, gpu: DeviceSpec | None) -> Iterator[_Assignment]:
+    """Yield the assignments of the means of rows and of columns of a matrix. On a GPU, thread
+    blocks that reduce one result together have buffers, which may be larger than the matrix."""
+    sizes = _row_and_column_bytes(parameter, tensor_bytes(parameter))
+    for variable, dim, size_bytes in zip(("rows", "columns"), (-1, -2), sizes, strict=True):
+        buffers: list[int] = []
+        if gpu is not None:
+            call = OperatorCall((), {}, (), gpu)
+            reduction = reduction_buffers(call, parameter, (dim,), accumulator_bytes("float32"))
+            buffers = buffers_at_peak(reduction)
+        yield from ((variable, (size_bytes,)), ("buffers", buffers), ("buffers", ()))
+
+
+def _adafactor_sizes(
+    parameters: Sequence[TensorMeta], gpu: DeviceSpec | None
+) -> tuple[_Sizes, _Sizes]:
     """Return the sizes of state and temporary tensors of Adafactor: variances of rows and columns,
     and the updates of two successive parameters, since one is live until the next is computed."""
 
     def assignments() -> Iterator[_Assignment]:
         for parameter in parameters:
             size_bytes = tensor_bytes(parameter)
-            if factors := _row_and_column_bytes(parameter, size_bytes):
-                yield from (("row", factors[:1]), ("column", factors[1:]))
+            if _row_and_column_bytes(parameter, size_bytes):
+                yield from _means(parameter, gpu)
             else:
                 yield "square", (size_bytes,)
             yield "update", (size_bytes,)
@@ -142,15 +161,22 @@ def _adafactor_sizes(parameters: Sequence[TensorMeta]) -> tuple[_Sizes, _Sizes]:
     return _adafactor_state(parameters), _sizes_at_peak(assignments())
 
 
-def _adafactor_foreach_sizes(parameters: Sequence[TensorMeta]) -> tuple[_Sizes, _Sizes]:
+def _adafactor_foreach_sizes(
+    parameters: Sequence[TensorMeta], gpu: DeviceSpec | None
+) -> tuple[_Sizes, _Sizes]:
     """Return the sizes of state and temporary tensors of Adafactor on all matrices at once, and on
     all vectors."""
-    is_matrix = [len(parameter.shape) > 1 for parameter in parameters]
+    groups: dict[bool, list[TensorMeta]] = {}
+    for parameter in parameters:
+        groups.setdefault(len(parameter.shape) > 1, []).append(parameter)
 
     def assignments() -> Iterator[_Assignment]:
-        for kind in dict.fromkeys(is_matrix):
-            sizes = [tensor_bytes(p) for p in parameters if (len(p.shape) > 1) == kind]
-            if not kind:
+        for is_matrix, group in groups.items():
+            sizes = [tensor_bytes(parameter) for parameter in group]
+            if is_matrix:
+                yield from (mean for parameter in group for mean in _means(parameter, gpu))
+                yield from (("rows", ()), ("columns", ()))
+            else:
                 yield from (("square", sizes), ("square", ()))
             yield "update", sizes
 
@@ -161,23 +187,26 @@ def _transformers_adafactor(*, has_moment: bool) -> _SizeFormula:
     """Return the formula of Adafactor as transformers has it, which computes in float32; with
     `has_moment`, for a `beta1`."""
 
-    def assignments(parameters: Sequence[TensorMeta]) -> Iterator[_Assignment]:
+    def assignments(
+        parameters: Sequence[TensorMeta], gpu: DeviceSpec | None
+    ) -> Iterator[_Assignment]:
         for parameter in parameters:
             size = (tensor_bytes(parameter, "float32"),)
             converted = size if parameter.dtype in HALF_DTYPES else ()
             yield from (("gradient", ()), ("gradient", converted))
             yield from (("parameter", ()), ("parameter", converted))
             yield from (("square", size), ("update", size), ("square", ()))
-            yield "factors", _row_and_column_bytes(parameter, *size)
-            yield from (("update", size), ("factors", ()))
+            if _row_and_column_bytes(parameter, *size):
+                yield from _means(converted_meta(parameter, "float32"), gpu)
+            yield from (("update", size), ("rows", ()), ("columns", ()))
             if has_moment:
                 yield "update", ()
             yield from (("negative", size), ("negative", ()))
 
-    def formula(parameters: Sequence[TensorMeta]) -> tuple[_Sizes, _Sizes]:
+    def formula(parameters: Sequence[TensorMeta], gpu: DeviceSpec | None) -> tuple[_Sizes, _Sizes]:
         moments = tuple(tensor_bytes(p, "float32") for p in parameters) if has_moment else ()
         state = moments + _adafactor_state(parameters, "float32")
-        return state, _sizes_at_peak(assignments(parameters))
+        return state, _sizes_at_peak(assignments(parameters, gpu))
 
     return formula
 
@@ -203,7 +232,7 @@ def _bitsandbytes_formula(moments: int, *, is_8bit: bool, is_paged: bool = False
     float32, or in 8 bits with a scale in float32 for each block if parameters are not small. If
     paged, the moments of large parameters are in unified memory."""
 
-    def formula(parameters: Sequence[TensorMeta]) -> tuple[_Sizes, _Sizes]:
+    def formula(parameters: Sequence[TensorMeta], gpu: DeviceSpec | None) -> tuple[_Sizes, _Sizes]:
         state = list(_8BIT_TABLE_BYTES[:moments]) if is_8bit else []
         for elements in (prod(parameter.shape) for parameter in parameters):
             is_rounded = is_8bit and elements >= _MIN_8BIT_ELEMENTS
@@ -344,9 +373,11 @@ def optimizer_memory(
     parameters: Sequence[TensorMeta],
     *,
     is_cuda: bool = True,
+    gpu: DeviceSpec | None = None,
     embedding_shapes: Collection[tuple[int, ...]] = (),
 ) -> OptimizerMemory:
-    """Return the memory of an optimizer for its parameters, in their order.
+    """Return the memory of an optimizer for its parameters, in their order. Without a `gpu`, the
+    buffers of reductions are not known.
 
     Muon updates the matrices that have none of the `embedding_shapes`, which are shapes of the head
     as well; AdamW the other parameters. Raises `RematError` for a name that is not in `OPTIMIZERS`.
@@ -359,7 +390,7 @@ def optimizer_memory(
         parameters = [p for p, hidden in zip(parameters, is_hidden, strict=True) if hidden]
     optimizer = _OPTIMIZERS[name]
     formula = optimizer.formula if is_cuda else optimizer.cpu_formula or optimizer.formula
-    state, temporary = formula(parameters)
+    state, temporary = formula(parameters, gpu)
     if name == "muon":
         state += adamw.state_sizes_bytes
         temporary = max(temporary, adamw.temporary_sizes_bytes, key=sum)

@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from remat.allocator.prediction import is_on_cuda
+from remat.costs.devices import DEVICES
 from remat.costs.optimizer_memory import OptimizerMemory, optimizer_memory
 from remat.documents.trace import Trace, trained_parameters
 from remat.errors import RematError
@@ -113,6 +114,7 @@ class EagerStep:
             name,
             list(tensors.values()),
             is_cuda=is_on_cuda(self.trace),
+            gpu=DEVICES.get(self.trace.gpu),
             embedding_shapes=embeddings,
         )
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from tests.helpers.training.optimizers import BITSANDBYTES, Make, of_bitsandbytes, of_torch
 
+from remat.costs.devices import find_device
 from remat.costs.optimizer_memory import (
     OPTIMIZERS,
     OptimizerMemory,
@@ -14,6 +15,7 @@ from remat.costs.optimizer_memory import (
 )
 from remat.errors import RematError
 from remat.frontend.common.operators import tensor_meta
+from remat.frontend.common.target_gpu import local_gpu_name
 from remat.frontend.memory.meter import LiveStorageMeter
 
 SHAPES = ((1024, 256), (256,), (512, 512), (384, 700), (64, 32, 3, 3), (150_000,), (1,), (7, 5))
@@ -68,6 +70,36 @@ def test_the_memory_is_that_of_the_optimizer(name: str, dtype: torch.dtype) -> N
 @pytest.mark.parametrize("name", ON_CPU)
 def test_on_the_cpu_torch_updates_one_parameter_after_the_other(name: str) -> None:
     _check(name, ON_CPU[name], torch.float32, is_cuda=False)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ON_CUDA)
+def test_the_memory_on_a_gpu_is_what_the_allocator_counts(name: str, dtype: torch.dtype) -> None:
+    parameters = [p.detach().cuda().requires_grad_() for p in _parameters(dtype)]
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    operands = [torch.ones(8, 8, device="cuda", dtype=torch.bfloat16)] * 2
+    torch.addmm(torch.mm(*operands), *operands)  # for Muon: cuBLAS allocates its workspaces
+    resident_bytes = torch.cuda.memory_stats()["requested_bytes.all.current"]
+    optimizers = ON_CUDA[name](parameters)
+    for _ in range(2):
+        torch.cuda.reset_peak_memory_stats()
+        for optimizer in optimizers:
+            optimizer.step()
+    stats = torch.cuda.memory_stats()
+    state_bytes = stats["requested_bytes.all.current"] - resident_bytes
+    predicted = optimizer_memory(
+        name,
+        list(map(tensor_meta, parameters)),
+        gpu=find_device(local_gpu_name("cuda")),
+        embedding_shapes=EMBEDDING_SHAPES,
+    )
+    assert state_bytes == pytest.approx(predicted.state_bytes, abs=SCALARS_BYTES)
+    peak_bytes = stats["requested_bytes.all.peak"] - resident_bytes
+    assert peak_bytes == pytest.approx(
+        predicted.state_bytes + predicted.temporary_bytes, rel=0.005, abs=SCALARS_BYTES
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
