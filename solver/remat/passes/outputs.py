@@ -24,9 +24,6 @@ def with_outputs(trace: Trace, outputs: str) -> Trace:
     return trace.replace(outputs_dropped=True)
 
 
-_FREE = {"cost_s": 0.0, "workspace_bytes": 0, "recomputable": False}
-
-
 def held_output_storages(trace: Trace) -> list[int]:
     """Return the storages of the outputs that the caller's variables hold until the step ends,
     without outputs that are graph inputs, and those that the model stores."""
@@ -52,13 +49,18 @@ def with_previous_outputs(trace: Trace) -> Trace:
     )
     if not results:
         return trace
-    previous, freed = (
-        Node(name=target.split(".")[1], target=target, cost_source=source, **_FREE, **fields)
-        for target, fields in (
-            (PREVIOUS_OUTPUTS_TARGET, {"results": results}),
-            (FREE_PREVIOUS_OUTPUTS_TARGET, {"args": tuple(Ref(r.name) for r in results)}),
-        )
+    previous = Node(
+        name="previous_outputs",
+        target=PREVIOUS_OUTPUTS_TARGET,
+        results=results,
+        recomputable=False,
+        cost_s=0.0,
+        workspace_bytes=0,
+        cost_source=source,
     )
+    changes = {"name": "free_previous_outputs", "target": FREE_PREVIOUS_OUTPUTS_TARGET}
+    args = tuple(Ref(result.name) for result in results)
+    freed = previous.model_copy(update={**changes, "results": (), "args": args})
     end = 1 + max((n for n, node in enumerate(trace.nodes) if not node.backward), default=-1)
     nodes = (previous, *trace.nodes[:end], freed, *trace.nodes[end:])
     return trace.replace(nodes=nodes, storage_bytes=(*trace.storage_bytes, *sizes))

@@ -86,7 +86,8 @@ def attend_packed(
 ) -> torch.Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
-    return varlen_attn(
+    attention: Callable[..., torch.Tensor] = varlen_attn
+    return attention(
         *(q, k, v, starts, starts, max(LENGTHS), max(LENGTHS)),
         window_size=(-1, 0),
         enable_gqa=q.shape[1] != k.shape[1],
