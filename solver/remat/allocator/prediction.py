@@ -9,17 +9,19 @@ the first starts with an empty allocator, the second with the segments of the fi
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from remat.allocator.replay import AllocationEvent, replay_events
 from remat.costs.devices import DEVICES
 from remat.costs.optimizer_memory import OptimizerMemory
+from remat.documents.targets import FREE_PREVIOUS_OUTPUTS_TARGET, PREVIOUS_OUTPUTS_TARGET
 from remat.documents.trace import Trace, trained_parameters
 from remat.graph import Graph
+from remat.passes.outputs import held_output_storages
 from remat.plan_data import AllocatorPrediction, P
 from remat.schedule import Schedule
-from remat.simulate import overwritten_copies, simulate
+from remat.simulate import Copy, overwritten_copies, simulate
 
 _STEPS = 2
 """The number of replayed training steps."""
@@ -89,7 +91,8 @@ def step_allocation_events(
     `library_bytes` at the first matrix product of the forward and the other at that of the
     backward, which runs in another thread, and never frees them. With an `optimizer`, its step
     allocates its state the first time, and temporary tensors each time. At the end of a step its
-    outputs and gradients are freed (`zero_grad`). `graph` says when values are freed, by default as
+    outputs and gradients are freed (`zero_grad`); outputs that the loop keeps, at the end of the
+    next forward. `graph` says when values are freed, by default as
     in plans.
     """
     sizes = trace.storage_bytes
@@ -118,10 +121,18 @@ def step_allocation_events(
     # True for the backward's cuBLAS workspace, False for the forward's.
     pending_cublas_workspaces = {False, True} if trace.library_bytes else set[bool]()
     buffers = _workspace_buffers(trace, graph)
+    kept = _copies_of_kept_outputs(trace, graph, timeline.copies)
+    previous: list[AllocationEvent] = []
     for step in range(steps):
         for run, op in enumerate(schedule.runs):
             node, operation = trace.operations[op], graph.operations[op]
             is_backward = operation.backward
+            target = "" if node is None else node.target
+            if target == PREVIOUS_OUTPUTS_TARGET:
+                continue
+            if target == FREE_PREVIOUS_OUTPUTS_TARGET:
+                yield from previous
+                continue
             for index in produced[run]:
                 yield AllocationEvent(
                     (step, allocation[index]), value_bytes[timeline.copies[index].value]
@@ -141,8 +152,19 @@ def step_allocation_events(
                 yield AllocationEvent((step, allocation[index]), None)
         if optimizer is not None:
             yield from _optimizer_events(optimizer, is_first_step=step == 0)
+        previous = [AllocationEvent((step, allocation[i]), None) for i in freed[-1] if i in kept]
         for index in freed[-1]:
-            yield AllocationEvent((step, allocation[index]), None)
+            if index not in kept:
+                yield AllocationEvent((step, allocation[index]), None)
+
+
+def _copies_of_kept_outputs(trace: Trace, graph: Graph, copies: Sequence[Copy]) -> set[int]:
+    """Return the indices of the copies of outputs that are live until the next forward returns."""
+    if not any(node.target == PREVIOUS_OUTPUTS_TARGET for node in trace.nodes):
+        return set()
+    storages = set(held_output_storages(trace))
+    names = [value.name for value in graph.values]
+    return {n for n, copy in enumerate(copies) if trace.storage_of[names[copy.value]] in storages}
 
 
 def _workspace_buffers(trace: Trace, graph: Graph) -> list[list[int]]:

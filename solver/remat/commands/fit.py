@@ -78,6 +78,13 @@ KeepGradients = Annotated[
         help="The loop never frees gradients: zero_grad(set_to_none=False).",
     ),
 ]
+KeepOutputs = Annotated[
+    bool,
+    typer.Option(
+        "--keep-outputs",
+        help="Variables of the loop hold the outputs of a step until the next forward returns.",
+    ),
+]
 
 
 @with_step_options
@@ -90,6 +97,7 @@ def fit(
     checkpoint: Checkpoint = AS_WRITTEN,
     accumulate: Accumulate = 1,
     keep_gradients: KeepGradients = False,
+    keep_outputs: KeepOutputs = False,
     time_limit: TimeLimit = DEFAULT_LIMIT_S,
 ) -> None:
     """Predict whether training fits a GPU, and what makes it fit.
@@ -101,7 +109,7 @@ def fit(
     distribution = _length_distribution(step, lengths)
     try:
         check_optimizer(optimizer)
-        loop = LoopOptions(checkpoint, accumulate, keep_gradients)
+        loop = LoopOptions(checkpoint, accumulate, keep_gradients, keep_outputs)
         check_time_limit(time_limit)
     except RematError as error:
         raise UsageError(str(error)) from error

@@ -150,6 +150,22 @@ def _attention_matmul_flops(args: Sequence[object], start: int) -> tuple[int, in
     return 2 * score_elements * query[-1], 2 * score_elements * value[-1]
 
 
+def _packed_attention_flops(args: Sequence[object]) -> int:
+    """Return the FLOPs of attention for packed sequences, each counted as the longest one."""
+    query, value = _argument_shape(args[0]), _argument_shape(args[2])
+    return 2 * prod(query[:2]) * _integer(args[6]) * (query[-1] + value[-1])
+
+
+def _packed_attention_backward_flops(args: Sequence[object]) -> int:
+    """Return the FLOPs of its backward; see `_attention_backward_flops`."""
+    query, value = _argument_shape(args[1]), _argument_shape(args[3])
+    return 2 * prod(query[:2]) * _integer(args[9]) * (3 * query[-1] + 2 * value[-1])
+
+
+def _integer(argument: object) -> int:
+    return argument if isinstance(argument, int) else 0
+
+
 _FORMULAS: dict[str, Callable[[Sequence[object]], int]] = {
     "aten.mm": _mm_flops,
     "aten.bmm": _mm_flops,
@@ -165,6 +181,8 @@ _FORMULAS: dict[str, Callable[[Sequence[object]], int]] = {
     "aten.convolution": _convolution_flops,
     "aten._convolution": _convolution_flops,
     "aten.convolution_backward": _convolution_backward_flops,
+    "torch_attn._varlen_attn": _packed_attention_flops,
+    "torch_attn._varlen_attn_backward": _packed_attention_backward_flops,
 }
 for _target in (
     "aten._scaled_dot_product_flash_attention",
@@ -172,6 +190,7 @@ for _target in (
     "aten._scaled_dot_product_cudnn_attention",
     "aten._scaled_dot_product_flash_attention_for_cpu",
     "aten._scaled_dot_product_fused_attention_overrideable",
+    "remat.flex_attention",
 ):
     _FORMULAS[_target] = _attention_flops
     _FORMULAS[f"{_target}_backward"] = _attention_backward_flops

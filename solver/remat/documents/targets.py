@@ -12,6 +12,12 @@ ATen that may write into a tensor of the caller."""
 ACCUMULATE_TARGET = "remat.accumulate.default"
 """The operation that adds a gradient into an existing `.grad`, and frees the gradient."""
 
+PREVIOUS_OUTPUTS_TARGET = "remat.previous_outputs.default"
+"""Stands for the outputs of the step before, which exist already: only predictions have it."""
+
+FREE_PREVIOUS_OUTPUTS_TARGET = "remat.free_previous_outputs.default"
+"""Stands for the assignment of new outputs to the variables of the previous ones."""
+
 ADD_INTO_TARGET = "remat.add_into.default"
 """The operation that adds the second gradient of a tied parameter into the first, in place."""
 

@@ -25,6 +25,7 @@ from remat.fitting.eager import EagerStep
 from remat.fitting.options import (
     checkpoint_options,
     optimizer_options,
+    previous_output_options,
     released_output_options,
     segment_options,
     sharding_options,
@@ -47,6 +48,7 @@ _OptionKind = Callable[[FitQuestion], Iterator[FitOption | ExcludedOption]]
 _OPTION_KINDS: dict[_OptionKind, str] = {
     optimizer_options: "optimizers",
     segment_options: "settings of the allocator",
+    previous_output_options: "outputs of the step before",
     released_output_options: "released outputs",
     plan_options: "plan",
     loss_only_options: "plan that returns the loss only",
@@ -82,6 +84,7 @@ def answer_question(question: FitQuestion, notes: Sequence[str] = ()) -> Fit:
         checkpoint_count=step.checkpoint_count,
         accumulate=question.loop.accumulate,
         keeps_gradients=question.loop.keeps_gradients,
+        keeps_outputs=question.loop.keeps_outputs,
         usable_bytes=question.usable_bytes,
         memory=memory,
         step_s=step.time_s,
@@ -253,7 +256,7 @@ def fit_trace(
     roofline = Roofline(name)
     if not trace.accumulates_gradients:
         trace = loop.with_gradients(trace)
-    costed = with_roofline_costs(trace, roofline)
+    costed = loop.with_outputs(with_roofline_costs(trace, roofline))
     question = FitQuestion(
         EagerStep.of(costed, loop.checkpoint),
         optimizer,

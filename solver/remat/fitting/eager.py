@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from remat.allocator.prediction import is_on_cuda
+from remat.costs.devices import DEVICES
 from remat.costs.optimizer_memory import OptimizerMemory, optimizer_memory
 from remat.documents.trace import Trace, trained_parameters
 from remat.errors import RematError
@@ -104,7 +105,18 @@ class EagerStep:
     def optimizer(self, name: str) -> OptimizerMemory:
         """Return the memory of an optimizer of the trained parameters."""
         tensors = {p.storage: p.tensor for p in trained_parameters(self.trace)}
-        return optimizer_memory(name, list(tensors.values()), is_cuda=is_on_cuda(self.trace))
+        embeddings = {
+            self.trace.tensors[node.operand_names[0]].shape
+            for node in self.trace.nodes
+            if node.target == "aten.embedding.default"
+        }
+        return optimizer_memory(
+            name,
+            list(tensors.values()),
+            is_cuda=is_on_cuda(self.trace),
+            gpu=DEVICES.get(self.trace.gpu),
+            embedding_shapes=embeddings,
+        )
 
     def memory(self, optimizer: OptimizerMemory) -> TrainingMemory:
         """Return the memory of a training loop in eager mode with an optimizer."""

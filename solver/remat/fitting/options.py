@@ -12,10 +12,15 @@ from collections.abc import Iterator
 from remat.allocator.prediction import is_on_cuda
 from remat.costs.optimizer_memory import smaller_optimizers
 from remat.fitting.eager import BLOCKS
-from remat.fitting.question import FitQuestion
+from remat.fitting.question import RELEASE_CODE, FitQuestion
 from remat.limits.options import OUTPUTS_DROPPED
 from remat.limits.units import format_bytes
-from remat.passes.outputs import loss_code, returns_loss, with_outputs
+from remat.passes.outputs import (
+    loss_code,
+    returns_loss,
+    with_outputs,
+    without_previous_outputs,
+)
 from remat.report.fit import ExcludedOption, FitOption
 from remat.report.sharded_memory import block_containers, sharded_peak_bytes
 
@@ -55,12 +60,26 @@ def released_output_options(question: FitQuestion) -> Iterator[FitOption]:
     step = question.step
     if step.trace.outputs_dropped or not returns_loss(step.trace):
         return
-    released = step.with_trace(with_outputs(step.trace, OUTPUTS_DROPPED))
+    trace = without_previous_outputs(step.trace)
+    released = step.with_trace(with_outputs(trace, OUTPUTS_DROPPED))
     memory = released.memory(question.optimizer)
     if memory.reserved_bytes < step.memory(question.optimizer).reserved_bytes:
         code = f"loss = model(...){loss_code(step.trace)}"
         note = "no variable references the other outputs during loss.backward()"
         yield question.option("other outputs released", memory, step.time_s, code, note)
+
+
+def previous_output_options(question: FitQuestion) -> Iterator[FitOption]:
+    """Yield that the training loop releases its outputs once the optimizer has run, if it keeps
+    them and less is reserved then."""
+    if not question.loop.keeps_outputs:
+        return
+    released = question.with_outputs_released()
+    memory = released.step.memory(question.optimizer)
+    if memory.reserved_bytes < question.step.memory(question.optimizer).reserved_bytes:
+        name = "outputs of the step before released"
+        note = "no variable references them during the next forward"
+        yield question.option(name, memory, question.step.time_s, RELEASE_CODE, note)
 
 
 CHECKPOINTS_IN_WORDS = "torch.utils.checkpoint.checkpoint around each block"

@@ -12,7 +12,7 @@ from remat.costs.optimizer_memory import OptimizerMemory
 from remat.costs.trace_costs import with_roofline_costs
 from remat.documents.trace import Trace
 from remat.errors import InfeasibleBudget, RematError, SolverTimeout
-from remat.fitting.question import FitQuestion
+from remat.fitting.question import RELEASE_CODE, FitQuestion
 from remat.limits.budget import Budget
 from remat.limits.limits import Limits
 from remat.limits.options import OUTPUTS_HELD, OUTPUTS_LOSS, pieces_to_try
@@ -47,6 +47,7 @@ def plan_options(question: FitQuestion) -> Iterator[FitOption | ExcludedOption]:
 def loss_only_options(question: FitQuestion) -> Iterator[FitOption]:
     """Yield a plan for the option `outputs="loss"`, if the step returns large outputs, such as
     logits, in addition to its loss: those need not exist as a whole."""
+    question = question.with_outputs_released()
     step = question.step
     is_large = unreturned_bytes(step.trace) >= _LARGE_OUTPUTS * step.peak_bytes
     if not returns_loss(step.trace) or not is_large:
@@ -64,6 +65,13 @@ def loss_only_options(question: FitQuestion) -> Iterator[FitOption]:
 
 def _fitting_plan_options(question: FitQuestion, name: str) -> Iterator[FitOption | ExcludedOption]:
     """Yield what `plan_options` does, under the name of the option."""
+    if question.loop.keeps_outputs:
+        # A plan knows its step only.
+        for option in _fitting_plan_options(question.with_outputs_released(), name):
+            if isinstance(option, FitOption):
+                option = replace(option, code=f"{option.code}; {RELEASE_CODE}")
+            yield option
+        return
     smallest: FitOption | None = None
     optimizers = list(question.optimizers_to_combine())
     if not optimizers:
@@ -209,7 +217,8 @@ def _enable_code(question: FitQuestion, optimizer: OptimizerMemory, budget_bytes
     script = question.script
     arguments = f"model, {budget_bytes:_}"
     if optimizer.code:
-        arguments += ", reserve=optimizer"
+        reserve = "optimizer" if optimizer.is_reservable else f"{optimizer.state_bytes:_}"
+        arguments += f", reserve={reserve}"
     if script.outputs != OUTPUTS_HELD:
         arguments += f', outputs="{script.outputs}"'
     optimizer_line = f"optimizer = {optimizer.code}; " if optimizer.code else ""

@@ -18,6 +18,7 @@ from remat.fitting.eager import AS_WRITTEN, EagerStep, check_checkpoint
 from remat.limits.options import OUTPUTS_HELD, parse_bytes
 from remat.limits.units import format_bytes
 from remat.passes.gradient_accumulation import with_gradient_accumulation
+from remat.passes.outputs import with_previous_outputs, without_previous_outputs
 from remat.progress import STAGE_PHASE, Clock, Progress, ProgressCallback
 from remat.report.fit import FitOption
 from remat.report.training_memory import TrainingMemory, optimizer_step_bytes
@@ -88,11 +89,13 @@ MAX_ACCUMULATE = 10**6
 class LoopOptions:
     """The options of a training loop: `checkpoint` (see `check_checkpoint`), the number of batches
     before a step of the optimizer, and whether gradients stay in memory
-    (`zero_grad(set_to_none=False)`). Raises `RematError` for impossible values."""
+    (`zero_grad(set_to_none=False)`), and the outputs of a step during the next forward. Raises
+    `RematError` for impossible values."""
 
     checkpoint: str = AS_WRITTEN
     accumulate: int = 1
     keeps_gradients: bool = False
+    keeps_outputs: bool = False
 
     def __post_init__(self) -> None:
         check_checkpoint(self.checkpoint)
@@ -110,8 +113,16 @@ class LoopOptions:
         adds = self.keeps_gradients or self.accumulate > 1
         return with_gradient_accumulation(trace) if adds else trace
 
+    def with_outputs(self, trace: Trace) -> Trace:
+        """Return the trace, which has costs, with the outputs of the step before in memory if the
+        loop keeps them."""
+        return with_previous_outputs(trace) if self.keeps_outputs else trace
+
 
 PLAIN_LOOP = LoopOptions()
+
+RELEASE_CODE = "del outputs, loss after optimizer.step()"
+"""The code of a loop that keeps no outputs of the step before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +167,13 @@ class FitQuestion:
         reports of its solves."""
         report_stage(self.progress, stage, self.clock)
         return replace(self, progress=in_stage(self.progress, stage))
+
+    def with_outputs_released(self) -> FitQuestion:
+        """Return the question about a loop that keeps no outputs of the step before."""
+        if not self.loop.keeps_outputs:
+            return self
+        step = self.step.with_trace(without_previous_outputs(self.step.trace))
+        return replace(self, step=step, loop=replace(self.loop, keeps_outputs=False))
 
     @property
     def optimizer(self) -> OptimizerMemory:

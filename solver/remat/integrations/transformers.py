@@ -30,6 +30,7 @@ from remat.frontend.api.enable import (
     is_enabled,
     plans,
 )
+from remat.frontend.capture.eager_kernels.flash_attention import flash_attention_assumed
 from remat.frontend.emit import operators
 from remat.frontend.emit.apply_policies import blocks_with_policies, check_policy_rules
 from remat.frontend.emit.transformers_layers import checkpointed_layer
@@ -40,7 +41,12 @@ try:
 except ImportError:
     raise RematError("this needs Transformers: pip install 'remat[hf]'") from None
 
-__all__ = ["RematCallback", "apply", "gradient_checkpointing_func"]
+__all__ = [
+    "RematCallback",
+    "apply",
+    "flash_attention_assumed",
+    "gradient_checkpointing_func",
+]
 
 logger = logging.getLogger("remat")
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection
 from math import prod
 
-from remat.documents.records import Gradient, Node, Output
-from remat.documents.trace import Trace
+from remat.documents.arguments import Ref
+from remat.documents.records import Gradient, Node, Output, Result, TensorMeta
+from remat.documents.targets import FREE_PREVIOUS_OUTPUTS_TARGET, PREVIOUS_OUTPUTS_TARGET
+from remat.documents.trace import Trace, dropped_output_storages
 from remat.errors import no_loss_returned
 from remat.limits.options import OUTPUTS_LOSS, are_dropped
 
@@ -20,6 +22,54 @@ def with_outputs(trace: Trace, outputs: str) -> Trace:
     if outputs == OUTPUTS_LOSS:
         trace = _without_other_outputs(trace)
     return trace.replace(outputs_dropped=True)
+
+
+def held_output_storages(trace: Trace) -> list[int]:
+    """Return the storages of the outputs that the caller's variables hold until the step ends,
+    without outputs that are graph inputs, and those that the model stores."""
+    held = {trace.storage_of[o.name] for o in trace.outputs if not o.is_stored}
+    held -= {p.storage for p in trace.placeholders} | dropped_output_storages(trace)
+    return sorted(held)
+
+
+def with_previous_outputs(trace: Trace) -> Trace:
+    """Return a trace with costs for a loop whose variables hold the outputs of the step before
+    until the forward returns. For predictions only: these outputs are results of an operation that
+    does nothing, at the start of the forward."""
+    sizes = [trace.storage_bytes[storage] for storage in held_output_storages(trace)]
+    source = next((node.cost_source for node in trace.nodes if node.cost_source), "")
+    results = tuple(
+        Result(
+            name=f"previous_output_{index}",
+            tensor=TensorMeta(dtype="uint8", shape=(size,), stride=(1,), device=trace.device),
+            storage=len(trace.storage_bytes) + index,
+            position=index,
+        )
+        for index, size in enumerate(sizes)
+    )
+    if not results:
+        return trace
+    previous = Node(
+        name="previous_outputs",
+        target=PREVIOUS_OUTPUTS_TARGET,
+        results=results,
+        recomputable=False,
+        cost_s=0.0,
+        workspace_bytes=0,
+        cost_source=source,
+    )
+    changes = {"name": "free_previous_outputs", "target": FREE_PREVIOUS_OUTPUTS_TARGET}
+    args = tuple(Ref(result.name) for result in results)
+    freed = previous.model_copy(update={**changes, "results": (), "args": args})
+    end = 1 + max((n for n, node in enumerate(trace.nodes) if not node.backward), default=-1)
+    nodes = (previous, *trace.nodes[:end], freed, *trace.nodes[end:])
+    return trace.replace(nodes=nodes, storage_bytes=(*trace.storage_bytes, *sizes))
+
+
+def without_previous_outputs(trace: Trace) -> Trace:
+    """Return the trace as before `with_previous_outputs`, with storages that nothing uses."""
+    targets = (PREVIOUS_OUTPUTS_TARGET, FREE_PREVIOUS_OUTPUTS_TARGET)
+    return trace.replace(nodes=tuple(n for n in trace.nodes if n.target not in targets))
 
 
 def unreturned_bytes(trace: Trace) -> int:

@@ -70,8 +70,8 @@ class Fit(Described):
     this is that of the longest ones, and `lengths` are the lengths that fit in eager mode and with
     the best option. `notes` are what else to know about the answer, and `excluded` are options
     that are impossible. `assumptions` are the versions and figures that the answer is for.
-    `checkpoint`, `accumulate` and `keeps_gradients` are the options of `remat.fit`, and
-    `checkpoint_count` is the number of checkpoints of the loop.
+    `checkpoint`, `accumulate`, `keeps_gradients` and `keeps_outputs` are the options of
+    `remat.fit`, and `checkpoint_count` is the number of checkpoints of the loop.
     """
 
     model: str
@@ -90,6 +90,7 @@ class Fit(Described):
     checkpoint_count: int = 0
     accumulate: int = 1
     keeps_gradients: bool = False
+    keeps_outputs: bool = False
     assumptions: tuple[str, ...] = ()
 
     @property
@@ -138,6 +139,8 @@ class Fit(Described):
             parts.append(f"gradients of {self.accumulate:,} batches accumulated")
         if self.keeps_gradients:
             parts.append("gradients never freed")
+        if self.keeps_outputs:
+            parts.append("outputs live until the next ones exist")
         return ", ".join(parts)
 
     def _reserved_facts(self) -> list[Fact]:

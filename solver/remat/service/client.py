@@ -202,6 +202,7 @@ class Client:
         checkpoint: str = AS_WRITTEN,
         accumulate: int = 1,
         keeps_gradients: bool = False,
+        keeps_outputs: bool = False,
         time_limit: float | None = None,
         progress: ProgressCallback | None = None,
         cancel: Cancel | None = None,
@@ -220,7 +221,7 @@ class Client:
         check_optimizer(optimizer)
         memory_bytes = None if memory is None else parse_memory(memory)
         check_batch(batch)
-        loop = LoopOptions(checkpoint, accumulate, keeps_gradients)
+        loop = LoopOptions(checkpoint, accumulate, keeps_gradients, keeps_outputs)
         request = _checked_record(
             wire.FitRequest,
             trace=trace,

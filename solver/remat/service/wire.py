@@ -343,6 +343,8 @@ class FitRequest(Record):
     """The number of batches before a step of the optimizer, whose gradients are accumulated."""
     keeps_gradients: bool = False
     """True if gradients stay in memory: `zero_grad(set_to_none=False)`."""
+    keeps_outputs: bool = False
+    """True if the outputs of a step stay in memory until the next forward returns."""
     time_limit: Annotated[float, Field(gt=0)] | None = None
     """The seconds after which the search for plans ends, at most the limit of the service; by
     default 60, or that limit if it is less."""
@@ -361,7 +363,9 @@ class FitRequest(Record):
     @property
     def loop(self) -> LoopOptions:
         """The options of the training loop."""
-        return LoopOptions(self.checkpoint, self.accumulate, self.keeps_gradients)
+        return LoopOptions(
+            self.checkpoint, self.accumulate, self.keeps_gradients, self.keeps_outputs
+        )
 
     @property
     def needs_measurement(self) -> bool:

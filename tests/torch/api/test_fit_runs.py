@@ -12,6 +12,7 @@ import pytest
 import torch
 from benchmarks.models.workloads import DenoisingLoss
 from benchmarks.software_gpu.families import build
+from tests.helpers.training.optimizers import Make, of_bitsandbytes, of_torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
@@ -85,6 +86,29 @@ def nested(blocks: nn.ModuleList, x: torch.Tensor) -> torch.Tensor:
     for number in range(0, 6, 2):
         x = checkpoint(pair, blocks[number], blocks[number + 1], x, use_reentrant=False)
     return x
+
+
+@dataclass
+class Outputs:
+    loss: torch.Tensor
+    states: list[torch.Tensor]
+
+
+class WithStates(nn.Module):
+    """Eight blocks whose results are outputs as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(8))
+
+    def forward(self, x: torch.Tensor) -> Outputs:
+        states = [x := block(x) for block in self.blocks]
+        return Outputs(x.square().mean(), states)
+
+
+def with_states() -> Model:
+    torch.manual_seed(0)
+    return WithStates(), {"x": torch.randn(512, 64)}
 
 
 def sequential(blocks: nn.ModuleList, x: torch.Tensor) -> torch.Tensor:
@@ -207,6 +231,9 @@ RUNS = {
     "accumulated": Run(partial(stack, in_turn), options={"accumulate": 3}),
     "accumulated with checkpoints": Run(partial(stack, some), options={"accumulate": 3}),
     "gradients kept": Run(partial(stack, in_turn), options={"keeps_gradients": True}),
+    "outputs kept": Run(with_states, options={"keeps_outputs": True}),
+    "outputs kept, accumulated": Run(with_states, options={"keeps_outputs": True, "accumulate": 2}),
+    "GPT-2, outputs kept": Run(partial(family, "gpt2"), options={"keeps_outputs": True}),
     "GPT-2": Run(partial(family, "gpt2")),
     "Llama": Run(partial(family, "llama")),
     "Llama, in words": Run(
@@ -221,35 +248,97 @@ RUNS = {
 
 
 def loop_peak(
-    model: nn.Module, batch: dict[str, torch.Tensor], *, accumulate: int, keeps_gradients: bool
+    model: nn.Module,
+    batch: dict[str, torch.Tensor],
+    make: Make,
+    *,
+    accumulate: int = 1,
+    keeps_gradients: bool = False,
+    keeps_outputs: bool = False,
 ) -> int:
-    """Return the peak in bytes of three steps with AdamW."""
-    optimizer = torch.optim.AdamW(model.parameters())
+    """Return the peak in bytes of three steps with an optimizer."""
+    optimizers = make(list(model.parameters()))
     gc.collect()
-    meter = LiveStorageMeter(unique_bytes([*model.parameters(), *model.buffers(), *batch.values()]))
+    state_bytes = sum(  # Adagrad has a state before the first step
+        t.nbytes for o in optimizers for s in o.state.values() for t in s.values() if t.ndim
+    )
+    meter = LiveStorageMeter(
+        state_bytes + unique_bytes([*model.parameters(), *model.buffers(), *batch.values()])
+    )
     with meter:
         for _ in range(3):
             for _ in range(accumulate):
                 output = model(**batch)
                 loss = output if isinstance(output, torch.Tensor) else output.loss
                 (loss / accumulate).backward()
-                del output, loss
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=not keeps_gradients)
+                if not keeps_outputs:
+                    del output, loss
+            for optimizer in optimizers:
+                optimizer.step()
+            for optimizer in optimizers:
+                optimizer.zero_grad(set_to_none=not keeps_gradients)
     return meter.peak_bytes
 
 
-@pytest.mark.slow_cases("U-Net", "T5", "GPT-2, reentrant", "GPT-2", "BERT", "Llama, in words")
+@pytest.mark.slow_cases(
+    "U-Net", "T5", "GPT-2, reentrant", "GPT-2", "GPT-2, outputs kept", "BERT", "Llama, in words"
+)
 @pytest.mark.parametrize("name", RUNS)
 def test_the_peak_of_a_run_is_predicted(name: str) -> None:
     run = RUNS[name]
     model, batch = (run.described or run.make)()
     answer = remat.fit(model, (), batch, device="cpu", memory="1TiB", **run.options)
     model, batch = run.make()
-    accumulate = run.options.get("accumulate", 1)
-    keeps_gradients = run.options.get("keeps_gradients", False)
-    peak_bytes = loop_peak(model, batch, accumulate=accumulate, keeps_gradients=keeps_gradients)
+    options = {key: value for key, value in run.options.items() if key != "checkpoint"}
+    peak_bytes = loop_peak(model, batch, OPTIMIZERS_ON_CPU["adamw"], **options)
     assert answer.memory.peak_bytes == pytest.approx(peak_bytes, rel=run.tolerance)
+
+
+class Words(nn.Module):
+    """An embedding, blocks and a head. With few words, the peak is in the optimizer's step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.blocks = nn.Embedding(500, 64), nn.Sequential(Block(), Block())
+        self.head = nn.Linear(64, 500, bias=False)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        logits = self.head(self.blocks(self.embedding(words)))
+        return nn.functional.cross_entropy(logits.flatten(0, 1), words.flatten())
+
+
+OPTIMIZERS_ON_CPU = {
+    **of_torch(foreach=False, embedding_shapes=[(500, 64)]),
+    **of_bitsandbytes(),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU")
+@pytest.mark.parametrize("words", [4, 256])
+@pytest.mark.parametrize("name", OPTIMIZERS_ON_CPU)
+def test_the_peak_with_an_optimizer_is_predicted(name: str, words: int) -> None:
+    torch.manual_seed(0)
+    batch = {"words": torch.randint(0, 500, (1, words))}
+    answer = remat.fit(Words(), (), batch, device="cpu", memory="1TiB", optimizer=name)
+    peak_bytes = loop_peak(Words(), batch, OPTIMIZERS_ON_CPU[name])
+    assert answer.memory.peak_bytes == pytest.approx(peak_bytes, rel=TOLERANCE)
+
+
+def test_a_loop_that_keeps_outputs_may_release_them() -> None:
+    model, batch = with_states()
+    kept = remat.fit(model, (), batch, device="cpu", memory="1TiB", keeps_outputs=True)
+    assert "outputs live until the next ones exist" in str(kept)
+    released = remat.fit(model, (), batch, device="cpu", memory="1TiB")
+    assert released.memory.peak_bytes < 0.99 * kept.memory.peak_bytes
+    memory = kept.memory.peak_bytes - 1
+    answer = remat.fit(model, (), batch, device="cpu", memory=memory, keeps_outputs=True)
+    options = {option.name: option for option in answer.options}
+    option = options["outputs of the step before released"]
+    assert option.fits
+    assert option.peak_bytes == released.memory.peak_bytes
+    assert option.code == "del outputs, loss after optimizer.step()"
+    assert options["plan of remat"].fits
+    assert options["plan of remat"].code.endswith(option.code)
 
 
 @pytest.mark.parametrize("checkpoint", ["every", "every:0", "every:x", "every:-1", "all", "", 2])

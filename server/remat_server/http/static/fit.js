@@ -34,12 +34,13 @@ function verdict(fits, fit) {
     fit.notes.map((note) => h("p", { class: "hint" }, `${note}.`)));
 }
 
-/** Return the checkpoints and the gradients of the loop. */
+/** Return the checkpoints, gradients and outputs of the loop. */
 function loopText(fit) {
   return [
     fit.checkpoint_count && `, ${fit.checkpoint_count} checkpoints (${fit.checkpoint})`,
     fit.accumulate > 1 && `, gradients of ${fit.accumulate} batches accumulated`,
     fit.keeps_gradients && ", gradients never freed",
+    fit.keeps_outputs && ", outputs live until the next ones exist",
   ].filter(Boolean).join("");
 }
 

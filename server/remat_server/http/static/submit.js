@@ -115,6 +115,7 @@ function readFitForm() {
     checkpoint: byId("checkpoint").value || undefined,
     accumulate: optionalNumber("accumulate", "The number of accumulated batches is a whole number, such as 8."),
     keeps_gradients: byId("gradients").value === "kept" || undefined,
+    keeps_outputs: byId("outputs").value === "kept" || undefined,
   });
 }
 

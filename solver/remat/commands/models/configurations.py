@@ -83,6 +83,8 @@ def _step_of_configuration(
             f"remat cannot build a model from it; {_FACTORY_REMEDY}"
         )
     transformers = _import_package("transformers")
+    from remat.frontend.capture.eager_kernels.flash_attention import flash_attention_assumed
+
     with _without_warnings(transformers):
         config = _build_configuration(transformers, data, source, sizes, changes)
         task, model_class = _task_and_model_class(transformers, config, source)
@@ -92,7 +94,8 @@ def _step_of_configuration(
                 kwargs = make_batch(task, config, sizes)
             if torch.get_default_device().type != "meta":
                 _check_weights_fit_memory(model_class, config, source)
-            model = model_class(config)
+            with flash_attention_assumed():
+                model = model_class(config)
             if "input_ids" in kwargs:
                 _check_positions(model, config, sizes, source)
         except TraceError:
@@ -161,6 +164,10 @@ def _letters_and_digits(name: str) -> str:
     return "".join(c for c in name.lower() if c.isalnum())
 
 
+_PRIVATE_FIELDS = {"attn_implementation": "_attn_implementation"}
+"""Names of fields as transformers takes them, and as it stores them."""
+
+
 def _build_configuration(
     transformers: ModuleType, data: ConfigData, source: str, sizes: BatchSizes, changes: ConfigData
 ) -> Any:
@@ -179,7 +186,7 @@ def _build_configuration(
     try:
         unchanged = config_class.from_dict(data)
         for key in changes:
-            if not hasattr(unchanged, key):
+            if not hasattr(unchanged, _PRIVATE_FIELDS.get(key, key)):
                 raise unknown_field_error(
                     key, [*unchanged.to_dict(), *unchanged.attribute_map], source
                 )

@@ -25,9 +25,14 @@ from remat.costs.workspaces.call import (
     OperatorCall,
     StorageFormula,
     buffers_during,
+    contiguous_copy_bytes,
 )
 from remat.costs.workspaces.reductions import reduction_buffers
 from remat.documents.records import TensorMeta
+
+FLEX_TARGET = "remat.flex_attention.default"
+FLEX_BACKWARD_TARGET = "remat.flex_attention_backward.default"
+"""Operators that stand for `flex_attention` in traces for absent GPUs."""
 
 _FLOAT_BYTES = 4
 
@@ -95,15 +100,40 @@ def _flash_backward_workspace(call: OperatorCall) -> Allocations:
     their sum; and copies of operands."""
     grad_out, query, key, out = (call.tensor(i) for i in (0, 1, 2, 4))
     batch, heads, queries, head_size = query.shape
-    keys, key_heads = key.shape[2], key.shape[1]
-    rounded_queries = _round_up_to(queries, 128)
-    rounded_size = _round_up_to(head_size, 32 if head_size <= 128 else 64)
     copies = [_token_major_copy_bytes(grad_out), _token_major_copy_bytes(out)]
-    row_bytes = _FLOAT_BYTES * batch * heads * rounded_queries
+    rows = batch * _round_up_to(queries, 128)
+    key_shape = (batch, key.shape[2], key.shape[1])
+    yield from _flash_backward_buffers(call, copies, (rows, heads, head_size), key, key_shape)
+
+
+def _varlen_backward_workspace(call: OperatorCall) -> Allocations:
+    """Yield the allocations of the backward of flash attention for packed sequences, whose rows
+    are padded by 128 for each sequence."""
+    grad_out, query, key, out = (call.tensor(i) for i in (0, 1, 2, 4))
+    tokens, heads, head_size = query.shape
+    copies = [contiguous_copy_bytes(grad_out), contiguous_copy_bytes(out)]
+    rows = tokens + 128 * (call.tensor(6).shape[0] - 1)
+    key_shape = (1, *key.shape[:2])
+    yield from _flash_backward_buffers(call, copies, (rows, heads, head_size), key, key_shape)
+
+
+def _flash_backward_buffers(
+    call: OperatorCall,
+    copies: list[int],
+    padded_query: tuple[int, int, int],
+    key: TensorMeta,
+    key_shape: tuple[int, int, int],
+) -> Allocations:
+    """Yield the allocations of the backward for a query of padded (rows, heads, head size), and
+    keys of (batch, keys, heads)."""
+    rows, heads, head_size = padded_query
+    batch, keys, key_heads = key_shape
+    rounded_size = _round_up_to(head_size, 32 if head_size <= 128 else 64)
+    row_bytes = _FLOAT_BYTES * heads * rows
     expanded = [2 * batch * keys * heads * head_size] * 2 if heads != key_heads else []
 
     def sums() -> Iterator[int]:
-        grouped = dense_meta(key, (batch, keys, key_heads, heads // key_heads, head_size))
+        grouped = dense_meta(key, (*key_shape, heads // key_heads, head_size))
         yield from reduction_buffers(call, grouped, (3,), _FLOAT_BYTES)
 
     inner = buffers_during(
@@ -221,6 +251,28 @@ def _bias_gradient_storage(call: OperatorCall) -> tuple[int, ...]:
     return (0, 0, 0, rows * _round_up_to(bias.shape[-1], 16) * item_bytes(bias.dtype))
 
 
+def _varlen_forward_workspace(call: OperatorCall) -> Allocations:
+    """Yield the allocations of flash attention for packed sequences: another random state."""
+    yield from (*call.result_bytes, *buffers_during([16]))
+
+
+def _flex_forward_workspace(call: OperatorCall) -> Allocations:
+    """Yield the allocations of flex attention: the maxima of the scores, which nothing reads."""
+    yield from (
+        *call.result_bytes,
+        *buffers_during([_FLOAT_BYTES * prod(call.tensor(0).shape[:3])]),
+    )
+
+
+def _flex_backward_workspace(call: OperatorCall) -> Allocations:
+    """Yield the allocations of the backward of flex attention: row sums of gradient times output,
+    and a copy of a gradient in another layout than the output's."""
+    grad_out, out = call.tensor(0), call.tensor(4)
+    copy = 0 if grad_out.stride == out.stride else tensor_bytes(grad_out)
+    rows = _FLOAT_BYTES * prod(out.shape[:3])
+    yield from buffers_during([copy, rows], call.result_bytes)
+
+
 STORAGES: dict[str, StorageFormula] = {
     "aten._scaled_dot_product_efficient_attention_backward.default": _bias_gradient_storage
 }
@@ -228,6 +280,10 @@ STORAGES: dict[str, StorageFormula] = {
 FORMULAS: dict[str, Formula] = {
     "aten._scaled_dot_product_flash_attention.default": _flash_forward_workspace,
     "aten._scaled_dot_product_flash_attention_backward.default": _flash_backward_workspace,
+    "torch_attn._varlen_attn.default": _varlen_forward_workspace,
+    "torch_attn._varlen_attn_backward.default": _varlen_backward_workspace,
+    FLEX_TARGET: _flex_forward_workspace,
+    FLEX_BACKWARD_TARGET: _flex_backward_workspace,
     "aten._scaled_dot_product_efficient_attention.default": _efficient_forward_workspace,
     "aten._scaled_dot_product_efficient_attention_backward.default": _efficient_backward_workspace,
 }

@@ -72,6 +72,7 @@ def fit(
     checkpoint: str = AS_WRITTEN,
     accumulate: int = 1,
     keeps_gradients: bool = False,
+    keeps_outputs: bool = False,
     strategy: Strategy | None = None,
     time_limit: float = DEFAULT_LIMIT_S,
     progress: ProgressCallback | None = None,
@@ -95,7 +96,9 @@ def fit(
     "blocks", each repeated block; "every:2", blocks 2, 4, 6, ...; or "selective", where each block
     recomputes all but attention and every second matmul. `accumulate` is the number of batches
     before a step of the optimizer: gradients exist from the second one on, and with
-    `keeps_gradients` (`zero_grad(set_to_none=False)`) always.
+    `keeps_gradients` (`zero_grad(set_to_none=False)`) always. With `keeps_outputs`, the outputs of
+    a step are in memory until the next forward returns, as with `outputs = model(...)` in a loop
+    without `del outputs`.
 
     `batch` is the batch size of the example inputs, and `with_batch(n)` returns the model and its
     call for another one, as the function of `remat.max_batch` does: with both, a smaller batch with
@@ -116,7 +119,7 @@ def fit(
     check_optimizer(optimizer)
     memory_bytes = None if memory is None else parse_memory(memory)
     check_batch(batch)
-    loop = LoopOptions(checkpoint, accumulate, keeps_gradients)
+    loop = LoopOptions(checkpoint, accumulate, keeps_gradients, keeps_outputs)
     check_time_limit(time_limit)
     distribution = None if lengths is None else LengthDistribution.of(lengths)
     policy_notes: list[str] = []
@@ -136,7 +139,9 @@ def fit(
             policy_notes[:] = [_POLICY_NOTE] if checkpoint == AS_WRITTEN else []
         trace = with_gradient_accumulation(trace) if accumulates else loop.with_gradients(trace)
         trace = with_roofline_costs(trace, roofline_for_trace(trace))
-        return with_measured_convolutions(trace) if _runs_on_local_gpu(trace, device) else trace
+        if _runs_on_local_gpu(trace, device):
+            trace = with_measured_convolutions(trace)
+        return loop.with_outputs(trace)
 
     report_stage(progress, "tracing", Clock.of(math.inf))
     trace = traced((model, example_inputs, example_kwargs or {}))

@@ -83,6 +83,8 @@ class _Flattener:
         remedy = (
             CACHE_REMEDY
             if "cache" in type(node).__name__.lower()
+            else "create it in the forward, or assign it to an attribute of the model"
+            if type(node).__name__ == "BlockMask"
             else "use tensors, numbers, strings, and lists, tuples, dicts or dataclasses of them"
         )
         raise TraceError(

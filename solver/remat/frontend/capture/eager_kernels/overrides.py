@@ -28,6 +28,8 @@ from remat.frontend.capture.eager_kernels.autocast import (
     with_cuda_autocast,
 )
 from remat.frontend.capture.eager_kernels.cuda_kernels import CUDA_KERNELS, absent_gpu_kernels
+from remat.frontend.capture.eager_kernels.flash_attention import flash_attention_captured
+from remat.frontend.capture.eager_kernels.flex_attention import flex_attention_captured
 from remat.frontend.capture.eager_kernels.sampling import (
     bernoulli_in_place_kernel,
     cpu_dropout_kernel,
@@ -222,6 +224,8 @@ def eager_kernel_overrides(
                 **_kernels_for_dispatch_key({**absent_gpu_kernels(target), **_ON_GPU}, _CPU),
             }
             stack.enter_context(_onednn_disabled())
+            stack.enter_context(flex_attention_captured())
+            stack.enter_context(flash_attention_captured())
             if target_autocast_dtype() is not None:
                 kernels = with_cuda_autocast(kernels)
                 stack.enter_context(cuda_autocast_on_cpu())
