@@ -282,7 +282,6 @@ class OperatorRecorder(TorchDispatchMode):
         buffer = self._buffers.get(_storage_address(value)) if isinstance(value, Tensor) else None
         return value if buffer is None else _fake_view_of_storage(buffer, value)
 
-
     # -- lifetimes --------------------------------------------------------------------------
 
     def end(self) -> None:
