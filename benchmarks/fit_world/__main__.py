@@ -63,9 +63,10 @@ def _row(measurement: Measurement, cache: Path | None) -> dict[str, Any]:
     }
     if measurement.other_bytes:
         row["other_bytes"] = measurement.other_bytes
-    if needed := missing(measurement):
+    prediction = _cached(_path(measurement, cache))
+    if prediction is None and (needed := missing(measurement)):
         return row | {"skipped": f"needs {', '.join(needed)}"}
-    prediction = _prediction(measurement, cache)
+    prediction = prediction or _prediction(measurement, _path(measurement, cache))
     if "error" in prediction:
         return row | {"skipped": prediction["error"]}
     ratio = prediction["predicted_bytes"] / measurement.compared_bytes
@@ -76,13 +77,19 @@ def _row(measurement: Measurement, cache: Path | None) -> dict[str, Any]:
     return row | ({"reason": measurement.reason} if measurement.reason else {})
 
 
-def _prediction(measurement: Measurement, cache: Path | None) -> Prediction:
-    path = None
-    if cache is not None:
-        key = hashlib.sha256(repr(measurement.loop).encode() + measurement.key.encode())
-        path = cache / f"{key.hexdigest()[:24]}.json"
-        if path.exists():
-            return json.loads(path.read_text())
+def _path(measurement: Measurement, cache: Path | None) -> Path | None:
+    """Return the file of a prediction in the cache; None without one."""
+    if cache is None:
+        return None
+    key = hashlib.sha256(repr(measurement.loop).encode() + measurement.key.encode())
+    return cache / f"{key.hexdigest()[:24]}.json"
+
+
+def _cached(path: Path | None) -> Prediction | None:
+    return json.loads(path.read_text()) if path is not None and path.exists() else None
+
+
+def _prediction(measurement: Measurement, path: Path | None) -> Prediction:
     command = [sys.executable, "-m", "benchmarks.fit_world.prediction", measurement.key]
     try:
         done = subprocess.run(

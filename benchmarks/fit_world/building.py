@@ -55,7 +55,7 @@ def _transformers(loop: Loop) -> Call:
     head = options.pop("head", "CausalLM")
     config = getattr(transformers, class_name)(**options)
     model = getattr(transformers, f"AutoModelFor{head}").from_config(config).to(_dtype(loop))
-    if loop.loss == "shifted copy":
+    if loop.loss == "shifted":
         model.loss_function = _loss_of_shifted_copy
     if loop.checkpoint:
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -66,7 +66,10 @@ def _transformers(loop: Loop) -> Call:
     inputs = {"input_ids": ids, "labels": labels}
     if loop.padded:
         inputs["attention_mask"] = torch.ones_like(ids)
-    return _with_adapter(model, loop).train(), (), inputs
+    model = _with_adapter(model, loop).train()
+    if loop.loss.startswith("shifted, "):
+        model = _LossInForward(model, is_wide=loop.loss == "shifted, logits replaced")
+    return model, (), inputs
 
 
 def _loss_of_shifted_copy(
@@ -78,6 +81,28 @@ def _loss_of_shifted_copy(
     shifted = wide[..., :-1, :].contiguous()
     targets = labels[..., 1:].contiguous()
     return functional.cross_entropy(shifted.view(-1, vocab_size), targets.view(-1))
+
+
+class _LossInForward(nn.Module):
+    """A language model whose forward computes the loss of a shifted copy of its logits."""
+
+    def __init__(self, model: nn.Module, *, is_wide: bool) -> None:
+        super().__init__()
+        self.model, self.is_wide = model, is_wide
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        model: Any = self.model
+        if hasattr(model, "get_base_model"):
+            model = model.get_base_model()
+        logits = model.lm_head(model.base_model(input_ids)[0])
+        if hasattr(model.config, "logits_scaling"):
+            logits = logits / model.config.logits_scaling
+        if self.is_wide:
+            logits = logits.float()
+        shifted = logits[..., :-1, :].contiguous()
+        targets = labels[..., 1:].contiguous()
+        loss = functional.cross_entropy(shifted.view(-1, shifted.size(-1)), targets.view(-1))
+        return loss, logits
 
 
 def _with_adapter(model: nn.Module, loop: Loop) -> nn.Module:

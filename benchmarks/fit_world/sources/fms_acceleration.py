@@ -29,6 +29,9 @@ _LORA = (
         "task_type": "CAUSAL_LM",
     },
 )
+_LOSSES = {"santacoder": "shifted, half", "powerlm-3b": "shifted, logits replaced"}
+"""GPTBigCode of transformers 4.48 computed its loss in half precision, and Granite of 4.45 in its
+forward."""
 _FSDP = {"gpus": 2, "shard": "full"}
 
 
@@ -50,7 +53,7 @@ def _row(
         adapter=_LORA if is_adapter else None,
         quantize="nf4" if method == "QLoRA" else "",
         checkpoint=True,
-        loss="shifted copy",
+        loss=_LOSSES.get(model, "shifted"),
         gpus=gpus,
         fit=_FSDP if gpus > 1 else {},
     )
