@@ -10,8 +10,10 @@ writes.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -111,6 +113,7 @@ class _StepRecording:
             with self._recorded():
                 outputs = self._flat_model(*arguments)
             writes = self._writes()
+            last_of_forward = self.recorder.last_operation
             self._check_no_gradients(
                 "the forward of the model calls backward(), and a plan does not accumulate these "
                 "gradients; use torch.autograd.grad in the forward, or call backward() after it"
@@ -137,6 +140,7 @@ class _StepRecording:
                 "checkpoint of the model's own around batch norm does; use torch.utils.checkpoint, "
                 "which remat disables, or write in the forward"
             )
+        self.recorder.end()
         inputs = self.recorder.inputs
         joint = JointGraph(
             graph=self.recorder.graph,
@@ -155,10 +159,14 @@ class _StepRecording:
                 if gradient is not None
             ),
         )
+        held = self.recorder.held
+        if last_of_forward is not None:  # the caller has the outputs, and may release them now
+            held += [(last_of_forward, output) for output in joint.outputs]
         pairs = (*joint.writes, *joint.gradients)
         joint.graph.output((*joint.outputs, *(value for _, value in pairs)))
+        order = {node: index for index, node in enumerate(joint.graph.nodes)}
         joint.graph.eliminate_dead_code()
-        return joint
+        return replace(joint, held=_held_by_nodes(joint.graph, held, order))
 
     def _sources(
         self, outputs: Sequence[Tensor], differentiable: Sequence[Tensor]
@@ -265,6 +273,21 @@ class _StepRecording:
             finally:
                 torch.set_autocast_cache_enabled(is_cache_enabled)
                 torch._disable_functionalization()
+
+
+def _held_by_nodes(
+    graph: fx.Graph, held: Sequence[tuple[fx.Node, fx.Node]], order: Mapping[fx.Node, int]
+) -> dict[fx.Node, list[fx.Node]]:
+    """Return the tensors that are freed after each node of a graph, from the pairs of an operation
+    and a tensor that is freed after it. Nodes of the graph stand for the unread ones after them,
+    which were removed; `order` is the order of all nodes."""
+    remaining = list(graph.nodes)
+    positions = [order[node] for node in remaining]
+    by_node: dict[fx.Node, list[fx.Node]] = {}
+    for operation, tensor in held:
+        node = remaining[bisect_right(positions, order[operation]) - 1]
+        by_node.setdefault(node, []).append(tensor)
+    return by_node
 
 
 def sparse_gradient_error(name: str) -> str:
