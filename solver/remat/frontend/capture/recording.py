@@ -36,6 +36,7 @@ from remat.frontend.capture.reading.trace_builder import check_dense_tensor
 from remat.frontend.capture.writes import writes_recorded
 from remat.frontend.common.quantized import (
     ATTRIBUTES,
+    is_quantized_subclass,
     parameter_attributes,
     plain_tensor,
     quantization_tensors,
@@ -67,7 +68,7 @@ def _step_tensors(flat_model: FlatModel, leaves: Sequence[Tensor]) -> dict[Graph
     parameters = flat_model.model.named_parameters(remove_duplicate=False)
     buffers = dict(flat_model.model.named_buffers()) | quantization_tensors(flat_model.model)
     return {
-        **{GraphInput("parameter", name): parameter for name, parameter in parameters},
+        **{GraphInput("parameter", n): p for n, p in parameters if not is_quantized_subclass(p)},
         **{GraphInput("buffer", name): buffer for name, buffer in buffers.items()},
         **{GraphInput("input", str(index)): leaf for index, leaf in enumerate(leaves)},
     }
@@ -344,7 +345,7 @@ def _tensors_replaced_by_wrappers(
         }  # fmt: skip
         for kind, table in tables.items():
             for name, tensor in table.items():
-                if tensor is not None:
+                if tensor is not None and not is_quantized_subclass(tensor):
                     _, original = before.setdefault((id(table), name), (table, tensor))
                     full_name = f"{path}.{name}" if path else name
                     target = buffers[id(original)] if kind == "buffer" else full_name

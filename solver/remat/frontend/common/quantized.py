@@ -3,7 +3,8 @@
 bitsandbytes stores the scales of a weight in 4 bits in a `QuantState`, an attribute of the
 parameter, and a weight in 8 bits with its scales in the `MatmulLtState` of its layer. A step reads
 them like buffers: a capture takes each as a buffer with the path of its attribute, such as
-"q_proj.weight.quant_state.absmax".
+"q_proj.weight.quant_state.absmax". The parts of a tensor of torchao are
+attributes of the parameter.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 ATTRIBUTES = "_remat_attributes"
 """The attribute of the fake tensor of a parameter that has the parameter's attributes."""
@@ -25,6 +27,16 @@ def parameter_attributes(parameter: torch.Tensor) -> dict[str, Any]:
     """Return the attributes that libraries and the model's code have set of a parameter; of the
     fake tensor in its place, the parameter's."""
     return vars(parameter).get(ATTRIBUTES, vars(parameter))
+
+
+def is_quantized_subclass(tensor: torch.Tensor) -> bool:
+    """True for a frozen tensor that consists of others, as torchao's do; False for torch's
+    subclasses, such as DTensor."""
+    return (
+        is_traceable_wrapper_subclass(tensor)
+        and not tensor.requires_grad
+        and type(tensor).__module__.partition(".")[0] != "torch"
+    )
 
 
 class QuantizationState(NamedTuple):
@@ -39,14 +51,18 @@ class QuantizationState(NamedTuple):
         return vars(self.owner)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return the attributes that are tensors, by name."""
+        """Return the attributes that are tensors, by name; of a tensor of torchao, its parts."""
+        if isinstance(self.owner, torch.Tensor):
+            return {name: getattr(self.owner, name) for name in self.owner.__tensor_flatten__()[0]}
         return {k: v for k, v in self.attributes.items() if isinstance(v, torch.Tensor)}
 
 
 def quantization_states(model: nn.Module) -> Iterator[QuantizationState]:
-    """Yield the objects by which bitsandbytes dequantizes the weights of a model. A layer in 8 bits
-    that has not run yet gets its state, as in its first call."""
+    """Yield the objects with tensors of a model's quantized weights. A layer of bitsandbytes in 8
+    bits that has not run yet gets its state, as in its first call."""
     for name, parameter in model.named_parameters():
+        if is_quantized_subclass(parameter):
+            yield QuantizationState(name, parameter)
         state, path = parameter_attributes(parameter).get("quant_state"), f"{name}.quant_state"
         while state is not None:
             yield QuantizationState(path, state)

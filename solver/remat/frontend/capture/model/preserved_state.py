@@ -17,7 +17,12 @@ from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_map
 
-from remat.frontend.common.quantized import ATTRIBUTES, memory_of, quantization_states
+from remat.frontend.common.quantized import (
+    ATTRIBUTES,
+    is_quantized_subclass,
+    memory_of,
+    quantization_states,
+)
 
 _CAPTURE_TYPES = (FakeTensor, torch.SymInt, torch.SymFloat, torch.SymBool)
 """Types of values that are meaningless after the capture."""
@@ -118,6 +123,10 @@ class _FakeTensorConverter:
         for; anything else unchanged."""
         if not isinstance(item, torch.Tensor):
             return item
+        if is_quantized_subclass(item):
+            names, options = item.__tensor_flatten__()  # type: ignore[attr-defined]
+            parts = {name: self(getattr(item, name)) for name in names}
+            return type(item).__tensor_unflatten__(parts, options, item.shape, item.stride())
         is_elsewhere = self._replaces_all_devices and item.device != self._device
         if not (item.is_meta or is_elsewhere):
             return item
