@@ -24,6 +24,10 @@ from remat.passes.outputs import (
 from remat.report.fit import ExcludedOption, FitOption
 from remat.report.sharded_memory import block_containers, sharded_peak_bytes
 
+_MIN_SAVING = 0.01
+"""The share of the reserved bytes that another optimizer saves at least, if it makes nothing
+fit."""
+
 
 def optimizer_options(question: FitQuestion) -> Iterator[FitOption]:
     """Yield optimizers with the same update rule that take less memory, if less is reserved
@@ -33,7 +37,8 @@ def optimizer_options(question: FitQuestion) -> Iterator[FitOption]:
     for name in smaller_optimizers(question.optimizer_name):
         optimizer = step.optimizer(name)
         memory = step.memory(optimizer)
-        if memory.reserved_bytes < present.reserved_bytes:
+        is_smaller = memory.reserved_bytes < (1 - _MIN_SAVING) * present.reserved_bytes
+        if is_smaller or (question.is_usable(memory) and not question.is_usable(present)):
             note = "its moments are rounded to 8 bits" if name.endswith("8bit") else ""
             code = f"optimizer = {optimizer.code}"
             yield question.option(f"optimizer {name}", memory, step.time_s, code, note)
