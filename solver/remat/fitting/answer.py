@@ -26,7 +26,6 @@ from remat.fitting.options import (
     optimizer_options,
     released_output_options,
     segment_options,
-    sharding_options,
     smaller_batch_options,
 )
 from remat.fitting.plans import loss_only_options, plan_options
@@ -37,6 +36,7 @@ from remat.fitting.question import (
     LoopOptions,
     report_stage,
 )
+from remat.fitting.sharding import sharding_options
 from remat.limits.limits import SEGMENTS_MARGIN
 from remat.progress import Clock, ProgressCallback
 from remat.report.fit import ExcludedOption, Fit, FitOption
@@ -81,6 +81,8 @@ def answer_question(question: FitQuestion, notes: Sequence[str] = ()) -> Fit:
         checkpoint_count=step.checkpoint_count,
         accumulate=question.loop.accumulate,
         keeps_gradients=question.loop.keeps_gradients,
+        sharding=question.loop.sharding,
+        communication_s=step.communication_s,
         usable_bytes=question.usable_bytes,
         memory=memory,
         step_s=step.time_s,
@@ -243,7 +245,7 @@ def fit_trace(
         trace = loop.with_gradients(trace)
     costed = with_roofline_costs(trace, roofline)
     question = FitQuestion(
-        EagerStep.of(costed, loop.checkpoint),
+        EagerStep.of(costed, loop.checkpoint, loop, name),
         optimizer,
         usable_bytes(find_device(name)) if memory_bytes is None else memory_bytes,
         roofline,

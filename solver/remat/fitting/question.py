@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from remat.costs.optimizer_memory import OptimizerMemory, smaller_optimizers
 from remat.costs.roofline import Roofline
+from remat.costs.sharding import Sharding
 from remat.documents.trace import Trace
 from remat.errors import BudgetError, RematError
 from remat.fitting.eager import AS_WRITTEN, EagerStep, check_checkpoint
@@ -20,7 +21,7 @@ from remat.limits.units import format_bytes
 from remat.passes.gradient_accumulation import with_gradient_accumulation
 from remat.progress import STAGE_PHASE, Clock, Progress, ProgressCallback
 from remat.report.fit import FitOption
-from remat.report.training_memory import TrainingMemory, optimizer_step_bytes
+from remat.report.training_memory import TrainingMemory
 from remat.strategies import Auto, Strategy
 
 
@@ -85,16 +86,18 @@ MAX_ACCUMULATE = 10**6
 
 
 @dataclass(frozen=True, slots=True)
-class LoopOptions:
+class LoopOptions(Sharding):
     """The options of a training loop: `checkpoint` (see `check_checkpoint`), the number of batches
-    before a step of the optimizer, and whether gradients stay in memory
-    (`zero_grad(set_to_none=False)`). Raises `RematError` for impossible values."""
+    before a step of the optimizer, whether gradients stay in memory
+    (`zero_grad(set_to_none=False)`), and how GPUs share it. Raises `RematError` for impossible
+    values."""
 
     checkpoint: str = AS_WRITTEN
     accumulate: int = 1
     keeps_gradients: bool = False
 
     def __post_init__(self) -> None:
+        Sharding.__post_init__(self)
         check_checkpoint(self.checkpoint)
         count = self.accumulate
         is_integer = isinstance(count, int) and not isinstance(count, bool)
@@ -106,8 +109,8 @@ class LoopOptions:
 
     def with_gradients(self, trace: Trace) -> Trace:
         """Return the trace of the loop's step with the largest peak: the one that adds to gradients
-        which exist already, if there is one."""
-        adds = self.keeps_gradients or self.accumulate > 1
+        which exist already, if there is one, or into the buckets of DDP."""
+        adds = self.keeps_gradients or self.accumulate > 1 or self.gradient_as_bucket_view
         return with_gradient_accumulation(trace) if adds else trace
 
 
@@ -180,7 +183,7 @@ class FitQuestion:
         with which the loop fits in eager mode."""
         for name in (self.optimizer_name, *smaller_optimizers(self.optimizer_name)):
             optimizer = self.step.optimizer(name)
-            step_bytes = optimizer_step_bytes(self.step.graph, optimizer)
+            step_bytes = self.step.optimizer_step_bytes(optimizer)
             if step_bytes * self.fragmentation_ratio(optimizer) <= self.usable_bytes:
                 yield optimizer
             if self.is_usable(self.step.memory(optimizer)):
@@ -190,7 +193,7 @@ class FitQuestion:
         """Return why `optimizers_to_combine` yields none."""
         names = (self.optimizer_name, *smaller_optimizers(self.optimizer_name))
         sizes = {
-            name: optimizer_step_bytes(self.step.graph, self.step.optimizer(name)) for name in names
+            name: self.step.optimizer_step_bytes(self.step.optimizer(name)) for name in names
         }
         name = min(sizes, key=lambda name: sizes[name])
         return (

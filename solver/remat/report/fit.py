@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 
+from remat.costs.sharding import ONE_GPU, Sharding
 from remat.limits.units import format_bytes, format_seconds
 from remat.report.report import (
     Described,
@@ -70,7 +71,9 @@ class Fit(Described):
     this is that of the longest ones, and `lengths` are the lengths that fit in eager mode and with
     the best option. `notes` are what else to know about the answer, and `excluded` are options
     that are impossible. `checkpoint`, `accumulate` and `keeps_gradients` are the options of
-    `remat.fit`, and `checkpoint_count` is the number of checkpoints of the loop.
+    `remat.fit`, and `checkpoint_count` is the number of checkpoints of the loop. `sharding` are the
+    GPUs that share it: memory, batch and time are those of one of them, and `communication_s` is
+    the part of `step_s` that communication adds, by a model.
     """
 
     model: str
@@ -89,6 +92,8 @@ class Fit(Described):
     checkpoint_count: int = 0
     accumulate: int = 1
     keeps_gradients: bool = False
+    sharding: Sharding = ONE_GPU
+    communication_s: float = 0.0
 
     @property
     def fits(self) -> bool:
@@ -109,6 +114,7 @@ class Fit(Described):
         facts = [
             Fact("model", f"{self.model}{batch}, optimizer {self.optimizer}"),
             *(Fact("loop", text) for text in [self._loop_text()] if text),
+            *(Fact("GPUs", text) for text in [self.sharding.describe()] if text),
             Fact("device", f"{self.device}, {format_bytes(self.usable_bytes)} usable"),
             Fact("fits", verdict),
             *facts_of_lines("lengths", list(map(_longest_fit_text, self.lengths))),
@@ -117,7 +123,8 @@ class Fit(Described):
             *facts_of_parts(memory.parts, memory.peak_bytes),
             Fact(
                 "time",
-                f"{format_seconds(self.step_s)} for forward and backward, by {self.cost_source}",
+                f"{format_seconds(self.step_s)} for forward and backward, by {self.cost_source}"
+                f"{self._communication_text()}",
             ),
             *(Fact("note", note) for note in self.notes),
         ]
@@ -136,6 +143,12 @@ class Fit(Described):
         if self.keeps_gradients:
             parts.append("gradients never freed")
         return ", ".join(parts)
+
+    def _communication_text(self) -> str:
+        """Return the time of communication; "" on one GPU."""
+        if self.sharding.gpus == 1:
+            return ""
+        return f"; {format_seconds(self.communication_s)} of it for communication, by a model"
 
     def _reserved_facts(self) -> list[Fact]:
         """Return a line about torch's allocator, and one about the accuracy; none on a CPU."""

@@ -1,31 +1,37 @@
-"""The option of several GPUs of `remat.fit` keeps its promise: two processes over gloo."""
+"""`remat.fit` for loops of several GPUs, against processes over gloo: FSDP2, DDP, and DDP with a
+sharded optimizer."""
 
 from __future__ import annotations
 
 import gc
+import json
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 import remat
 from remat.costs.roofline import Roofline
 from remat.costs.trace_costs import with_roofline_costs
 from remat.fitting.eager import EagerStep
-from remat.fitting.options import sharding_options
 from remat.fitting.question import FitQuestion, ScriptChanges
-from remat.frontend.memory.meter import LiveStorageMeter
-from remat.report.fit import FitOption
-from remat.report.sharded_memory import sharded_peak_bytes
+from remat.fitting.sharding import sharding_options
+from remat.frontend.memory.meter import LiveStorageMeter, unique_bytes
+from remat.report.fit import Fit, FitOption
 
-GPUS = 2
 Model = tuple[nn.Module, dict[str, torch.Tensor]]
+TOLERANCE = 0.005
 
 
 def gpt2(batch: int) -> Model:
@@ -53,87 +59,180 @@ def llama(batch: int) -> Model:
     return LlamaForCausalLM(config).train(), {"input_ids": ids, "labels": ids.clone()}
 
 
-CASES: dict[str, tuple[Callable[[int], Model], int, bool]] = {
-    "activations": (gpt2, 8, False),
-    "checkpoints": (gpt2, 8, True),
-    "gradients in reduction": (gpt2, 1, False),
-    "padded shards": (llama, 2, False),
-}
+@dataclass(frozen=True)
+class Run:
+    """A loop of several GPUs, by the options of `remat.fit`."""
+
+    make: Callable[[int], Model]
+    batch: int
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def gpus(self) -> int:
+        return self.options["gpus"]
 
 
-def eager_step(name: str, device: str) -> EagerStep:
-    make, batch, _ = CASES[name]
-    model, kwargs = make(batch)
-    trace = remat.trace(model, (), kwargs, device=device)
-    return EagerStep.of(with_roofline_costs(trace, Roofline(device)))
+def run(make: Callable[[int], Model], batch: int, gpus: int, shard: str, **options: Any) -> Run:
+    return Run(make, batch, {"gpus": gpus, "shard": shard, **options})
 
 
-def promised_peak(step: EagerStep, *, has_checkpoints: bool) -> int:
-    step = EagerStep.of(step.trace, "blocks" if has_checkpoints else "none")
-    optimizer = step.optimizer("adamw")
-    return sharded_peak_bytes(step.eager_trace, step.graph, step.schedule, optimizer, GPUS)
+BF16 = {"mixed_precision_param": "bfloat16"}
+VIEWS = {"gradient_as_bucket_view": True}
+RUNS = {
+    "full": run(gpt2, 1, 2, "full"),
+    "full, activations": run(gpt2, 8, 2, "full"),
+    "full, checkpoints": run(gpt2, 8, 2, "full", checkpoint="blocks"),
+    "full, padded": run(llama, 2, 2, "full"),
+    "full, accumulated": run(gpt2, 1, 2, "full", accumulate=2),
+    "full, sgd": run(llama, 1, 2, "full", optimizer="sgd"),
+    "full, over 4": run(llama, 1, 4, "full"),
+    "full, bf16": run(gpt2, 1, 2, "full", **BF16),
+    "full, bf16, activations": run(gpt2, 8, 2, "full", **BF16),
+    "full, bf16, checkpoints": run(gpt2, 8, 2, "full", **BF16, checkpoint="blocks"),
+    "full, bf16, over 4": run(llama, 1, 4, "full", **BF16),
+    "full, bf16 reduction": run(gpt2, 1, 2, "full", **BF16, mixed_precision_reduce="bfloat16"),
+    "full, bf16, accumulated": run(gpt2, 1, 2, "full", **BF16, accumulate=2),
+    "grad-op": run(gpt2, 1, 2, "grad-op"),
+    "grad-op, padded": run(llama, 2, 2, "grad-op"),
+    "grad-op, bf16": run(gpt2, 1, 2, "grad-op", **BF16),
+    "grad-op, checkpoints": run(gpt2, 8, 2, "grad-op", checkpoint="blocks"),
+    "grad-op, over 4": run(llama, 1, 4, "grad-op"),
+    "hybrid": run(gpt2, 1, 4, "hybrid:2"),
+    "hybrid, accumulated": run(llama, 1, 4, "hybrid:2", accumulate=2),
+    "hybrid, bf16": run(gpt2, 1, 4, "hybrid:2", **BF16),
+    "hybrid, bf16 reduction": run(gpt2, 1, 4, "hybrid:2", **BF16, mixed_precision_reduce="bfloat16"),
+    "DDP": run(gpt2, 1, 2, "none"),
+    "DDP, activations": run(gpt2, 8, 2, "none"),
+    "DDP, accumulated": run(gpt2, 1, 2, "none", accumulate=2),
+    "DDP, views": run(gpt2, 1, 2, "none", **VIEWS),
+    "DDP, views, activations": run(llama, 8, 2, "none", **VIEWS),
+    "DDP, views, accumulated": run(gpt2, 1, 2, "none", **VIEWS, accumulate=2),
+    "optimizer": run(gpt2, 1, 2, "optimizer"),
+    "optimizer, views": run(llama, 1, 2, "optimizer", **VIEWS),
+    "optimizer, over 4": run(llama, 1, 4, "optimizer"),
+    "optimizer, sgd-momentum": run(gpt2, 2, 4, "optimizer", optimizer="sgd-momentum"),
+}  # fmt: skip
+DEFAULT_RUNS = ("full", "full, bf16", "grad-op", "DDP", "DDP, views", "optimizer")
+"""Two processes each; the others are slow tests."""
 
 
-def option_for_two_gpus(name: str) -> FitOption:
-    """Return the option for a GPU with a little more memory than two need each."""
-    has_checkpoints = CASES[name][2]
-    step = eager_step(name, "h100")
-    script = ScriptChanges(checkpoints="model.gradient_checkpointing_enable()")
-    question = FitQuestion(step, "adamw", 1 << 40, Roofline("h100"), script=script)
-    needed_bytes = promised_peak(step, has_checkpoints=has_checkpoints)
-    usable_bytes = int(1.01 * needed_bytes * question.fragmentation_ratio(question.optimizer))
-    (option,) = sharding_options(replace(question, usable_bytes=usable_bytes))
-    assert isinstance(option, FitOption)
-    return option
+def predicted(name: str) -> Fit:
+    """Return the answer for a run; with checkpoints of blocks as the model's method makes them."""
+    case = RUNS[name]
+    model, kwargs = case.make(case.batch)
+    return remat.fit(model, (), kwargs, device="cpu", memory="1TiB", **case.options)
 
 
-def trained_peak(
-    model: nn.Module, kwargs: dict[str, torch.Tensor], optimizer: torch.optim.Optimizer
-) -> int:
-    """Return the peak in bytes of a step, without the copies that gloo makes of what it reduces
-    and gathers, and NCCL does not."""
-    state = [t for values in optimizer.state.values() for t in values.values()]
-    resident = [*model.parameters(), *model.buffers(), *state]
-    resident_bytes = sum(
-        t.to_local().nbytes if isinstance(t, DTensor) else t.nbytes for t in resident
-    )
+def distributed(model: nn.Module, options: dict[str, Any]) -> nn.Module:
+    """Return the model as the processes share it."""
+    shard, gpus = options["shard"], options["gpus"]
+    if shard in ("none", "optimizer"):
+        views = options.get("gradient_as_bucket_view", False)
+        return DistributedDataParallel(model, gradient_as_bucket_view=views)
+    arguments: dict[str, Any] = {}
+    if shard.startswith("hybrid"):
+        sharded = int(shard.partition(":")[2])
+        sizes = (gpus // sharded, sharded)
+        names = ("replicate", "shard")
+        arguments["mesh"] = init_device_mesh("cpu", sizes, mesh_dim_names=names)
+    if shard == "grad-op":
+        arguments["reshard_after_forward"] = False
+    if dtype := options.get("mixed_precision_param"):
+        reduce = options.get("mixed_precision_reduce", "float32")
+        arguments["mp_policy"] = MixedPrecisionPolicy(getattr(torch, dtype), getattr(torch, reduce))
+    blocks = next(m for m in model.modules() if isinstance(m, nn.ModuleList))
+    for block in blocks:
+        fully_shard(block, **arguments)
+    return fully_shard(model, **arguments)
+
+
+def optimizer_of(model: nn.Module, options: dict[str, Any]) -> torch.optim.Optimizer:
+    name = options.get("optimizer", "adamw")
+    kinds = {
+        "adamw": (torch.optim.AdamW, {}),
+        "sgd": (torch.optim.SGD, {}),
+        "sgd-momentum": (torch.optim.SGD, {"momentum": 0.9}),
+    }
+    kind, arguments = kinds[name]
+    if options["shard"] == "optimizer":
+        return ZeroRedundancyOptimizer(model.parameters(), kind, **arguments)
+    return kind(model.parameters(), **arguments)
+
+
+def trained_peak(case: Run) -> int:
+    """Return the peak in bytes of two steps, without the copies that gloo makes of what it
+    reduces and gathers, and NCCL does not."""
+    model, kwargs = case.make(case.batch)
+    if case.options.get("checkpoint") == "blocks":
+        model.gradient_checkpointing_enable()  # type: ignore[operator]
+    is_ddp = case.options["shard"] in ("none", "optimizer")
+    optimizer, resident = None, [*model.parameters(), *model.buffers()]
+    if not is_ddp:  # the meter counts a new DTensor twice: none is created inside of it
+        model = distributed(model, case.options)
+        optimizer = optimizer_of(model, case.options)
+        train(model, kwargs, optimizer, case.options)
+        state = [t for values in optimizer.state.values() for t in values.values()]
+        resident = [*model.parameters(), *model.buffers(), *state]
+    tensors = [*resident, *kwargs.values()]
     gc.collect()
-    with LiveStorageMeter(
-        resident_bytes + sum(tensor.nbytes for tensor in kwargs.values())
-    ) as meter:
-        output = model(**kwargs)
-        output.loss.backward()
-        del output
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+    meter = LiveStorageMeter(
+        unique_bytes(t.to_local() if isinstance(t, DTensor) else t for t in tensors)
+    )
+    with meter:
+        if optimizer is None:
+            model = distributed(model, case.options)  # which allocates its buckets
+            optimizer = optimizer_of(model, case.options)
+        for _ in range(2):
+            train(model, kwargs, optimizer, case.options)
     return meter.peak_bytes
 
 
-def worker(rank: int, codes: dict[str, str], folder: str) -> None:
+def train(
+    model: nn.Module,
+    kwargs: dict[str, torch.Tensor],
+    optimizer: torch.optim.Optimizer,
+    options: dict[str, Any],
+) -> None:
+    """Run a step of the optimizer."""
+    accumulate = options.get("accumulate", 1)
+    for _ in range(accumulate):
+        output = model(**kwargs)
+        (output.loss / accumulate).backward()
+        del output
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+
+
+def worker(rank: int, names: list[str], gpus: int, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=GPUS
+        "gloo", init_method=f"file://{folder}/store{gpus}", rank=rank, world_size=gpus
     )
-    for name, code in codes.items():
-        make, batch, _ = CASES[name]
-        model, kwargs = make(batch)
-        exec(code, {"model": model})
-        optimizer = torch.optim.AdamW(model.parameters())
-        peaks = [trained_peak(model, kwargs, optimizer) for _ in range(2)]
-        Path(f"{folder}/{name} {rank}").write_text(str(peaks[-1]))
+    peaks = {name: trained_peak(RUNS[name]) for name in names}
+    Path(f"{folder}/{gpus} {rank}.json").write_text(json.dumps(peaks))
     dist.destroy_process_group()
 
 
-@pytest.mark.slow
-def test_shards_keep_their_promise(tmp_path: Path) -> None:
-    """The code of the option runs in two processes; both have the peak that is predicted."""
-    options = {name: option_for_two_gpus(name) for name in CASES}
-    assert all(option.gpus == GPUS and option.fits for option in options.values())
-    codes = {name: option.code for name, option in options.items()}
-    assert [name for name in CASES if "checkpointing" in codes[name]] == ["checkpoints"]
-    mp.spawn(worker, args=(codes, str(tmp_path)), nprocs=GPUS)
-    for name, (_, _, has_checkpoints) in CASES.items():
-        promised_bytes = promised_peak(eager_step(name, "cpu"), has_checkpoints=has_checkpoints)
-        for rank in range(GPUS):
-            peak_bytes = int((tmp_path / f"{name} {rank}").read_text())
-            assert promised_bytes == pytest.approx(peak_bytes, rel=0.002), (name, rank)
+def largest_peaks(names: list[str], folder: Path) -> dict[str, int]:
+    """Return the largest peak of all processes of each run."""
+    peaks: dict[str, int] = {}
+    for gpus in sorted({RUNS[name].gpus for name in names}):
+        of_size = [name for name in names if RUNS[name].gpus == gpus]
+        mp.spawn(worker, args=(of_size, gpus, str(folder)), nprocs=gpus)
+        ranks = [json.loads((folder / f"{gpus} {r}.json").read_text()) for r in range(gpus)]
+        peaks |= {name: max(rank[name] for rank in ranks) for name in of_size}
+    return peaks
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(list(DEFAULT_RUNS), id="default"),
+        pytest.param([n for n in RUNS if n not in DEFAULT_RUNS], id="all", marks=pytest.mark.slow),
+    ],
+)
+def test_peaks_of_runs_are_predicted(names: list[str], tmp_path: Path) -> None:
+    peaks = largest_peaks(names, tmp_path)
+    errors = {name: predicted(name).memory.peak_bytes / peaks[name] - 1 for name in names}
+    wrong = {name: f"{error:+.2%}" for name, error in errors.items() if abs(error) > TOLERANCE}
+    assert not wrong
