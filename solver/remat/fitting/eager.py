@@ -149,8 +149,16 @@ class EagerStep:
         tensors = {p.storage: p.tensor for p in trained_parameters(self.trace)}
         is_cuda = is_on_cuda(self.trace)
         parts = self.sharding.optimizer_tensors(list(tensors.values()))
-        memories = (optimizer_memory(name, part, is_cuda=is_cuda) for part in parts)
-        return max(memories, key=lambda memory: memory.state_bytes + memory.temporary_bytes)
+        memories = [optimizer_memory(name, part, is_cuda=is_cuda) for part in parts]
+        if len(memories) == 1:
+            return memories[0]
+        peak_bytes = self.peak_bytes
+
+        def largest(memory: OptimizerMemory) -> int:
+            in_optimizer_bytes = optimizer_step_bytes(self.graph, memory)
+            return max(peak_bytes + memory.state_bytes, in_optimizer_bytes)
+
+        return max(memories, key=largest)
 
     def memory(self, optimizer: OptimizerMemory) -> TrainingMemory:
         """Return the memory of a training loop in eager mode with an optimizer, on one GPU."""

@@ -192,9 +192,7 @@ class FitQuestion:
     def reason_of_optimizers(self) -> str:
         """Return why `optimizers_to_combine` yields none."""
         names = (self.optimizer_name, *smaller_optimizers(self.optimizer_name))
-        sizes = {
-            name: self.step.optimizer_step_bytes(self.step.optimizer(name)) for name in names
-        }
+        sizes = {name: self.step.optimizer_step_bytes(self.step.optimizer(name)) for name in names}
         name = min(sizes, key=lambda name: sizes[name])
         return (
             f"the step of {name} alone takes {format_bytes(sizes[name])}: parameters, gradients, "

@@ -8,7 +8,7 @@ are gathered during the whole step, those of a block while it runs; with
 `reshard_after_forward=False` they stay until its backward ends.
 
 - A gather allocates a flat buffer, then the parameters that are copied from it. In the forward, the
-  buffer lives until the next block is gathered. In the backward, the next block is gathered into
+  buffer lives until the next block's parameters have been copied from theirs. In the backward, the next block is gathered into
   its buffer while a block runs.
 - After the backward of a block, its gradients are copied into a flat buffer, which is reduced to a
   shard, and lives until the next reduction. With several replicas of a shard (HSDP), the shard in
@@ -187,9 +187,7 @@ class ShardedStep:
     accumulates: bool
 
     @classmethod
-    def of(
-        cls, trace: Trace, graph: Graph, schedule: Schedule, sharding: Sharding
-    ) -> ShardedStep:
+    def of(cls, trace: Trace, graph: Graph, schedule: Schedule, sharding: Sharding) -> ShardedStep:
         """Return the step of a trace; `graph` is the trace's, or eager mode's."""
         parameters = {p.storage: p for p in trace.placeholders if p.kind == "parameter"}
         trained = {p.storage: p for p in trained_parameters(trace)}
@@ -241,8 +239,7 @@ class ShardedStep:
         for run in range(self.boundary):
             for name in entered[run]:
                 block_bytes = self.gathered[name]
-                buffers_bytes = buffer_bytes + block_bytes + self._cast_bytes(name)
-                gather_bytes = max(buffers_bytes, 2 * block_bytes) + live_bytes
+                gather_bytes = buffer_bytes + 2 * block_bytes + live_bytes
                 yield _Moment(before[run], gather_bytes, gradient_bytes)
                 buffer_bytes = block_bytes
                 live_bytes += block_bytes
