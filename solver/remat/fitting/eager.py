@@ -77,8 +77,8 @@ class EagerStep:
     checkpoint_count: int = 0
     sharding: Sharding = ONE_GPU
     device: str = ""
-    _memories: dict[str, TrainingMemory] = field(
-        default_factory=dict, init=False, compare=False, repr=False
+    _memories: dict[tuple[Sharding, str], TrainingMemory] = field(
+        default_factory=dict, compare=False, repr=False
     )
     """Memories by the optimizer's name: a replay of the allocator takes long."""
 
@@ -162,9 +162,10 @@ class EagerStep:
 
     def memory(self, optimizer: OptimizerMemory) -> TrainingMemory:
         """Return the memory of a training loop in eager mode with an optimizer, on one GPU."""
-        if optimizer.name not in self._memories:
-            self._memories[optimizer.name] = self._memory(optimizer)
-        return self._memories[optimizer.name]
+        key = self.sharding, optimizer.name
+        if key not in self._memories:
+            self._memories[key] = self._memory(optimizer)
+        return self._memories[key]
 
     def _memory(self, optimizer: OptimizerMemory) -> TrainingMemory:
         step = self.eager_trace, self.graph, self.schedule
@@ -172,15 +173,9 @@ class EagerStep:
             return with_ddp_buckets(
                 TrainingMemory.of(*step, optimizer), self.eager_trace, self.sharding
             )
-        # As if one GPU computed alone: fragments of sharded steps are not predicted.
-        whole = self._unsharded.memory(self._unsharded.optimizer(optimizer.name))
-        fragments = whole.reserved_bytes / max(1, whole.peak_bytes)
-        return sharded_training_memory(*step, optimizer, self.sharding, fragments)
-
-    @cached_property
-    def _unsharded(self) -> EagerStep:
-        """The step on one GPU."""
-        return self.with_sharding(ONE_GPU)
+        one = self.with_sharding(ONE_GPU)
+        whole = one.memory(one.optimizer(optimizer.name))
+        return sharded_training_memory(*step, optimizer, self.sharding, whole)
 
     def optimizer_step_bytes(self, optimizer: OptimizerMemory) -> int:
         """Return the bytes that are live on a GPU while the optimizer's step runs."""

@@ -8,8 +8,8 @@ are gathered during the whole step, those of a block while it runs; with
 `reshard_after_forward=False` they stay until its backward ends.
 
 - A gather allocates a flat buffer, then the parameters that are copied from it. In the forward, the
-  buffer lives until the next block's parameters have been copied from theirs. In the backward, the next block is gathered into
-  its buffer while a block runs.
+  buffer lives until the next block's parameters have been copied from theirs. In the backward, the
+  next block is gathered into its buffer while a block runs.
 - After the backward of a block, its gradients are copied into a flat buffer, which is reduced to a
   shard, and lives until the next reduction. With several replicas of a shard (HSDP), the shard in
   the dtype of the reduction lives until the backward ends.
@@ -51,11 +51,11 @@ def sharded_training_memory(
     schedule: Schedule,
     optimizer: OptimizerMemory,
     sharding: Sharding,
-    fragments: float,
+    whole: TrainingMemory,
 ) -> TrainingMemory:
     """Return the memory of each GPU of a loop whose parameters are sharded. `graph` is the trace's,
-    or eager mode's; `optimizer` is that of a shard, and `fragments` what torch's allocator reserves
-    relative to a peak."""
+    or eager mode's; `optimizer` is that of a shard, and `whole` the memory of the loop on one GPU,
+    whose fragments those of a sharded step are taken from, relative to the peak."""
     step = ShardedStep.of(trace, graph, schedule, sharding)
     shards_bytes = step.shards_bytes
     peak = max(
@@ -63,7 +63,7 @@ def sharded_training_memory(
         key=lambda moment: moment.total_bytes,
     )
     peak_bytes = peak.total_bytes + shards_bytes + optimizer.state_bytes
-    reserved_bytes = int(peak_bytes * fragments)
+    ratio = peak_bytes / max(1, whole.peak_bytes)
     resident = trace.placeholder_bytes()
     parts = {
         "parameters": shards_bytes,
@@ -83,8 +83,8 @@ def sharded_training_memory(
     return TrainingMemory(
         peak_bytes,
         peak_bytes,
-        reserved_bytes,
-        reserved_bytes,
+        int(whole.reserved_bytes * ratio),
+        int(whole.expandable_bytes * ratio),
         is_in_optimizer,
         {name: size for name, size in parts.items() if size},
     )

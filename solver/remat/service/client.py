@@ -218,9 +218,9 @@ class Client:
 
         `device` is a GPU with a data sheet, by default the trace's. Batch and length are the
         trace's, so smaller batches are not among the options; `batch` only names the size in the
-        answer. `checkpoint="as written"` means the checkpoints in the code of the traced model. With
-        `mixed_precision_param` the trace is of a model in that dtype. The search for plans ends
-        after `time_limit` seconds, by default 60.
+        answer. `checkpoint="as written"` means the checkpoints in the code of the traced model.
+        With `mixed_precision_param` the trace is of a model in that dtype. The search for plans
+        ends after `time_limit` seconds, by default 60.
         """
         if not isinstance(trace, Trace):
             remedy = 'pass remat.trace(model, inputs, device="h100")'

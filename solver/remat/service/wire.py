@@ -349,7 +349,7 @@ class FitRequest(Record):
     gpus: Annotated[int, Field(ge=1, le=MAX_GPUS)] = 1
     """The GPUs that share the loop, each with a batch of the trace's size."""
     shard: Annotated[str, Field(max_length=20)] = ""
-    """What several GPUs have a shard of each: "full" (the default), "grad-op", "optimizer",
+    """The kind of shards of several GPUs: "full" (the default), "grad-op", "optimizer",
     "hybrid:4", or "none" (DDP)."""
     mixed_precision_param: Literal["", "bfloat16", "float16"] = ""
     """The dtype of the trace's parameters, if their shards are float32 (FSDP2)."""

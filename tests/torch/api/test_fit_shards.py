@@ -22,8 +22,16 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import remat
+from remat.costs.roofline import Roofline
+from remat.costs.sharding import Sharding
+from remat.costs.trace_costs import with_roofline_costs
+from remat.errors import RematError
+from remat.fitting.answer import fit_trace
+from remat.fitting.eager import EagerStep
+from remat.fitting.question import FitQuestion, LoopOptions
+from remat.fitting.sharding import sharding_options
 from remat.frontend.memory.meter import LiveStorageMeter, unique_bytes
-from remat.report.fit import Fit
+from remat.report.fit import Fit, FitOption
 
 Model = tuple[nn.Module, dict[str, torch.Tensor]]
 TOLERANCE = 0.005
@@ -127,6 +135,9 @@ def distributed(model: nn.Module, options: dict[str, Any]) -> nn.Module:
     if shard in ("none", "optimizer"):
         views = options.get("gradient_as_bucket_view", False)
         return DistributedDataParallel(model, gradient_as_bucket_view=views)
+    if options == {"gpus": 2, "shard": "full"}:
+        exec(option_code("full"), {"model": model})  # an option's code does what it says
+        return model
     arguments: dict[str, Any] = {}
     if shard.startswith("hybrid"):
         sharded = int(shard.partition(":")[2])
@@ -141,7 +152,25 @@ def distributed(model: nn.Module, options: dict[str, Any]) -> nn.Module:
     blocks = next(m for m in model.modules() if isinstance(m, nn.ModuleList))
     for block in blocks:
         fully_shard(block, **arguments)
-    return fully_shard(model, **arguments)
+    fully_shard(model, **arguments)
+    return model
+
+
+def option_code(name: str) -> str:
+    """Return the code of the option to shard a loop of one GPU over two: for a GPU with a little
+    more memory than each of two needs."""
+    case = RUNS[name]
+    model, kwargs = case.make(case.batch)
+    trace = remat.trace(model, (), kwargs, device="h100")
+    step = EagerStep.of(with_roofline_costs(trace, Roofline("h100")))
+    question = FitQuestion(step, "adamw", 1 << 40, Roofline("h100"))
+    sharded = step.with_sharding(Sharding(gpus=2, shard="full"))
+    needed_bytes = sharded.memory(sharded.optimizer("adamw")).reserved_bytes
+    (option,) = sharding_options(replace(question, usable_bytes=needed_bytes + 1))
+    assert isinstance(option, FitOption)
+    assert option.gpus == case.gpus
+    assert option.fits
+    return option.code
 
 
 def optimizer_of(model: nn.Module, options: dict[str, Any]) -> torch.optim.Optimizer:
@@ -238,3 +267,97 @@ def test_peaks_of_runs_are_predicted(names: list[str], tmp_path: Path) -> None:
     errors = {name: predicted(name).memory.peak_bytes / peaks[name] - 1 for name in names}
     wrong = {n: f"{error:+.2%}" for n, error in errors.items() if abs(error) > RUNS[n].tolerance}
     assert not wrong
+
+
+def gpt2_on(device: str, **options: Any) -> Fit:
+    model, kwargs = gpt2(8)
+    return remat.fit(model, (), kwargs, device=device, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"gpus": 0}, "gpus is '0'; pass a number of GPUs"),
+        ({"gpus": True}, "gpus is 'True'"),
+        ({"gpus": 2.0}, "gpus is '2.0'"),
+        ({"shard": "full"}, "shard needs several GPUs"),
+        ({"gpus": 8, "shard": "zero3"}, "the shard is 'zero3'; pass 'full'"),
+        ({"gpus": 8, "shard": 3}, "the shard is '3'"),
+        ({"gpus": 8, "shard": "hybrid:3"}, "'hybrid:3' needs groups of the 8 GPUs"),
+        ({"gpus": 8, "shard": "hybrid:8"}, "pass a divisor from 2 to 4"),
+        ({"gpus": 8, "shard": "hybrid:"}, "the shard is 'hybrid:'"),
+        ({"gpus": 8, "gradient_as_bucket_view": True}, "is an option of DDP"),
+        ({"gpus": 8, "mixed_precision_param": "int8"}, "mixed_precision_param is 'int8'"),
+        ({"gpus": 8, "mixed_precision_reduce": "bfloat16"}, "needs mixed_precision_param, too"),
+        ({"gpus": 8, "shard": "none", **BF16}, "is an option of fully_shard, not of shard='none'"),
+        ({"gpus": 8, "network": -1.0}, "the network is '-1.0'"),
+        ({"gpus": 8, "network": float("nan")}, "the network is 'nan'"),
+        ({"gpus": 8, "node_gpus": 0}, "node_gpus is '0'"),
+    ],
+)
+def test_impossible_options_are_errors(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(RematError, match=message):
+        gpt2_on("h100", **options)
+
+
+def test_a_trace_in_another_dtype_than_mixed_precision_is_an_error() -> None:
+    model, kwargs = gpt2(1)
+    trace = remat.trace(model, (), kwargs, device="h100")
+    loop = LoopOptions(gpus=8, mixed_precision_param="bfloat16")
+    with pytest.raises(RematError, match=r"parameters in float32.*model.to\(torch.bfloat16\)"):
+        fit_trace(trace, "adamw", loop=loop)
+
+
+def test_a_model_keeps_its_parameters_in_mixed_precision() -> None:
+    model, kwargs = gpt2(1)
+    before = {name: (id(p), p.data_ptr(), p.dtype) for name, p in model.named_parameters()}
+    remat.fit(model, (), kwargs, device="h100", gpus=2, **BF16)
+    after = {name: (id(p), p.data_ptr(), p.dtype) for name, p in model.named_parameters()}
+    assert after == before
+    assert not model._forward_pre_hooks
+
+
+def test_the_answer_names_gpus_and_communication() -> None:
+    answer = gpt2_on("h100", gpus=16, shard="hybrid:8", **BF16)
+    text = str(answer)
+    shards = "float32 shards, bfloat16 compute, float32 reduction"
+    assert f"GPUs      16 GPUs, fully_shard (hybrid:8), {shards}" in text
+    assert "of it for communication, by a model" in text
+    assert json.loads(answer.to_json())["sharding"]["shard"] == "hybrid:8"
+    assert answer.memory.peak_bytes == sum(answer.memory.parts.values())
+
+
+def test_a_loop_that_does_not_fit_has_options_for_its_gpus() -> None:
+    """Full shards over the same GPUs are an option for DDP; plans are excluded with a reason."""
+    needed = gpt2_on("h100", gpus=4, shard="none").memory.reserved_bytes
+    answer = gpt2_on("h100", gpus=4, shard="none", memory=needed - 1)
+    options = {option.name: option for option in answer.options}
+    assert options["FSDP over 4 GPUs"].gpus == 4
+    assert "optimizer adamw-8bit" in options
+    assert any(o.name == "plan of remat" and "DDP" in o.reason for o in answer.excluded)
+
+
+@pytest.mark.parametrize("shard", ["full", "grad-op", "optimizer", "none", "hybrid:8"])
+def test_a_slower_network_takes_longer(shard: str) -> None:
+    fast, slow = (
+        gpt2_on("h100", gpus=16, shard=shard, network=rate).communication_s for rate in (50e9, 1e6)
+    )
+    assert 0 < fast < slow
+
+
+def test_collectives_of_one_node_do_not_use_the_network() -> None:
+    nodes = [gpt2_on("h100", gpus=8, network=rate).communication_s for rate in (None, 1e6)]
+    assert nodes[0] == nodes[1]
+    across = gpt2_on("h100", gpus=8, network=1e6, node_gpus=4).communication_s
+    assert across > nodes[0]
+
+
+def test_a_ring_has_the_bandwidth_of_its_slowest_link() -> None:
+    """8 GPUs of an H100 node gather 1 GB in 7/8 of it over 18 links of 20.6 GB/s; 16 GPUs by the
+    8 network cards of each node."""
+    node = Sharding(gpus=8).shard_ring("h100")
+    assert node.round_s(10**9) == pytest.approx(0.875 / 370.8 + 8.4e-6 + 7 * 3.4e-6)
+    nodes = Sharding(gpus=16, network=25e9).shard_ring("h100")
+    assert nodes.bytes_per_s == 8 * 25e9
+    replicas = Sharding(gpus=16, shard="hybrid:8").replica_ring("h100")
+    assert (replicas.gpus, replicas.bytes_per_s) == (2, 50e9)
