@@ -150,7 +150,7 @@ class Fit(Described):
         """Return the time of communication; "" on one GPU."""
         if self.sharding.gpus == 1:
             return ""
-        return f"; {format_seconds(self.communication_s)} of it for communication, by a model"
+        return f"; {format_seconds(self.communication_s)} of it communication (model)"
 
     def _reserved_facts(self) -> list[Fact]:
         """Return a line about torch's allocator, and one about the accuracy; none on a CPU."""

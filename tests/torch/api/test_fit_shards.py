@@ -129,14 +129,15 @@ def predicted(name: str) -> Fit:
     return remat.fit(model, (), kwargs, device="cpu", memory="1TiB", **case.options)
 
 
-def distributed(model: nn.Module, options: dict[str, Any]) -> nn.Module:
+def distributed(model: nn.Module, case: Run) -> nn.Module:
     """Return the model as the processes share it."""
+    options = case.options
     shard, gpus = options["shard"], options["gpus"]
     if shard in ("none", "optimizer"):
         views = options.get("gradient_as_bucket_view", False)
         return DistributedDataParallel(model, gradient_as_bucket_view=views)
     if options == {"gpus": 2, "shard": "full"}:
-        exec(option_code("full"), {"model": model})  # an option's code does what it says
+        exec(option_code(case), {"model": model})  # an option's code does what it says
         return model
     arguments: dict[str, Any] = {}
     if shard.startswith("hybrid"):
@@ -156,10 +157,9 @@ def distributed(model: nn.Module, options: dict[str, Any]) -> nn.Module:
     return model
 
 
-def option_code(name: str) -> str:
+def option_code(case: Run) -> str:
     """Return the code of the option to shard a loop of one GPU over two: for a GPU with a little
     more memory than each of two needs."""
-    case = RUNS[name]
     model, kwargs = case.make(case.batch)
     trace = remat.trace(model, (), kwargs, device="h100")
     step = EagerStep.of(with_roofline_costs(trace, Roofline("h100")))
@@ -196,7 +196,7 @@ def trained_peak(case: Run) -> int:
     is_ddp = case.options["shard"] in ("none", "optimizer")
     optimizer, resident = None, [*model.parameters(), *model.buffers()]
     if not is_ddp:  # the meter counts a new DTensor twice: none is created inside of it
-        model = distributed(model, case.options)
+        model = distributed(model, case)
         optimizer = optimizer_of(model, case.options)
         train(model, kwargs, optimizer, case.options)
         state = [t for values in optimizer.state.values() for t in values.values()]
@@ -208,7 +208,7 @@ def trained_peak(case: Run) -> int:
     )
     with meter:
         if optimizer is None:
-            model = distributed(model, case.options)  # which allocates its buckets
+            model = distributed(model, case)  # which allocates its buckets
             optimizer = optimizer_of(model, case.options)
         peaks: list[int] = []
         for _ in range(4):
@@ -322,7 +322,7 @@ def test_the_answer_names_gpus_and_communication() -> None:
     text = str(answer)
     shards = "float32 shards, bfloat16 compute, float32 reduction"
     assert f"GPUs      16 GPUs, fully_shard (hybrid:8), {shards}" in text
-    assert "of it for communication, by a model" in text
+    assert "of it communication (model)" in text
     assert json.loads(answer.to_json())["sharding"]["shard"] == "hybrid:8"
     assert answer.memory.peak_bytes == sum(answer.memory.parts.values())
 
