@@ -116,7 +116,7 @@ def find_options(
     question: FitQuestion,
 ) -> tuple[tuple[FitOption, ...], tuple[ExcludedOption, ...]]:
     """Return all options that apply, and the impossible ones. Those that fit come first, the
-    fastest of them first, then the others, the one that exceeds the memory least first. Of options
+    fastest of them first, but more GPUs last; then the others, the one that exceeds the memory least first. Of options
     that are equally fast (to 0.1%), the one that is simpler to apply is first. After the time
     limit, options that trace or solve are left out."""
     options: dict[_OptionKind, list[FitOption | ExcludedOption]] = {
@@ -126,11 +126,12 @@ def find_options(
         options[kind].append(option)
     step_s = question.step.time_s or 1.0
 
-    def sort_key(option: FitOption) -> tuple[bool, float]:
+    def sort_key(option: FitOption) -> tuple[bool, bool, float]:
+        needs_more_gpus = option.gpus > question.loop.gpus
         if not option.fits:
-            return True, option.reserved_bytes
+            return True, needs_more_gpus, option.reserved_bytes
         relative = math.inf if option.step_s is None else round(option.step_s / step_s, 3)
-        return False, relative
+        return False, needs_more_gpus, relative
 
     in_order = [option for kind in _OPTION_KINDS for option in options[kind]]
     possible = [option for option in in_order if isinstance(option, FitOption)]
