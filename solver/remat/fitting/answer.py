@@ -116,9 +116,9 @@ def find_options(
     question: FitQuestion,
 ) -> tuple[tuple[FitOption, ...], tuple[ExcludedOption, ...]]:
     """Return all options that apply, and the impossible ones. Those that fit come first, the
-    fastest of them first, but more GPUs last; then the others, the one that exceeds the memory least first. Of options
-    that are equally fast (to 0.1%), the one that is simpler to apply is first. After the time
-    limit, options that trace or solve are left out."""
+    fastest of them first, but more GPUs last; then the others, the one that exceeds the memory
+    least first. Of options that are equally fast (to 0.1%), the one that is simpler to apply is
+    first. After the time limit, options that trace or solve are left out."""
     options: dict[_OptionKind, list[FitOption | ExcludedOption]] = {
         kind: [] for kind in _OPTION_KINDS
     }
