@@ -86,6 +86,60 @@ KeepOutputs = Annotated[
     ),
 ]
 
+Gpus = Annotated[
+    int,
+    typer.Option("--gpus", metavar="N", help="GPUs that share the loop, each with its own batch."),
+]
+Shard = Annotated[
+    str,
+    typer.Option(
+        "--shard",
+        metavar="WHAT",
+        help="What several GPUs have a shard of each: full (FSDP2, the default), grad-op "
+        "(parameters stay gathered until their backward), optimizer (ZeRO-1), hybrid:4 (full over "
+        "groups of 4 GPUs), or none (DDP).",
+        show_default=False,
+    ),
+]
+MixedPrecisionParam = Annotated[
+    str,
+    typer.Option(
+        "--mixed-precision-param",
+        metavar="DTYPE",
+        help="With fully_shard: the dtype of gathered parameters and computation, bfloat16 or "
+        "float16; shards are float32.",
+        show_default=False,
+    ),
+]
+MixedPrecisionReduce = Annotated[
+    str,
+    typer.Option(
+        "--mixed-precision-reduce",
+        metavar="DTYPE",
+        help="The dtype of the reduction of gradients. Default: float32.",
+        show_default=False,
+    ),
+]
+BucketViews = Annotated[
+    bool,
+    typer.Option(
+        "--gradient-as-bucket-view",
+        help="With DDP: gradients are views of its buckets.",
+    ),
+]
+NodeGpus = Annotated[
+    int, typer.Option("--node-gpus", metavar="N", help="GPUs of a node, for the time of --gpus.")
+]
+Network = Annotated[
+    float | None,
+    typer.Option(
+        "--network",
+        metavar="BYTES/S",
+        help="Each GPU's share of its node's network: 50e9 for 400 Gbit/s. Default: by the GPU.",
+        show_default=False,
+    ),
+]
+
 
 @with_step_options
 def fit(
@@ -98,6 +152,13 @@ def fit(
     accumulate: Accumulate = 1,
     keep_gradients: KeepGradients = False,
     keep_outputs: KeepOutputs = False,
+    gpus: Gpus = 1,
+    shard: Shard = "",
+    mixed_precision_param: MixedPrecisionParam = "",
+    mixed_precision_reduce: MixedPrecisionReduce = "",
+    gradient_as_bucket_view: BucketViews = False,
+    node_gpus: NodeGpus = 8,
+    network: Network = None,
     time_limit: TimeLimit = DEFAULT_LIMIT_S,
 ) -> None:
     """Predict whether training fits a GPU, and what makes it fit.
@@ -109,7 +170,19 @@ def fit(
     distribution = _length_distribution(step, lengths)
     try:
         check_optimizer(optimizer)
-        loop = LoopOptions(checkpoint, accumulate, keep_gradients, keep_outputs)
+        loop = LoopOptions(
+            checkpoint,
+            accumulate,
+            keep_gradients,
+            keep_outputs,
+            gpus=gpus,
+            shard=shard,
+            mixed_precision_param=mixed_precision_param,
+            mixed_precision_reduce=mixed_precision_reduce,
+            gradient_as_bucket_view=gradient_as_bucket_view,
+            node_gpus=node_gpus,
+            network=network,
+        )
         check_time_limit(time_limit)
     except RematError as error:
         raise UsageError(str(error)) from error

@@ -28,7 +28,6 @@ from remat.fitting.options import (
     previous_output_options,
     released_output_options,
     segment_options,
-    sharding_options,
 )
 from remat.fitting.plans import loss_only_options, plan_options
 from remat.fitting.question import (
@@ -38,6 +37,7 @@ from remat.fitting.question import (
     LoopOptions,
     report_stage,
 )
+from remat.fitting.sharding import sharding_options
 from remat.limits.limits import SEGMENTS_MARGIN
 from remat.progress import Clock, ProgressCallback
 from remat.report.fit import ExcludedOption, Fit, FitOption
@@ -85,6 +85,8 @@ def answer_question(question: FitQuestion, notes: Sequence[str] = ()) -> Fit:
         accumulate=question.loop.accumulate,
         keeps_gradients=question.loop.keeps_gradients,
         keeps_outputs=question.loop.keeps_outputs,
+        sharding=question.loop.sharding,
+        communication_s=step.communication_s,
         usable_bytes=question.usable_bytes,
         memory=memory,
         step_s=step.time_s,
@@ -129,9 +131,9 @@ def find_options(
     question: FitQuestion,
 ) -> tuple[tuple[FitOption, ...], tuple[ExcludedOption, ...]]:
     """Return all options that apply, and the impossible ones. Those that fit come first, the
-    fastest of them first, then the others, the one that exceeds the memory least first. Of options
-    that are equally fast (to 0.1%), the one that is simpler to apply is first. After the time
-    limit, options that trace or solve are left out."""
+    fastest of them first, but more GPUs last; then the others, the one that exceeds the memory
+    least first. Of options that are equally fast (to 0.1%), the one that is simpler to apply is
+    first. After the time limit, options that trace or solve are left out."""
     options: dict[_OptionKind, list[FitOption | ExcludedOption]] = {
         kind: [] for kind in _OPTION_KINDS
     }
@@ -139,11 +141,12 @@ def find_options(
         options[kind].append(option)
     step_s = question.step.time_s or 1.0
 
-    def sort_key(option: FitOption) -> tuple[bool, float]:
+    def sort_key(option: FitOption) -> tuple[bool, bool, float]:
+        needs_more_gpus = option.gpus > question.loop.gpus
         if not option.fits:
-            return True, option.reserved_bytes
+            return True, needs_more_gpus, option.reserved_bytes
         relative = math.inf if option.step_s is None else round(option.step_s / step_s, 3)
-        return False, relative
+        return False, needs_more_gpus, relative
 
     in_order = [option for kind in _OPTION_KINDS for option in options[kind]]
     possible = [option for option in in_order if isinstance(option, FitOption)]
@@ -258,7 +261,7 @@ def fit_trace(
         trace = loop.with_gradients(trace)
     costed = loop.with_outputs(with_roofline_costs(trace, roofline))
     question = FitQuestion(
-        EagerStep.of(costed, loop.checkpoint),
+        EagerStep.of(costed, loop.checkpoint, loop, name),
         optimizer,
         usable_bytes(find_device(name)) if memory_bytes is None else memory_bytes,
         roofline,

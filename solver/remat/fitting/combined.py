@@ -108,6 +108,13 @@ def _batch_independent_bytes(question: FitQuestion) -> int:
     gradient_bytes = sum(map(step.trace.allocated_bytes, parameters))
     inputs = {p.storage for p in step.trace.placeholders if p.kind == "input"}
     input_bytes = sum(map(step.trace.allocated_bytes, inputs))
+    if question.loop.gpus > 1:
+        results_bytes = sum(step.graph.values[v].size_bytes for v in step.graph.results)
+        if not step.trace.accumulates_gradients:
+            results_bytes -= gradient_bytes
+        optimizer = question.optimizer
+        step_bytes = step.optimizer_step_bytes(optimizer) - optimizer.temporary_bytes
+        return step_bytes - results_bytes - input_bytes
     constant_bytes = step.graph.constant_bytes - input_bytes
     return constant_bytes + gradient_bytes + question.optimizer.state_bytes
 

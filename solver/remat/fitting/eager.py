@@ -10,15 +10,25 @@ import re
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from remat.allocator.prediction import is_on_cuda
 from remat.costs.devices import DEVICES
 from remat.costs.optimizer_memory import OptimizerMemory, optimizer_memory
+from remat.costs.sharding import ONE_GPU, Sharding
 from remat.documents.trace import Trace, trained_parameters
 from remat.errors import RematError
 from remat.graph import Graph
 from remat.report.eager_step import eager_graph, with_eager_masks
-from remat.report.training_memory import TrainingMemory
+from remat.report.sharded_memory import (
+    check_mixed_precision,
+    ddp_bucket_bytes,
+    sharded_optimizer_step_bytes,
+    sharded_training_memory,
+    with_ddp_buckets,
+)
+from remat.report.sharded_time import added_communication_s
+from remat.report.training_memory import TrainingMemory, optimizer_step_bytes
 from remat.schedule import Schedule
 from remat.simulate import peak_and_time
 from remat.strategies.baselines.module_blocks import find_blocks
@@ -66,19 +76,35 @@ class EagerStep:
     schedule: Schedule
     checkpoint: str = AS_WRITTEN
     checkpoint_count: int = 0
-    _memories: dict[str, TrainingMemory] = field(
-        default_factory=dict, init=False, compare=False, repr=False
+    sharding: Sharding = ONE_GPU
+    device: str = ""
+    _memories: dict[tuple[Sharding, str], TrainingMemory] = field(
+        default_factory=dict, compare=False, repr=False
     )
     """Memories by the optimizer's name: a replay of the allocator takes long."""
 
     @classmethod
-    def of(cls, trace: Trace, checkpoint: str = AS_WRITTEN) -> EagerStep:
-        """Return the step of a trace with costs. Raises the errors of `_checkpointed_regions`."""
+    def of(
+        cls,
+        trace: Trace,
+        checkpoint: str = AS_WRITTEN,
+        sharding: Sharding = ONE_GPU,
+        device: str = "",
+    ) -> EagerStep:
+        """Return the step of a trace with costs on one of the GPUs of `sharding`. `device` is the
+        data sheet of their links, by default the trace's GPU. Raises the errors of
+        `_checkpointed_regions`, and `RematError` for a trace in another dtype than mixed precision
+        computes in."""
+        check_mixed_precision(trace, sharding)
+        device = device or trace.gpu
         eager_trace = with_eager_masks(trace)
         regions = _checkpointed_regions(trace, checkpoint)
         plain = eager_graph(eager_trace, regions=regions)
         if not regions:
-            return cls(trace, eager_trace, plain, Schedule.keep_all(plain), checkpoint)
+            schedule = Schedule.keep_all(plain)
+            return cls(
+                trace, eager_trace, plain, schedule, checkpoint, 0, sharding.sharding, device
+            )
         borders = segment_borders(plain, regions)
         saved = set(_saved_values(trace, plain, regions, checkpoint))
         computed = {v for ops in regions for op in ops for v in plain.operations[op].outputs}
@@ -86,16 +112,32 @@ class EagerStep:
         backward = eager_backward_order(graph)
         schedule = checkpoint_segments(graph, regions, borders | saved, backward)
         graph = _with_retained_values(graph, regions, borders, saved, backward)
-        return cls(trace, eager_trace, graph, schedule, checkpoint, len(regions))
+        count = len(regions)
+        return cls(
+            trace, eager_trace, graph, schedule, checkpoint, count, sharding.sharding, device
+        )
 
     def with_trace(self, trace: Trace) -> EagerStep:
         """Return the step of another trace with the same `checkpoint`."""
-        return EagerStep.of(trace, self.checkpoint)
+        return EagerStep.of(trace, self.checkpoint, self.sharding, self.device)
+
+    def with_sharding(self, sharding: Sharding) -> EagerStep:
+        """Return the same step, shared by GPUs in another way."""
+        return replace(self, sharding=sharding)
 
     @property
     def time_s(self) -> float:
-        """The time of all operations, with the recomputations of checkpoints."""
-        return sum(self.graph.operations[op].cost_s for op in self.schedule.runs)
+        """The time of all operations, with the recomputations of checkpoints and communication that
+        computation does not hide."""
+        computation_s = sum(self.graph.operations[op].cost_s for op in self.schedule.runs)
+        return computation_s + self.communication_s
+
+    @cached_property
+    def communication_s(self) -> float:
+        """The time that communication between GPUs adds."""
+        return added_communication_s(
+            self.eager_trace, self.graph, self.schedule, self.sharding, self.device
+        )
 
     @property
     def peak_bytes(self) -> int:
@@ -103,34 +145,65 @@ class EagerStep:
         return peak_and_time(self.graph, self.schedule)[0]
 
     def optimizer(self, name: str) -> OptimizerMemory:
-        """Return the memory of an optimizer of the trained parameters."""
+        """Return the memory of an optimizer of the trained parameters, or of the largest part of
+        them that one GPU updates."""
         tensors = {p.storage: p.tensor for p in trained_parameters(self.trace)}
         embeddings = {
             self.trace.tensors[node.operand_names[0]].shape
             for node in self.trace.nodes
             if node.target == "aten.embedding.default"
         }
-        return optimizer_memory(
-            name,
-            list(tensors.values()),
-            is_cuda=is_on_cuda(self.trace),
-            gpu=DEVICES.get(self.trace.gpu),
-            embedding_shapes=embeddings,
-        )
+        parts = self.sharding.optimizer_tensors(list(tensors.values()))
+        memories = [
+            optimizer_memory(
+                name,
+                part,
+                is_cuda=is_on_cuda(self.trace),
+                gpu=DEVICES.get(self.trace.gpu),
+                embedding_shapes=embeddings,
+            )
+            for part in parts
+        ]
+        if len(memories) == 1:
+            return memories[0]
+        peak_bytes = self.peak_bytes
+
+        def largest(memory: OptimizerMemory) -> int:
+            in_optimizer_bytes = optimizer_step_bytes(self.graph, memory)
+            return max(peak_bytes + memory.state_bytes, in_optimizer_bytes)
+
+        return max(memories, key=largest)
 
     def memory(self, optimizer: OptimizerMemory) -> TrainingMemory:
-        """Return the memory of a training loop in eager mode with an optimizer."""
-        if optimizer.name not in self._memories:
-            self._memories[optimizer.name] = TrainingMemory.of(
-                self.eager_trace, self.graph, self.schedule, optimizer
+        """Return the memory of a training loop in eager mode with an optimizer, on one GPU."""
+        key = self.sharding, optimizer.name
+        if key not in self._memories:
+            self._memories[key] = self._memory(optimizer)
+        return self._memories[key]
+
+    def _memory(self, optimizer: OptimizerMemory) -> TrainingMemory:
+        step = self.eager_trace, self.graph, self.schedule
+        if not self.sharding.is_fsdp:
+            return with_ddp_buckets(
+                TrainingMemory.of(*step, optimizer), self.eager_trace, self.sharding
             )
-        return self._memories[optimizer.name]
+        one = self.with_sharding(ONE_GPU)
+        whole = one.memory(one.optimizer(optimizer.name))
+        return sharded_training_memory(*step, optimizer, self.sharding, whole)
+
+    def optimizer_step_bytes(self, optimizer: OptimizerMemory) -> int:
+        """Return the bytes that are live on a GPU while the optimizer's step runs."""
+        step = self.eager_trace, self.graph, self.schedule
+        if self.sharding.is_fsdp:
+            return sharded_optimizer_step_bytes(*step, optimizer, self.sharding)
+        step_bytes = optimizer_step_bytes(self.graph, optimizer)
+        return step_bytes + ddp_bucket_bytes(self.eager_trace, self.sharding)
 
     def with_blocks_checkpointed(self) -> EagerStep | None:
         """Return the step with a checkpoint for each block; None without repeated blocks."""
         if not find_blocks(self.trace.graph()):
             return None
-        return EagerStep.of(self.trace, BLOCKS)
+        return EagerStep.of(self.trace, BLOCKS, self.sharding, self.device)
 
 
 def _checkpointed_regions(trace: Trace, checkpoint: str) -> Segments:

@@ -2,7 +2,7 @@
 
 The step stays as it is with another optimizer, with another setting of the allocator, or where the
 training loop releases outputs. Batches may be smaller, with accumulated gradients; each block may
-be in a `torch.utils.checkpoint`; and several GPUs may have a shard of everything each (FSDP).
+be in a `torch.utils.checkpoint`. Several GPUs are in `sharding`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from remat.costs.optimizer_memory import smaller_optimizers
 from remat.fitting.eager import BLOCKS
 from remat.fitting.question import RELEASE_CODE, FitQuestion
 from remat.limits.options import OUTPUTS_DROPPED
-from remat.limits.units import format_bytes
 from remat.passes.outputs import (
     loss_code,
     returns_loss,
@@ -22,7 +21,6 @@ from remat.passes.outputs import (
     without_previous_outputs,
 )
 from remat.report.fit import ExcludedOption, FitOption
-from remat.report.sharded_memory import block_containers, sharded_peak_bytes
 
 _MIN_SAVING = 0.01
 """The share of the reserved bytes that another optimizer saves at least, if it makes nothing
@@ -119,60 +117,3 @@ def checkpoint_options(question: FitQuestion) -> Iterator[FitOption | ExcludedOp
         yield ExcludedOption("checkpoints of blocks", question.reason_of_optimizers())
     fitting = [option for option in options if option.fits]
     yield from (fitting or options)[:1]
-
-
-_MAX_GPUS = 1024
-
-
-def sharding_options(question: FitQuestion) -> Iterator[FitOption | ExcludedOption]:
-    """Yield the smallest power of two of GPUs over which the step fits, as it is or else with a
-    checkpoint for each block; an excluded option if there are not enough GPUs. Nothing
-    if one is enough, and for a CPU."""
-    step, optimizer = question.step, question.optimizer
-    if not is_on_cuda(step.trace):
-        return
-    fragments = question.fragmentation_ratio(optimizer)
-    with_checkpoints = None if step.checkpoint_count else step.with_blocks_checkpointed()
-    smallest_bytes: list[int] = []
-    for suffix, variant in (("", step), (", checkpoint each block", with_checkpoints)):
-        if variant is None or question.is_usable(variant.memory(optimizer)):
-            continue  # one GPU is enough
-        gpus = 2
-        while gpus <= _MAX_GPUS:
-            peak_bytes = sharded_peak_bytes(
-                step.eager_trace, variant.graph, variant.schedule, optimizer, gpus
-            )
-            reserved_bytes = int(peak_bytes * fragments)
-            if reserved_bytes <= question.usable_bytes:
-                yield FitOption(
-                    f"FSDP over {gpus} GPUs{suffix}",
-                    peak_bytes,
-                    reserved_bytes,
-                    True,
-                    None,
-                    _sharding_code(question, has_checkpoints=bool(suffix)),
-                    "before the optimizer is created; a batch on each GPU; communication takes "
-                    "time as well",
-                    gpus,
-                )
-                return
-            smallest_bytes.append(reserved_bytes)
-            gpus *= 2
-    if smallest_bytes:
-        yield ExcludedOption(
-            "FSDP",
-            f"each of {_MAX_GPUS:,} GPUs would reserve {format_bytes(min(smallest_bytes))}: "
-            "activations are not sharded, nor the parameters of the block that runs",
-        )
-
-
-def _sharding_code(question: FitQuestion, *, has_checkpoints: bool) -> str:
-    """Return the code that shards each block, then the model; `has_checkpoints` puts a checkpoint
-    around each block before."""
-    lines = ["from torch.distributed.fsdp import fully_shard"]
-    if has_checkpoints:
-        lines.insert(0, question.script.checkpoints or CHECKPOINTS_IN_WORDS)
-    for path in block_containers(question.step.trace):
-        container = f"model.{path}" if path else "model"
-        lines.append(f"[fully_shard(block) for block in {container}]")
-    return "; ".join([*lines, "fully_shard(model)"])

@@ -72,6 +72,9 @@ def _fitting_plan_options(question: FitQuestion, name: str) -> Iterator[FitOptio
                 option = replace(option, code=f"{option.code}; {RELEASE_CODE}")
             yield option
         return
+    if question.loop.gpus > 1:
+        yield ExcludedOption(name, _shards_reason(question))
+        return
     smallest: FitOption | None = None
     optimizers = list(question.optimizers_to_combine())
     if not optimizers:
@@ -93,6 +96,16 @@ def _fitting_plan_options(question: FitQuestion, name: str) -> Iterator[FitOptio
         yield smallest
     elif not question.clock.is_set():  # a note says that it ended the search
         yield ExcludedOption(name, "the solver reached no schedule in its time")
+
+
+def _shards_reason(question: FitQuestion) -> str:
+    """Return why a loop of several GPUs has no option of a plan."""
+    if question.loop.is_fsdp:
+        return (
+            'with fully_shard, remat.enable(..., scope="blocks") plans each block in its first '
+            "step, within what is gathered then; its peak is not predicted"
+        )
+    return "plans of a loop with DDP are not predicted: remat.enable plans the model inside DDP"
 
 
 def _fitting_plan_option(

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from remat.costs.optimizer_memory import OptimizerMemory, smaller_optimizers
 from remat.costs.roofline import Roofline
+from remat.costs.sharding import Sharding
 from remat.documents.trace import Trace
 from remat.errors import BudgetError, RematError
 from remat.fitting.eager import AS_WRITTEN, EagerStep, check_checkpoint
@@ -21,7 +22,7 @@ from remat.passes.gradient_accumulation import with_gradient_accumulation
 from remat.passes.outputs import with_previous_outputs, without_previous_outputs
 from remat.progress import STAGE_PHASE, Clock, Progress, ProgressCallback
 from remat.report.fit import FitOption
-from remat.report.training_memory import TrainingMemory, optimizer_step_bytes
+from remat.report.training_memory import TrainingMemory
 from remat.strategies import Auto, Strategy
 
 
@@ -86,11 +87,11 @@ MAX_ACCUMULATE = 10**6
 
 
 @dataclass(frozen=True, slots=True)
-class LoopOptions:
+class LoopOptions(Sharding):
     """The options of a training loop: `checkpoint` (see `check_checkpoint`), the number of batches
-    before a step of the optimizer, and whether gradients stay in memory
-    (`zero_grad(set_to_none=False)`), and the outputs of a step during the next forward. Raises
-    `RematError` for impossible values."""
+    before a step of the optimizer, whether gradients stay in memory
+    (`zero_grad(set_to_none=False)`) and the outputs of a step during the next forward, and how GPUs
+    share the loop. Raises `RematError` for impossible values."""
 
     checkpoint: str = AS_WRITTEN
     accumulate: int = 1
@@ -98,6 +99,7 @@ class LoopOptions:
     keeps_outputs: bool = False
 
     def __post_init__(self) -> None:
+        Sharding.__post_init__(self)
         check_checkpoint(self.checkpoint)
         count = self.accumulate
         is_integer = isinstance(count, int) and not isinstance(count, bool)
@@ -109,8 +111,8 @@ class LoopOptions:
 
     def with_gradients(self, trace: Trace) -> Trace:
         """Return the trace of the loop's step with the largest peak: the one that adds to gradients
-        which exist already, if there is one."""
-        adds = self.keeps_gradients or self.accumulate > 1
+        which exist already, if there is one, or into the buckets of DDP."""
+        adds = self.keeps_gradients or self.accumulate > 1 or self.gradient_as_bucket_view
         return with_gradient_accumulation(trace) if adds else trace
 
     def with_outputs(self, trace: Trace) -> Trace:
@@ -202,7 +204,7 @@ class FitQuestion:
         with which the loop fits in eager mode."""
         for name in (self.optimizer_name, *smaller_optimizers(self.optimizer_name)):
             optimizer = self.step.optimizer(name)
-            step_bytes = optimizer_step_bytes(self.step.graph, optimizer)
+            step_bytes = self.step.optimizer_step_bytes(optimizer)
             if step_bytes * self.fragmentation_ratio(optimizer) <= self.usable_bytes:
                 yield optimizer
             if self.is_usable(self.step.memory(optimizer)):
@@ -211,9 +213,7 @@ class FitQuestion:
     def reason_of_optimizers(self) -> str:
         """Return why `optimizers_to_combine` yields none."""
         names = (self.optimizer_name, *smaller_optimizers(self.optimizer_name))
-        sizes = {
-            name: optimizer_step_bytes(self.step.graph, self.step.optimizer(name)) for name in names
-        }
+        sizes = {name: self.step.optimizer_step_bytes(self.step.optimizer(name)) for name in names}
         name = min(sizes, key=lambda name: sizes[name])
         return (
             f"the step of {name} alone takes {format_bytes(sizes[name])}: parameters, gradients, "

@@ -203,6 +203,13 @@ class Client:
         accumulate: int = 1,
         keeps_gradients: bool = False,
         keeps_outputs: bool = False,
+        gpus: int = 1,
+        shard: str = "",
+        mixed_precision_param: str = "",
+        mixed_precision_reduce: str = "",
+        gradient_as_bucket_view: bool = False,
+        node_gpus: int = 8,
+        network: float | None = None,
         time_limit: float | None = None,
         progress: ProgressCallback | None = None,
         cancel: Cancel | None = None,
@@ -212,8 +219,9 @@ class Client:
 
         `device` is a GPU with a data sheet, by default the trace's. Batch and length are the
         trace's, so smaller batches are not among the options; `batch` only names the size in the
-        answer. `checkpoint="as written"` means the checkpoints in the code of the traced model. The
-        search for plans ends after `time_limit` seconds, by default 60.
+        answer. `checkpoint="as written"` means the checkpoints in the code of the traced model.
+        With `mixed_precision_param` the trace is of a model in that dtype. The search for plans
+        ends after `time_limit` seconds, by default 60.
         """
         if not isinstance(trace, Trace):
             remedy = 'pass remat.trace(model, inputs, device="h100")'
@@ -221,7 +229,19 @@ class Client:
         check_optimizer(optimizer)
         memory_bytes = None if memory is None else parse_memory(memory)
         check_batch(batch)
-        loop = LoopOptions(checkpoint, accumulate, keeps_gradients, keeps_outputs)
+        loop = LoopOptions(
+            checkpoint,
+            accumulate,
+            keeps_gradients,
+            keeps_outputs,
+            gpus=gpus,
+            shard=shard,
+            mixed_precision_param=mixed_precision_param,
+            mixed_precision_reduce=mixed_precision_reduce,
+            gradient_as_bucket_view=gradient_as_bucket_view,
+            node_gpus=node_gpus,
+            network=network,
+        )
         request = _checked_record(
             wire.FitRequest,
             trace=trace,

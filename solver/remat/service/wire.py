@@ -7,6 +7,7 @@ has a plan and a `Program`. Errors are RFC 9457 problem documents, whose `type` 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Annotated, Any, Literal, Self, cast
 
 from pydantic import (
@@ -24,12 +25,13 @@ from remat import errors
 from remat.costs.devices import DEVICES, Link
 from remat.costs.optimizer_memory import OPTIMIZERS, check_optimizer
 from remat.costs.roofline import Roofline
+from remat.costs.sharding import MAX_GPUS
 from remat.documents.base import Record, check_header
 from remat.documents.plan import GraphRecord, PlanDocument
 from remat.documents.program import Program
 from remat.documents.trace import Trace
 from remat.fitting.answer import GPUS, gpu_name
-from remat.fitting.eager import AS_WRITTEN, check_checkpoint
+from remat.fitting.eager import AS_WRITTEN
 from remat.fitting.question import MAX_ACCUMULATE, LoopOptions
 from remat.graph import Graph
 from remat.limits.budget import Budget
@@ -43,6 +45,7 @@ from remat.plan_options import (
     read_options,
 )
 from remat.report.fit import Fit
+from remat.report.sharded_memory import check_mixed_precision
 from remat.strategies.auto import Auto
 from remat.strategies.base import Strategy
 from remat.strategies.registry import from_data, json_schema, to_data
@@ -345,6 +348,21 @@ class FitRequest(Record):
     """True if gradients stay in memory: `zero_grad(set_to_none=False)`."""
     keeps_outputs: bool = False
     """True if the outputs of a step stay in memory until the next forward returns."""
+    gpus: Annotated[int, Field(ge=1, le=MAX_GPUS)] = 1
+    """The GPUs that share the loop, each with a batch of the trace's size."""
+    shard: Annotated[str, Field(max_length=20)] = ""
+    """The kind of shards of several GPUs: "full" (the default), "grad-op", "optimizer",
+    "hybrid:4", or "none" (DDP)."""
+    mixed_precision_param: Literal["", "bfloat16", "float16"] = ""
+    """The dtype of the trace's parameters, if their shards are float32 (FSDP2)."""
+    mixed_precision_reduce: Literal["", "float32", "bfloat16", "float16"] = ""
+    """The dtype of the reduction of gradients, by default float32."""
+    gradient_as_bucket_view: bool = False
+    """True if gradients are views of DDP's buckets."""
+    node_gpus: Annotated[int, Field(ge=1, le=MAX_GPUS)] = 8
+    """The GPUs of a node."""
+    network: Annotated[float, Field(gt=0)] | None = None
+    """The bytes per second that each GPU has of its node's network; by default by the GPU."""
     time_limit: Annotated[float, Field(gt=0)] | None = None
     """The seconds after which the search for plans ends, at most the limit of the service; by
     default 60, or that limit if it is less."""
@@ -355,7 +373,7 @@ class FitRequest(Record):
         try:
             check_optimizer(self.optimizer)
             gpu_name(self.trace, self.gpu)
-            check_checkpoint(self.checkpoint)
+            check_mixed_precision(self.trace, self.loop)
         except errors.RematError as error:
             raise ValueError(str(error)) from None
         return self
@@ -363,9 +381,7 @@ class FitRequest(Record):
     @property
     def loop(self) -> LoopOptions:
         """The options of the training loop."""
-        return LoopOptions(
-            self.checkpoint, self.accumulate, self.keeps_gradients, self.keeps_outputs
-        )
+        return LoopOptions(**{f.name: getattr(self, f.name) for f in fields(LoopOptions)})
 
     @property
     def needs_measurement(self) -> bool:

@@ -163,6 +163,17 @@ def test_a_training_loop_fits_or_has_options() -> None:
     assert any("batches of" in name for name in names)
 
 
+def test_a_loop_of_several_gpus() -> None:
+    shards = ("--gpus", 16, "--shard", "hybrid:8", "--mixed-precision-param", "bfloat16")
+    answer = quick("fit", *GPT2, "--device", "h100", *shards, "--network", "25e9", "--json").answer
+    assert answer["sharding"]["gpus"] == 16
+    assert answer["sharding"]["network"] == 25e9
+    assert 0 < answer["communication_s"] < answer["step_s"]
+    ended = quick("fit", *GPT2, "--device", "h100", "--gpus", 8, "--shard", "zero3")
+    assert ended.code == 2
+    assert "the shard is 'zero3'; pass 'full', 'grad-op', 'optimizer', 'hybrid:4'" in ended.err
+
+
 @pytest.mark.slow
 def test_estimates_are_available_for_an_absent_gpu(tmp_path: Path) -> None:
     output = tmp_path / "h100.json.gz"

@@ -75,6 +75,15 @@ def test_the_client_returns_the_librarys_answer(server: Server) -> None:
             fit.describe()
             == remat.fit(model, (x,), device="h100", memory="1GiB", batch=2048).describe()
         )
+        shards: dict[str, Any] = {"gpus": 16, "shard": "hybrid:8", "network": 1e9}
+        assert (
+            client.fit(trace, memory="1GiB", **shards).describe()
+            == remat.fit(model, (x,), device="h100", memory="1GiB", **shards).describe()
+        )
+        with pytest.raises(remat.RematError, match="the shard is 'zero3'; pass 'full'"):
+            client.fit(trace, gpus=8, shard="zero3")
+        with pytest.raises(remat.RematError, match="trace the model in the dtype"):
+            client.fit(trace, gpus=8, mixed_precision_param="bfloat16")
         assert client.fit(trace, device="a100").device == "a100"
         with pytest.raises(remat.RematError, match="the GPU 'h1000' has no data sheet"):
             client.fit(trace, device="h1000")

@@ -41,7 +41,14 @@ function loopText(fit) {
     fit.accumulate > 1 && `, gradients of ${fit.accumulate} batches accumulated`,
     fit.keeps_gradients && ", gradients never freed",
     fit.keeps_outputs && ", outputs live until the next ones exist",
+    fit.sharding.gpus > 1 && `; ${fit.sharding.gpus} GPUs, ${shardText(fit.sharding)}, of this ` +
+      `${seconds(fit.communication_s)} communication`,
   ].filter(Boolean).join("");
+}
+
+function shardText({ shard, mixed_precision_param: param }) {
+  const name = { none: "DDP", optimizer: "ZeroRedundancyOptimizer" }[shard] ?? `fully_shard (${shard || "full"})`;
+  return param ? `${name}, float32 shards with ${param} compute` : name;
 }
 
 const figure = (name, value, more) =>

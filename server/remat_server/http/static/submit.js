@@ -104,6 +104,21 @@ function readForm() {
   return requestText(chosenDocument, budgets(), { strategy, costs });
 }
 
+/** Return the fields of several GPUs; none for one. */
+function readShards() {
+  const gpus = optionalNumber("gpus", "The number of GPUs is a whole number, such as 8.");
+  if (gpus === undefined || gpus === 1) return {};
+  const [shard, views] = byId("shard").value.split(" ");
+  const [param, reduce] = byId("mixed").value.split(" ");
+  return {
+    gpus,
+    shard: shard === "hybrid" ? `hybrid:${number("group", "The GPUs of a group are a whole number, such as 8.")}` : shard,
+    gradient_as_bucket_view: views === "views" || undefined,
+    mixed_precision_param: param || undefined,
+    mixed_precision_reduce: reduce,
+  };
+}
+
 function readFitForm() {
   if (chosenDocument.kind !== "trace") throw fieldError("file", "A bare graph has no parameters: choose a trace.");
   const gibibytes = optionalNumber("usable", "The usable memory is in GiB, such as 75.");
@@ -116,6 +131,7 @@ function readFitForm() {
     accumulate: optionalNumber("accumulate", "The number of accumulated batches is a whole number, such as 8."),
     keeps_gradients: byId("gradients").value === "kept" || undefined,
     keeps_outputs: byId("outputs").value === "kept" || undefined,
+    ...readShards(),
   });
 }
 

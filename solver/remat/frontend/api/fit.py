@@ -38,6 +38,7 @@ from remat.frontend.capture.model.values import package_of
 from remat.frontend.capture.model.wrapped_code import selective_policies_run
 from remat.frontend.capture.trace import trace as capture
 from remat.frontend.common.garbage_collection import older_objects_not_collected
+from remat.frontend.common.mixed_precision import parameters_cast
 from remat.frontend.common.target_gpu import DEFAULT_GPU, find_target_gpu, is_default_gpu
 from remat.frontend.costs.operation_costs import with_measured_convolutions
 from remat.frontend.memory.device_memory import free_bytes
@@ -73,6 +74,13 @@ def fit(
     accumulate: int = 1,
     keeps_gradients: bool = False,
     keeps_outputs: bool = False,
+    gpus: int = 1,
+    shard: str = "",
+    mixed_precision_param: str = "",
+    mixed_precision_reduce: str = "",
+    gradient_as_bucket_view: bool = False,
+    node_gpus: int = 8,
+    network: float | None = None,
     strategy: Strategy | None = None,
     time_limit: float = DEFAULT_LIMIT_S,
     progress: ProgressCallback | None = None,
@@ -100,6 +108,12 @@ def fit(
     a step are in memory until the next forward returns, as with `outputs = model(...)` in a loop
     without `del outputs`.
 
+    With `gpus=8` the answer is for one of 8 GPUs, each with a batch of this size; `shard` and the
+    arguments below it are the fields of `remat.costs.sharding.Sharding`: FSDP2 ("full", "grad-op",
+    "hybrid:4"), DDP ("none") or DDP with a sharded optimizer ("optimizer").
+    `mixed_precision_param="bfloat16"` has shards in float32, and computes with parameters and
+    inputs in bfloat16, whatever the dtype of the model's parameters.
+
     `batch` is the batch size of the example inputs, and `with_batch(n)` returns the model and its
     call for another one, as the function of `remat.max_batch` does: with both, a smaller batch with
     accumulated gradients is an option, too.
@@ -119,7 +133,19 @@ def fit(
     check_optimizer(optimizer)
     memory_bytes = None if memory is None else parse_memory(memory)
     check_batch(batch)
-    loop = LoopOptions(checkpoint, accumulate, keeps_gradients, keeps_outputs)
+    loop = LoopOptions(
+        checkpoint,
+        accumulate,
+        keeps_gradients,
+        keeps_outputs,
+        gpus=gpus,
+        shard=shard,
+        mixed_precision_param=mixed_precision_param,
+        mixed_precision_reduce=mixed_precision_reduce,
+        gradient_as_bucket_view=gradient_as_bucket_view,
+        node_gpus=node_gpus,
+        network=network,
+    )
     check_time_limit(time_limit)
     distribution = None if lengths is None else LengthDistribution.of(lengths)
     policy_notes: list[str] = []
@@ -127,16 +153,17 @@ def fit(
     def traced(call: ModelFnResult, *, accumulates: bool = False) -> Trace:
         called_model, args, kwargs = parse_model_fn_result(call)
         options = {"differentiate": differentiate, "device": device, "outputs": outputs}
-        with selective_policies_run() as context_functions:
-            try:
+        with parameters_cast(called_model, mixed_precision_param):
+            with selective_policies_run() as context_functions:
+                try:
+                    trace = capture(called_model, args, kwargs, **options)
+                except TraceError:
+                    if not context_functions:
+                        raise
+                    trace = None  # perhaps for a policy that counts its calls, or reads values
+            if trace is None:
                 trace = capture(called_model, args, kwargs, **options)
-            except TraceError:
-                if not context_functions:
-                    raise
-                trace = None  # perhaps for a policy that counts its calls, or reads values
-        if trace is None:
-            trace = capture(called_model, args, kwargs, **options)
-            policy_notes[:] = [_POLICY_NOTE] if checkpoint == AS_WRITTEN else []
+                policy_notes[:] = [_POLICY_NOTE] if checkpoint == AS_WRITTEN else []
         trace = with_gradient_accumulation(trace) if accumulates else loop.with_gradients(trace)
         trace = with_roofline_costs(trace, roofline_for_trace(trace))
         if _runs_on_local_gpu(trace, device):
@@ -149,7 +176,7 @@ def fit(
     if distribution is not None:
         with_length = _checked_with_length(distribution, with_length, trace)
     question = FitQuestion(
-        EagerStep.of(trace, checkpoint),
+        EagerStep.of(trace, checkpoint, loop),
         optimizer,
         _reservable_bytes(trace, model, device) if memory_bytes is None else memory_bytes,
         roofline_for_trace(trace),
@@ -175,7 +202,7 @@ def fit(
     def question_of_length(length: int) -> FitQuestion:
         stage = f"length {length:,}"
         report_stage(progress, stage, clock)
-        step = EagerStep.of(traced(with_length(length)), checkpoint)
+        step = EagerStep.of(traced(with_length(length)), checkpoint, loop)
         return replace(
             question,
             step=step,
