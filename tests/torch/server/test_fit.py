@@ -78,8 +78,8 @@ def test_the_client_returns_the_librarys_answer(server: Server) -> None:
         assert client.fit(trace, device="a100").device == "a100"
         with pytest.raises(remat.RematError, match="the GPU 'h1000' has no data sheet"):
             client.fit(trace, device="h1000")
-        with pytest.raises(remat.RematError, match="the memory of the optimizer 'lion'"):
-            client.fit(trace, optimizer="lion")
+        with pytest.raises(remat.RematError, match="the memory of the optimizer 'lamb'"):
+            client.fit(trace, optimizer="lamb")
         with pytest.raises(BudgetError, match="the memory is '0'"):
             client.fit(trace, memory=0)
         with pytest.raises(remat.RematError, match="accepts up to 3600 s"):
@@ -124,8 +124,8 @@ def test_solves_for_plans_report_progress(monkeypatch: pytest.MonkeyPatch) -> No
     assert any(message.is_incumbent for message in messages)
     stages = list(dict.fromkeys(message.progress.stage for message in messages))
     assert stages[0] == "memory of the step"
-    numbers = [re.match(r"option (\d) of 8: ", stage) for stage in stages[1:]]
-    assert [number and number[1] for number in numbers] == [*"12345678"]
+    numbers = [re.match(r"option (\d) of 9: ", stage) for stage in stages[1:]]
+    assert [number and number[1] for number in numbers] == [*"123456789"]
 
 
 def test_no_solve_starts_after_the_time_limit() -> None:
@@ -177,7 +177,7 @@ def test_a_dry_run_has_the_sizes(http: httpx2.Client) -> None:
     ("fields", "message"),
     [
         ({"trace": "cpu"}, "trace for one, which need not be here: remat.trace"),
-        ({"optimizer": "lion"}, "the memory of the optimizer 'lion' is not known"),
+        ({"optimizer": "lamb"}, "the memory of the optimizer 'lamb' is not known"),
         ({"gpu": "h1000"}, "the GPU 'h1000' has no data sheet"),
         ({"gpu": "mi300x"}, "the GPU 'mi300x' has no data sheet"),
         ({"memory_bytes": 0}, "memory_bytes"),
