@@ -37,6 +37,8 @@ def optimizer_options(question: FitQuestion) -> Iterator[FitOption]:
         memory = step.memory(optimizer)
         if memory.reserved_bytes < present.reserved_bytes:
             note = "its moments are rounded to 8 bits" if name.endswith("8bit") else ""
+            if "paged" in name:
+                note += ", in unified memory: to move them to the host and back takes time"
             code = f"optimizer = {optimizer.code}"
             yield question.option(f"optimizer {name}", memory, step.time_s, code, note)
 
