@@ -141,7 +141,8 @@ def sweep(
     Without `budgets`: 100%, 95%, ... of the peak without recomputation, down to the smallest
     feasible. Infeasible budgets are omitted. Each solve starts from the plan for the next smaller
     budget, so cost never rises with the budget. `on_plan` is called with each plan as soon as it is
-    solved. Once `cancel` is set, the remaining budgets are omitted.
+    solved, and with a second plan for a budget if a smaller one turns out to have a faster plan.
+    Once `cancel` is set, the remaining budgets are omitted.
     """
     check_graph("sweep", graph)
     check_budgets("sweep", budgets)
@@ -169,11 +170,13 @@ def sweep(
                 continue
             if size is None:
                 smallest_bytes = peak_and_time(graph, smallest[-1])[0]
-            larger = plans[len(smaller) :]
-            larger = [p if p.time_s <= plan.time_s else _with_schedule_of(p, plan) for p in larger]
+            solved = plans[len(smaller) :]
+            larger = [p if p.time_s <= plan.time_s else _with_schedule_of(p, plan) for p in solved]
             plans = [*smaller, plan, *larger]
             if on_plan is not None:
-                on_plan(plan)
+                changed = (new for new, old in zip(larger, solved, strict=True) if new is not old)
+                for report in (plan, *changed):
+                    on_plan(report)
     return plans
 
 

@@ -15,8 +15,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import prod
+from typing import cast
 
-from remat.costs.layouts import HALF_DTYPES, is_contiguous
+from remat.costs.layouts import HALF_DTYPES, is_contiguous, item_bytes
 from remat.documents.records import Node, TensorMeta
 
 ELEMENTS_PER_S = 2.5e9
@@ -130,11 +131,15 @@ def launch_count(node: Node, metas: Mapping[str, TensorMeta]) -> int:
 
 def reread_bytes(node: Node, metas: Mapping[str, TensorMeta], size_bytes: int) -> int:
     """Return the bytes that a softmax reads more than once, for a first operand of `size_bytes`; 0
-    for other operations, and for short rows.
+    for short rows, and for nearly all other operations.
 
     With rows above `CACHED_ROW_BYTES`, the forward reads its operand three times (maximum, sum,
-    result), and the backward the gradient twice.
+    result), and the backward the gradient twice. Products with weights in 4 bits write and read the
+    dequantized weight.
     """
+    if operation_name(node) == "gemm_4bit":
+        item = item_bytes(metas[node.operand_names[0]].dtype)
+        return 2 * item * prod(cast("Sequence[int]", node.args[2]))
     times = REREADS.get(operation_name(node), 0)
     if not times:
         return 0

@@ -81,6 +81,8 @@ class DeviceSpec:
     device without CUDA."""
     link: Link = PCIE_4
     """The link to the host."""
+    source: str = ""
+    """The publication that has these figures; "" for a device without one."""
 
     @property
     def multiprocessor_threads(self) -> int:
@@ -136,74 +138,95 @@ _LINKS = {
 }
 """The links to the host of devices that have another one than PCIe 4."""
 
+_SOURCES = {
+    "v100": "NVIDIA V100 SXM2 data sheet, 2020",
+    "v100-16gb": "NVIDIA V100 SXM2 data sheet, 2020",
+    "t4": "NVIDIA T4 data sheet, 2019",
+    "a100": "NVIDIA A100 80GB SXM data sheet, 2021",
+    "a100-40gb": "NVIDIA A100 40GB SXM data sheet, 2020",
+    "a30": "NVIDIA A30 data sheet, 2022",
+    "a10": "NVIDIA A10 data sheet, 2021",
+    "a10g": "NVIDIA A10G product brief",
+    "a40": "NVIDIA A40 data sheet, 2021",
+    "rtxa6000": "NVIDIA RTX A6000 data sheet, 2020",
+    "rtx3090": "NVIDIA Ampere GA102 white paper",
+    "rtx3090-ti": "NVIDIA Ampere GA102 white paper",
+    "l4": "NVIDIA L4 data sheet, 2023",
+    "l40": "NVIDIA L40 data sheet, 2023",
+    "rtx6000-ada": "NVIDIA RTX 6000 Ada data sheet, 2023",
+    "l40s": "NVIDIA L40S data sheet, 2023",
+    "rtx4090": "NVIDIA Ada white paper",
+    "rtx4080": "cores and boost clock, with the ratios of the RTX 4090",
+    "rtx4070-ti-super": "cores and boost clock, with the ratios of the RTX 4090",
+    "rtx4070-ti": "cores and boost clock, with the ratios of the RTX 4090",
+    "rtx4070": "cores and boost clock, with the ratios of the RTX 4090",
+    "rtx5090": "NVIDIA RTX Blackwell white paper",
+    "rtx5080": "NVIDIA RTX Blackwell white paper",
+    "rtx5070-ti": "NVIDIA RTX Blackwell white paper",
+    "rtx5070": "cores and boost clock, with the ratios of the RTX 5090",
+    "h20": "NVIDIA H20 data sheet, 2023",
+    "h100": "NVIDIA H100 SXM data sheet",
+    "h100-pcie": "NVIDIA H100 PCIe data sheet",
+    "h200": "NVIDIA H200 SXM data sheet",
+    "gh200": "NVIDIA GH200 data sheet",
+    "b200": "NVIDIA HGX B200 data sheet",
+    "mi250": "AMD Instinct MI250 data sheet, 2021",
+    "mi300x": "AMD Instinct MI300X data sheet",
+}
+"""The sources of rates and memory."""
+
 DEVICES: dict[str, DeviceSpec] = {
     device.name: replace(
         device,
         capability=capability,
         multiprocessors=multiprocessors,
         link=_LINKS.get(device.name, PCIE_4),
+        source=_SOURCES.get(device.name, ""),
     )
     for device in (
-        # NVIDIA V100 SXM2 data sheet, January 2020. No bfloat16 units: torch emulates it.
+        # No bfloat16 units: torch emulates it.
         DeviceSpec("v100", 125 * _T, 15.7 * _T, 15.7 * _T, 7.8 * _T, 0.9 * _T, 32 * _GIB),
         DeviceSpec("v100-16gb", 125 * _T, 15.7 * _T, 15.7 * _T, 7.8 * _T, 0.9 * _T, 16 * _GIB),
-        # NVIDIA T4 data sheet, March 2019.
         DeviceSpec("t4", 65 * _T, 8.1 * _T, 8.1 * _T, 0.25 * _T, 0.32 * _T, 15360 * _MIB),
-        # NVIDIA A100 80GB SXM data sheet, June 2021; FP64 without tensor cores.
+        # FP64 without tensor cores.
         DeviceSpec("a100", 312 * _T, 156 * _T, 19.5 * _T, 9.7 * _T, 2.039 * _T, 80 * _GIB),
-        # NVIDIA A100 40GB SXM data sheet, 2020.
         DeviceSpec("a100-40gb", 312 * _T, 156 * _T, 19.5 * _T, 9.7 * _T, 1.555 * _T, 40 * _GIB),
-        # NVIDIA A30 data sheet, 2022; FP64 without tensor cores.
         DeviceSpec("a30", 165 * _T, 82 * _T, 10.3 * _T, 5.2 * _T, 0.933 * _T, 24 * _GIB),
-        # NVIDIA A10 data sheet, 2021; the A10G of AWS, NVIDIA A10G product brief.
         DeviceSpec("a10", 125 * _T, 62.5 * _T, 31.2 * _T, 0.98 * _T, 0.6 * _T, 23028 * _MIB),
         DeviceSpec("a10g", 70 * _T, 35 * _T, 35 * _T, 0.98 * _T, 0.6 * _T, 23028 * _MIB),
-        # NVIDIA A40 data sheet, 2021, and NVIDIA RTX A6000 data sheet, 2020.
         DeviceSpec("a40", 149.7 * _T, 74.8 * _T, 37.4 * _T, 0.58 * _T, 0.696 * _T, 46068 * _MIB),
         DeviceSpec("rtxa6000", 154.8 * _T, 77.4 * _T, 38.7 * _T, 0.6 * _T, 0.768 * _T, 48 * _GIB),
-        # NVIDIA Ampere GA102 GPU architecture white paper, appendix A: FP16 with FP32 accumulate.
+        # White papers, appendix A: FP16 with FP32 accumulate.
         DeviceSpec("rtx3090", 71 * _T, 35.6 * _T, 35.6 * _T, 0.56 * _T, 0.936 * _T, 24 * _GIB),
         DeviceSpec("rtx3090-ti", 80 * _T, 40 * _T, 40 * _T, 0.63 * _T, 1.008 * _T, 24 * _GIB),
-        # NVIDIA L4 data sheet, 2023 (its tensor core rates are with sparsity: halved here).
+        # Tensor core rates of these data sheets are with sparsity: halved here.
         DeviceSpec("l4", 121 * _T, 60 * _T, 30.3 * _T, 0.47 * _T, 0.3 * _T, 23034 * _MIB),
-        # NVIDIA L40 data sheet, 2023, and NVIDIA RTX 6000 Ada Generation data sheet, 2023 (with
-        # sparsity: halved here).
         DeviceSpec("l40", 181 * _T, 90.5 * _T, 90.5 * _T, 1.4 * _T, 0.864 * _T, 46068 * _MIB),
         DeviceSpec(
             "rtx6000-ada", 364.2 * _T, 182.1 * _T, 91.1 * _T, 1.4 * _T, 0.96 * _T, 48 * _GIB
         ),
-        # NVIDIA L40S data sheet, 2023.
         DeviceSpec("l40s", 362 * _T, 183 * _T, 91.6 * _T, 1.4 * _T, 0.864 * _T, 46068 * _MIB),
-        # NVIDIA Ada GPU architecture white paper, appendix A: FP16 with FP32 accumulate.
         DeviceSpec("rtx4090", 165.2 * _T, 82.6 * _T, 82.6 * _T, 1.29 * _T, 1.008 * _T, 24 * _GIB),
-        # Other boards: computed from their cores and boost clocks, with the ratios of the RTX 4090.
         DeviceSpec("rtx4080", 97.5 * _T, 48.7 * _T, 48.7 * _T, 0.76 * _T, 0.717 * _T, 16 * _GIB),
         DeviceSpec(
             "rtx4070-ti-super", 88.2 * _T, 44.1 * _T, 44.1 * _T, 0.69 * _T, 0.672 * _T, 16 * _GIB
         ),
         DeviceSpec("rtx4070-ti", 80.2 * _T, 40.1 * _T, 40.1 * _T, 0.63 * _T, 0.504 * _T, 12 * _GIB),
         DeviceSpec("rtx4070", 58.3 * _T, 29.1 * _T, 29.1 * _T, 0.46 * _T, 0.504 * _T, 12 * _GIB),
-        # NVIDIA RTX Blackwell GPU architecture white paper, appendix A: FP16 with FP32 accumulate;
-        # the RTX 5070 from its cores and boost clock.
         DeviceSpec("rtx5090", 209.5 * _T, 104.8 * _T, 104.8 * _T, 1.64 * _T, 1.792 * _T, 32 * _GIB),
         DeviceSpec("rtx5080", 112.6 * _T, 56.3 * _T, 56.3 * _T, 0.88 * _T, 0.96 * _T, 16 * _GIB),
         DeviceSpec("rtx5070-ti", 87.9 * _T, 43.9 * _T, 43.9 * _T, 0.69 * _T, 0.896 * _T, 16 * _GIB),
         DeviceSpec("rtx5070", 61.7 * _T, 30.9 * _T, 30.9 * _T, 0.48 * _T, 0.672 * _T, 12 * _GIB),
-        # NVIDIA H20 data sheet, 2023.
         DeviceSpec("h20", 148 * _T, 74 * _T, 44 * _T, 1 * _T, 4.0 * _T, 97871 * _MIB),
-        # NVIDIA H100 SXM data sheet (tensor core rates there are with sparsity: halved here).
+        # Tensor core rates of these data sheets are with sparsity: halved here.
         DeviceSpec("h100", 989.4 * _T, 494.7 * _T, 67 * _T, 34 * _T, 3.35 * _T, 80 * _GIB),
-        # NVIDIA H100 PCIe data sheet, halved as well.
         DeviceSpec("h100-pcie", 756 * _T, 378 * _T, 51 * _T, 26 * _T, 2.0 * _T, 80 * _GIB),
-        # NVIDIA H200 SXM data sheet: H100's rates, 141 GB at 4.8 TB/s.
         DeviceSpec("h200", 989.4 * _T, 494.7 * _T, 67 * _T, 34 * _T, 4.8 * _T, 143771 * _MIB),
-        # NVIDIA GH200 data sheet: H100's rates, 96 GB of HBM3 at 4.0 TB/s.
         DeviceSpec("gh200", 989.4 * _T, 494.7 * _T, 67 * _T, 34 * _T, 4.0 * _T, 97871 * _MIB),
-        # NVIDIA HGX B200 data sheet, per GPU, dense.
         DeviceSpec("b200", 2250 * _T, 1100 * _T, 75 * _T, 37 * _T, 8.0 * _T, 183359 * _MIB),
-        # AMD Instinct MI250 data sheet, 2021: one of its two dies, which torch sees as a device.
+        # One of its two dies, which torch sees as a device.
         DeviceSpec("mi250", 181 * _T, 45.3 * _T, 22.6 * _T, 22.6 * _T, 1.638 * _T, 64 * _GIB),
-        # AMD Instinct MI300X data sheet: vector rates for FP32 and FP64.
+        # Vector rates for FP32 and FP64.
         DeviceSpec("mi300x", 1307.4 * _T, 653.7 * _T, 163.4 * _T, 81.7 * _T, 5.3 * _T, 192 * _GIB),
         # No data sheet: eight cores with AVX2 at 2.5 GHz (8 x 32 FLOP a cycle), two DDR4 channels.
         DeviceSpec("cpu", 0.64 * _T, 0.64 * _T, 0.64 * _T, 0.32 * _T, 0.04 * _T, 32 * _GIB, 2e-6),

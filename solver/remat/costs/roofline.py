@@ -103,6 +103,12 @@ def _repeated_integers(argument: object, count: int) -> list[int]:
     return integers if len(integers) == count else integers * count
 
 
+def _transposed_flops(args: Sequence[object]) -> int:
+    """Return the FLOPs of a product with a weight (out, in), whose shape is an argument."""
+    weight = args[2] if isinstance(args[2], (list, tuple)) else _argument_shape(args[1])
+    return 2 * prod(_argument_shape(args[0])) * int(weight[0])  # type: ignore[arg-type]
+
+
 def _convolution_flops(args: Sequence[object]) -> int:
     """Return the FLOPs of `aten.convolution`."""
     transposed = bool(args[6])
@@ -170,6 +176,8 @@ _FORMULAS: dict[str, Callable[[Sequence[object]], int]] = {
     "aten.mv": _matrix_vector_flops,
     "aten.dot": _matrix_vector_flops,
     "aten.linear": _linear_flops,
+    "bitsandbytes.gemm_4bit": _transposed_flops,
+    "bitsandbytes.int8_scaled_mm": _transposed_flops,
     "aten.convolution": _convolution_flops,
     "aten._convolution": _convolution_flops,
     "aten.convolution_backward": _convolution_backward_flops,

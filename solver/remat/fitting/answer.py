@@ -20,6 +20,7 @@ from remat.costs.trace_costs import with_roofline_costs
 from remat.documents.arguments import Ref
 from remat.documents.trace import Node, Trace, convolution_nodes
 from remat.errors import RematError
+from remat.fitting.combined import adapter_options, smaller_batch_options
 from remat.fitting.eager import EagerStep
 from remat.fitting.options import (
     checkpoint_options,
@@ -28,7 +29,6 @@ from remat.fitting.options import (
     released_output_options,
     segment_options,
     sharding_options,
-    smaller_batch_options,
 )
 from remat.fitting.plans import loss_only_options, plan_options
 from remat.fitting.question import (
@@ -55,10 +55,11 @@ _OPTION_KINDS: dict[_OptionKind, str] = {
     checkpoint_options: "checkpoints",
     smaller_batch_options: "smaller batches",
     sharding_options: "several GPUs",
+    adapter_options: "adapters",
 }
 """Kinds of options and their titles, the one that is simplest to apply first."""
 
-_SLOW_OPTION_KINDS = (smaller_batch_options, plan_options, loss_only_options)
+_SLOW_OPTION_KINDS = (smaller_batch_options, plan_options, loss_only_options, adapter_options)
 """Kinds of options that trace or solve, and are the last, in this order."""
 
 _DEADLINE_NOTE = (
@@ -95,7 +96,18 @@ def answer_question(question: FitQuestion, notes: Sequence[str] = ()) -> Fit:
             *(deadline_notes if question.clock.is_set() and not is_usable else ()),
         ),
         excluded=excluded,
+        assumptions=(*_device_assumptions(question), *question.assumptions),
     )
+
+
+def _device_assumptions(question: FitQuestion) -> Iterator[str]:
+    """Yield the source of the GPU's figures, and the version of torch; nothing for a CPU."""
+    trace = question.step.trace
+    if is_on_cuda(trace):
+        device = question.roofline.device
+        yield device.source or f"rates of {device.name}"
+        if trace.environment.torch:
+            yield f"torch {trace.environment.torch.partition('+')[0]}"
 
 
 def search_options(

@@ -75,14 +75,14 @@ class EagerStep:
     def of(cls, trace: Trace, checkpoint: str = AS_WRITTEN) -> EagerStep:
         """Return the step of a trace with costs. Raises the errors of `_checkpointed_regions`."""
         eager_trace = with_eager_masks(trace)
-        plain = eager_graph(eager_trace)
         regions = _checkpointed_regions(trace, checkpoint)
+        plain = eager_graph(eager_trace, regions=regions)
         if not regions:
             return cls(trace, eager_trace, plain, Schedule.keep_all(plain), checkpoint)
         borders = segment_borders(plain, regions)
         saved = set(_saved_values(trace, plain, regions, checkpoint))
         computed = {v for ops in regions for op in ops for v in plain.operations[op].outputs}
-        graph = eager_graph(eager_trace, unpacked=computed - borders)
+        graph = eager_graph(eager_trace, unpacked=computed - borders, regions=regions)
         backward = eager_backward_order(graph)
         schedule = checkpoint_segments(graph, regions, borders | saved, backward)
         graph = _with_retained_values(graph, regions, borders, saved, backward)

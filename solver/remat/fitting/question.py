@@ -141,9 +141,11 @@ class FitQuestion:
     """A step, the name of its optimizer, and the bytes that torch's allocator may reserve.
 
     `roofline` gives costs to pieces of operations. `trace_of_batch` returns the trace with costs of
-    another batch size, which accumulates its gradients; `batch` is the present size. They may be
-    unknown. Once the `clock` is set, options that trace or solve are left out; `progress` reports
-    the stages of the answer, and the solves for plans.
+    another batch size, which accumulates its gradients; `batch` is the present size.
+    `trace_with_adapters` returns the trace with costs for options `lora` and `quantize`. They may
+    be unknown. Once the `clock` is set, options that trace or solve are left out; `progress`
+    reports the stages of the answer, and the solves for plans. `assumptions` are those of the trace
+    that the answer names.
     """
 
     step: EagerStep
@@ -155,6 +157,8 @@ class FitQuestion:
     batch: int | None = None
     trace_of_batch: Callable[[int], Trace] | None = None
     loop: LoopOptions = PLAIN_LOOP
+    trace_with_adapters: Callable[[str, str], Trace] | None = None
+    assumptions: tuple[str, ...] = ()
     clock: Clock = field(default_factory=lambda: Clock.of(math.inf))
     progress: ProgressCallback | None = None
 

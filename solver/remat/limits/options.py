@@ -9,8 +9,10 @@ need not even have them in one piece. The loss itself is always in memory.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NoReturn
 
-from remat.errors import BudgetError, similar_names_hint
+from remat.errors import BudgetError, RematError, similar_names_hint
 from remat.limits.budget import Budget
 
 SPLIT_AUTO = "auto"
@@ -128,3 +130,62 @@ def parse_bytes(size: int | str, name: str, example: str) -> int:
     raise BudgetError(
         f'the {name} {str(size)[:80]!r} is not a number of bytes; pass bytes, such as "{example}"'
     )
+
+
+QUANTIZATIONS = ("nf4", "nf4-double", "fp4", "int8")
+"""Values of the option `quantize`: those of bitsandbytes; "nf4-double" has scales in 8 bits."""
+
+
+def check_quantization(quantize: str) -> None:
+    """Raise `RematError` for another quantization than those of `QUANTIZATIONS`."""
+    if quantize not in QUANTIZATIONS:
+        raise RematError(
+            f"quantize is {str(quantize)[:40]!r}; pass one of {', '.join(QUANTIZATIONS)}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class LoraOptions:
+    """LoRA adapters (Hu et al., 2021): two matrices of `rank` at each linear layer in `targets`,
+    which are names of layers, or "all-linear"."""
+
+    rank: int = 8
+    targets: tuple[str, ...] = ("all-linear",)
+    alpha: int = 16
+    dropout: float = 0.0
+    is_dora: bool = False
+
+    @classmethod
+    def parse(cls, text: str) -> LoraOptions:
+        """Return the options that a text names, such as "r=16,targets=q_proj+v_proj,alpha=32".
+        Raises `RematError`."""
+        options: dict[str, object] = {}
+        for part in text.split(","):
+            name, _, value = (item.strip() for item in part.partition("="))
+            try:
+                match name:
+                    case "r" | "alpha":
+                        options["rank" if name == "r" else name] = _integer_in(value, 1, 65536)
+                    case "targets":
+                        options["targets"] = tuple(filter(None, value.split("+"))) or _fail()
+                    case "dropout":
+                        options["dropout"] = float(value) if 0 <= float(value) < 1 else _fail()
+                    case "dora":
+                        options["is_dora"] = True if not value else _fail()
+                    case _:
+                        _fail()
+            except ValueError:
+                raise RematError(
+                    f"{part[:40]!r} is no option of LoRA; write r=16,targets=all-linear, with "
+                    "targets=q_proj+v_proj for some layers, and alpha=32, dropout=0.05 or dora"
+                ) from None
+        return cls(**options)  # type: ignore[arg-type]
+
+
+def _integer_in(text: str, smallest: int, largest: int) -> int:
+    number = int(text)
+    return number if smallest <= number <= largest else _fail()
+
+
+def _fail() -> NoReturn:
+    raise ValueError

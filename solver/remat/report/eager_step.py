@@ -7,7 +7,7 @@ gradients of a tensor in place where it can. On the CPU, dropout's masks are lar
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -51,10 +51,12 @@ def with_eager_masks(trace: Trace) -> Trace:
     return trace.replace(storage_bytes=tuple(storages))
 
 
-def eager_graph(trace: Trace, unpacked: Collection[int] = ()) -> Graph:
-    """Return the graph of a step as autograd frees its tensors, for schedules that run each
-    operation once. `unpacked` are the saved tensors that hooks of the step unpack, as the hooks of
-    `torch.utils.checkpoint` do."""
+def eager_graph(
+    trace: Trace, unpacked: Collection[int] = (), regions: Sequence[Sequence[int]] = ()
+) -> Graph:
+    """Return the graph of a step as Python and autograd free its tensors, for schedules that run
+    each operation once. `regions` are the operations of each checkpoint, and `unpacked` the saved
+    tensors that hooks of the step unpack, as the hooks of `torch.utils.checkpoint` do."""
     graph = trace.graph()
     # Eager mode overwrites arguments only where autograd adds gradients in place (below), and where
     # the model's code writes into a tensor.
@@ -65,7 +67,29 @@ def eager_graph(trace: Trace, unpacked: Collection[int] = ()) -> Graph:
     graph = _with_factors_retained_by_autograd(
         replace(graph, operations=operations), trace, unpacked
     )
-    return _with_gradients_added_in_place(graph, trace)
+    graph = _with_gradients_added_in_place(graph, trace)
+    return _with_held_tensors(graph, trace, regions)
+
+
+def _with_held_tensors(graph: Graph, trace: Trace, regions: Sequence[Sequence[int]]) -> Graph:
+    """Return the graph in which operations read what local variables and autograd hold while they
+    run. The forward of a checkpoint holds what it computes until it ends: not autograd."""
+    region_of = {op: region for region, ops in enumerate(regions) for op in ops}
+    value_of = value_of_storage(trace, graph)
+    operations = list(graph.operations)
+    for index, node in enumerate(trace.operations):
+        if node is None or not node.held:
+            continue
+        values = {value_of.get(trace.storage_of.get(name, -1)) for name in node.held}
+        held = {
+            v
+            for v in values
+            if v is not None and graph.producer[v] < index
+            if region_of.get(graph.producer[v]) == region_of.get(index)
+        }
+        inputs = held.union(operations[index].inputs)
+        operations[index] = replace(operations[index], inputs=tuple(sorted(inputs)))
+    return replace(graph, operations=tuple(operations))
 
 
 def value_of_storage(trace: Trace, graph: Graph) -> dict[int, int]:

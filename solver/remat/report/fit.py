@@ -69,8 +69,9 @@ class Fit(Described):
     the loop fits; the first one is the fastest that does. With batches of several lengths, all of
     this is that of the longest ones, and `lengths` are the lengths that fit in eager mode and with
     the best option. `notes` are what else to know about the answer, and `excluded` are options
-    that are impossible. `checkpoint`, `accumulate`, `keeps_gradients` and `keeps_outputs` are
-    the options of `remat.fit`, and `checkpoint_count` is the number of checkpoints of the loop.
+    that are impossible. `assumptions` are the versions and figures that the answer is for.
+    `checkpoint`, `accumulate`, `keeps_gradients` and `keeps_outputs` are the options of
+    `remat.fit`, and `checkpoint_count` is the number of checkpoints of the loop.
     """
 
     model: str
@@ -90,6 +91,7 @@ class Fit(Described):
     accumulate: int = 1
     keeps_gradients: bool = False
     keeps_outputs: bool = False
+    assumptions: tuple[str, ...] = ()
 
     @property
     def fits(self) -> bool:
@@ -120,6 +122,7 @@ class Fit(Described):
                 "time",
                 f"{format_seconds(self.step_s)} for forward and backward, by {self.cost_source}",
             ),
+            *(Fact("assumed", "; ".join(self.assumptions)) for _ in self.assumptions[:1]),
             *(Fact("note", note) for note in self.notes),
         ]
         excluded = "\n".join(f"no {option.name}: {option.reason}" for option in self.excluded)

@@ -178,7 +178,7 @@ PROMISES = {
 @pytest.mark.parametrize("name", PROMISES)
 def test_options_keep_their_promise(answer: Fit, name: str) -> None:
     """A loop with the code of the option has the predicted peak; with a plan, at most that."""
-    (promised,) = [o for o in answer.options if name in o.name]
+    (promised,) = [o for o in answer.options if re.match(rf"(\d+ )?{name}", o.name)]
     batches = re.match(r"(\d+) batches of (\d+)", promised.name)
     micro_batches, batch = map(int, batches.groups()) if batches else (1, BATCH)
     call = gpt2(batch)
@@ -343,9 +343,11 @@ def test_each_stage_is_reported() -> None:
         with_length=narrow_and_wide, strategy=Reporting(time_limit=0.1),
     )  # fmt: skip
     stages = list(dict.fromkeys(report.stage for report in reports))
-    assert stages[:3] == ["tracing", "memory of the step", "option 1 of 9: optimizers"]
+    stages = [re.sub(r"^(option )\d+ of \d+", r"\1N", stage) for stage in stages]
+    assert stages[:3] == ["tracing", "memory of the step", "option N: optimizers"]
     assert "length 500" in stages
-    assert {r.stage for r in reports if r.phase == "cost"} >= {"option 8 of 9: plan"}
+    of_solves = [r.stage for r in reports if r.phase == "cost"]
+    assert any(re.fullmatch(r"option \d+ of \d+: plan", stage) for stage in of_solves)
 
 
 @pytest.mark.slow

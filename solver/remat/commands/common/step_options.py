@@ -15,7 +15,7 @@ from remat.commands.common.plan_flags import check_plan_flag, plan_option_flag
 from remat.documents.base import parse_strict_json
 from remat.errors import DocumentError, RematError
 from remat.fitting.lengths import LengthDistribution
-from remat.limits.options import OUTPUTS_HELD
+from remat.limits.options import OUTPUTS_HELD, QUANTIZATIONS, LoraOptions, check_quantization
 
 if TYPE_CHECKING:
     from remat.commands.models.batches import BatchSizes
@@ -102,6 +102,25 @@ Tokens = Annotated[
         show_default=False,
     ),
 ]
+Lora = Annotated[
+    str | None,
+    typer.Option(
+        "--lora",
+        metavar="OPTIONS",
+        help="Train LoRA adapters of PEFT only: r=16,targets=all-linear, with "
+        "targets=q_proj+v_proj for some layers, and alpha=32, dropout=0.05 or dora.",
+        show_default=False,
+    ),
+]
+Quantize = Annotated[
+    str | None,
+    typer.Option(
+        "--quantize",
+        metavar="TYPE",
+        help=f"Quantize linear layers by bitsandbytes: {', '.join(QUANTIZATIONS)}.",
+        show_default=False,
+    ),
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +137,8 @@ class StepOptions:
     dtype: command_options.Dtype = None
     autocast: command_options.Autocast = None
     outputs: Annotated[str, plan_option_flag("outputs")] = OUTPUTS_HELD
+    lora: Lora = None
+    quantize: Quantize = None
 
     @property
     def is_configuration(self) -> bool:
@@ -145,6 +166,13 @@ class StepOptions:
         """Raise `UsageError` for wrong values, and for sizes of a batch that a function creates."""
         command_options.check_autocast(self.autocast)
         check_plan_flag("outputs", self.outputs)
+        try:
+            if self.lora is not None:
+                LoraOptions.parse(self.lora)
+            if self.quantize is not None:
+                check_quantization(self.quantize)
+        except RematError as error:
+            raise UsageError(str(error)) from error
         if not self.is_configuration:
             for name in ("batch", "tokens", "image"):
                 self.check_has_sizes(f"--{name}", getattr(self, name))
@@ -168,6 +196,8 @@ class StepOptions:
             device=device,
             dtype=self.dtype,
             seed=self.seed,
+            lora=self.lora,
+            quantize=self.quantize,
         )
 
 

@@ -18,7 +18,7 @@ import inspect
 import random
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy
@@ -29,6 +29,7 @@ from remat.commands.models.batches import BatchSizes
 from remat.commands.models.configurations import step_from_configuration, step_from_name
 from remat.commands.models.factories import step_from_factory
 from remat.errors import RematError, TraceError, one_line, similar_names_hint
+from remat.frontend.api.adapters import with_adapters
 from remat.frontend.capture.trace import normalise_inputs
 from remat.frontend.common.pytree import flatten, unflatten
 from remat.frontend.common.target_gpu import local_device
@@ -59,14 +60,17 @@ def load_training_step(
     device: str = "cpu",
     dtype: str | None = None,
     seed: int = 0,
+    lora: str | None = None,
+    quantize: str | None = None,
 ) -> TrainingStep:
     """Load the training step that `source` names: a factory, a configuration file or a model type.
 
     `sizes` and `overrides` ("n_layer=4", where the value is JSON or else text) apply to
     configurations, not to factories. Model and tensors are moved to `device` ("cpu", "cuda" or
     "meta"; "meta" allocates nothing even during construction), and floating-point tensors are cast
-    to `dtype` ("float32", "bfloat16", "float16"). `seed` seeds the random generators. Text that the
-    source prints goes to stderr.
+    to `dtype` ("float32", "bfloat16", "float16"). `seed` seeds the random generators. The model
+    then gets the adapters `lora` and the weights `quantize` of `remat.frontend.api.adapters`. Text
+    that the source prints goes to stderr.
 
     Raises `TraceError` with one line, which names the line in the user's file if there is one.
     """
@@ -78,9 +82,11 @@ def load_training_step(
     with contextlib.redirect_stdout(sys.stderr), construction_device:
         name, model, args, kwargs = _load_source(source, sizes or BatchSizes(), overrides)
         args, kwargs = _checked_step_inputs(source, model, args, kwargs)
-        return _move_step(
-            TrainingStep(name, model, args, kwargs), target, DTYPES[dtype] if dtype else None
-        )
+        step = TrainingStep(name, model, args, kwargs)
+        step = _move_step(step, target, DTYPES[dtype] if dtype else None)
+        if lora or quantize:
+            return replace(step, model=with_adapters(step.model, lora, quantize))
+        return step
 
 
 def _checked_step_inputs(

@@ -10,10 +10,11 @@ the input (`STORAGES`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import zip_longest
 from math import prod
+from typing import cast
 
 from remat.costs.layouts import (
     HALF_DTYPES,
@@ -35,6 +36,8 @@ from remat.costs.workspaces.call import (
 )
 from remat.costs.workspaces.reductions import accumulator_bytes, reduction_buffers
 from remat.documents.records import TensorMeta
+
+_FLOAT_BYTES = 4
 
 # -- copies of operands ---------------------------------------------------------------------
 
@@ -141,6 +144,29 @@ def _grouped_matmul_workspace(call: OperatorCall) -> list[int]:
     offsets = call.optional_tensor(2)
     groups = offsets.shape[0] if offsets is not None else call.tensor(0).shape[0]
     return [60 * groups, 512 * call.device.multiprocessors]
+
+
+# -- products with quantized weights (bitsandbytes 0.50, backends/cuda/ops.py) ---------------
+
+
+def _gemm_4bit_allocations(call: OperatorCall) -> Allocations:
+    """Yield the allocations of a product with a weight in 4 bits: the dequantized weight, after its
+    scales, if these are in 8 bits. A kernel for few rows (up to 1,536) would need neither."""
+    rows, columns = cast("Sequence[int]", call.argument(2))
+    buffers = [rows * columns * item_bytes(call.tensor(0).dtype)]
+    scales = call.kwargs.get("absmax_8bit")
+    if isinstance(scales, TensorMeta):
+        buffers = [_FLOAT_BYTES * prod(scales.shape)] * 2 + buffers
+    yield from buffers_during(buffers, call.result_bytes)
+
+
+def _int8_scaled_mm_allocations(call: OperatorCall) -> Allocations:
+    """Yield the allocations of a product of integers in 8 bits: sums in 32 bits, and the result in
+    float16 if it has another dtype."""
+    (result,) = call.results
+    elements = prod(result.tensor.shape)
+    copies = [] if result.tensor.dtype == "float16" else [2 * elements]
+    yield from buffers_during([_FLOAT_BYTES * elements, *copies], call.result_bytes)
 
 
 # -- normalisations and softmax: partial sums for the gradients of weights ------------------
@@ -358,6 +384,8 @@ _BUFFERS: Mapping[str, Callable[[OperatorCall], Iterable[int]]] = {
 
 FORMULAS: dict[str, Formula] = {
     **{name: results_and_buffers(buffers) for name, buffers in _BUFFERS.items()},
+    "bitsandbytes.gemm_4bit.default": _gemm_4bit_allocations,
+    "bitsandbytes.int8_scaled_mm.default": _int8_scaled_mm_allocations,
     "aten.native_layer_norm_backward.default": _layer_norm_backward_workspace,
     "aten._fused_rms_norm_backward.default": _layer_norm_backward_workspace,
     "aten.native_batch_norm_backward.default": _batch_norm_backward_workspace,

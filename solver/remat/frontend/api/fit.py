@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -30,8 +31,10 @@ from remat.fitting.question import (
     parse_memory,
     report_stage,
 )
+from remat.frontend.api.adapters import meta_copy_with_adapters
 from remat.frontend.api.estimate import roofline_for_trace
 from remat.frontend.api.max_batch import ModelFnResult, parse_model_fn_result
+from remat.frontend.capture.model.values import package_of
 from remat.frontend.capture.model.wrapped_code import selective_policies_run
 from remat.frontend.capture.trace import trace as capture
 from remat.frontend.common.garbage_collection import older_objects_not_collected
@@ -155,13 +158,17 @@ def fit(
         batch,
         None if with_batch is None else lambda size: traced(with_batch(size), accumulates=True),
         loop,
+        lambda lora, quantize: traced(
+            (meta_copy_with_adapters(model, lora, quantize), example_inputs, example_kwargs or {})
+        ),
+        tuple(_library_versions(model)),
         clock,
         progress,
     )
     convolutions = convolution_notes(trace, are_measured=_runs_on_local_gpu(trace, device))
     with older_objects_not_collected():
         notes = [*_default_gpu_notes(device), *convolutions, *policy_notes]
-        answer = answer_question(question, notes)
+        answer = replace(answer_question(question, notes), model=_model_name(model))
     if distribution is None or with_length is None:
         return answer
 
@@ -236,6 +243,28 @@ def _model_bytes_on_device(model: nn.Module, device: str) -> int:
     gradients = [p.grad for p in parameters if p.grad is not None]
     tensors = [*parameters, *gradients, *model.buffers()]
     return unique_bytes(t for t in tensors if t.device.type == torch.device(device).type)
+
+
+def _model_name(model: nn.Module) -> str:
+    """Return the name of a model's class; of the model in PEFT's wrapper, with its adapters."""
+    get_base_model = getattr(model, "get_base_model", None)
+    if not callable(get_base_model):
+        return type(model).__name__
+    return f"{type(get_base_model()).__name__} with adapters"
+
+
+_LIBRARIES = ("transformers", "diffusers", "peft", "bitsandbytes", "timm", "torchtune", "trl")
+
+
+def _library_versions(model: nn.Module) -> Iterator[str]:
+    """Yield the versions of the libraries whose code the model consists of, and transformers'
+    implementation of attention."""
+    packages = {package_of(type(module).__module__) for module in model.modules()}
+    for name in filter(packages.__contains__, _LIBRARIES):
+        attention = getattr(getattr(model, "config", None), "_attn_implementation", None)
+        is_named = name == "transformers" and isinstance(attention, str)
+        suffix = f" ({attention} attention)" if is_named else ""
+        yield f"{name} {version(name)}{suffix}"
 
 
 def _script_changes(model: nn.Module) -> ScriptChanges:

@@ -23,6 +23,7 @@ from remat.frontend.capture.model.attribute_guards import AttributeGuards
 from remat.frontend.capture.trace import CapturedStep, capture
 from remat.frontend.common.operators import check_namespaces_allowed
 from remat.frontend.common.pytree import unflatten
+from remat.frontend.common.quantized import quantized_operators
 from remat.frontend.common.torch_modes import autocast_set_to
 from remat.frontend.costs.measure import block_measurement_limit_bytes, measure
 from remat.frontend.planning.schedule_reuse import BlockScheduleCache
@@ -167,9 +168,8 @@ class BlockSolver:
                 trace, guards = capture(
                     module, args, kwargs, differentiate=differentiate, outputs=OUTPUTS_DROPPED
                 )
-            check_namespaces_allowed(
-                (n.target for n in trace.nodes), self.optimize_options.namespaces
-            )
+            namespaces = self.optimize_options.namespaces | quantized_operators(module)
+            check_namespaces_allowed((n.target for n in trace.nodes), namespaces)
         except (TraceError, DocumentError) as error:
             return short_failure_reason(error)
         if signature.accumulates_gradients:

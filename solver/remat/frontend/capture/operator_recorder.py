@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from remat.errors import TraceError
 from remat.frontend.capture.eager_kernels.fake_results import STORAGE_COPIES, fake_in_copied_storage
+from remat.frontend.capture.lifetimes import Lifetimes
 from remat.frontend.capture.model.forward_checks import GeneratorWatch
 from remat.frontend.capture.model.module_paths import ModulePaths
 from remat.frontend.capture.model.wrapped_code import CheckpointCall, current_checkpoint
@@ -35,7 +36,8 @@ class ForeignTensorError(Exception):
 
 
 class _TensorNode(NamedTuple):
-    """The node of a tensor, and the number of writes into its storage before the node."""
+    """The node of a tensor, an alias of the tensor, and the number of writes into its storage
+    before the node."""
 
     node: fx.Node
     tensor: Tensor
@@ -73,10 +75,17 @@ class OperatorRecorder(TorchDispatchMode):
         self.is_backward = False
         self._module_paths = module_paths
         self._generators = generators
+        self.held: list[tuple[fx.Node, fx.Node]] = []
+        """For each storage that is freed, the last operation before, and the storage's last node.
+        """
+        self._lifetimes = Lifetimes(self._note_free, self._forget)
+        self.last_operation: fx.Node | None = None
         self._nodes: dict[int, _TensorNode] = {}
-        """The node of each tensor, by the tensor's `id`, with the tensor: no other gets its id."""
+        """The node of each live tensor, and of the aliases in `_allocations`, by their `id`."""
         self._allocations: dict[int, _TensorNode] = {}
         """The first node of each storage, by the storage's address."""
+        self._allocated_ids: dict[int, int] = {}
+        """The `id` of the tensor of each of them, while it lives."""
         self._buffers: dict[int, _WrittenStorage] = {}
         """The storages that operators have written into, by their addresses."""
         self._written: tuple[OpOverload, Tensor] | None = None
@@ -102,7 +111,7 @@ class OperatorRecorder(TorchDispatchMode):
         record = self._nodes[id(tensor)]
         buffer = self._buffers.get(_storage_address(tensor))
         if buffer is not None and record.write_count < buffer.write_count:
-            record = _TensorNode(self._view_of(buffer, tensor), tensor, buffer.write_count)
+            record = _TensorNode(self._view_of(buffer, tensor), record.tensor, buffer.write_count)
             self._nodes[id(tensor)] = record
         return record.node
 
@@ -160,7 +169,9 @@ class OperatorRecorder(TorchDispatchMode):
         buffer = self._buffers.setdefault(_storage_address(tensor), _WrittenStorage(node, value))
         buffer.node, buffer.value = node, value
         buffer.write_count += 1
-        self._nodes[id(whole)] = _TensorNode(node, whole, buffer.write_count)
+        for key in (id(whole), self._allocated_ids.get(_storage_address(whole))):
+            if key in self._nodes:
+                self._nodes[key] = _TensorNode(node, whole, buffer.write_count)
 
     def _view_of(self, buffer: _WrittenStorage, tensor: Tensor) -> fx.Node:
         """Return a new node for a view of a storage that was written into after the view's node."""
@@ -226,6 +237,7 @@ class OperatorRecorder(TorchDispatchMode):
         )
         node.meta["module"] = self._module_paths.current
         node.meta["is_backward"] = self.is_backward
+        self.last_operation = node
         return node
 
     def _argument(self, item: Any) -> Any:
@@ -240,13 +252,23 @@ class OperatorRecorder(TorchDispatchMode):
         return item
 
     def _set_value(self, node: fx.Node, value: Any) -> None:
-        node.meta["val"] = self._in_written_storage(value)
+        """Set the fake result of a node: an alias, so that the recorder does not lengthen the life
+        of the tensor."""
         if isinstance(value, Tensor):
-            buffer = self._buffers.get(_storage_address(value))
+            alias = value.detach() if isinstance(value, FakeTensor) else value
+            node.meta["val"] = self._in_written_storage(alias)
+            address = _storage_address(value)
+            buffer = self._buffers.get(address)
             write_count = 0 if buffer is None else buffer.write_count
-            record = self._nodes[id(value)] = _TensorNode(node, value, write_count)
-            self._allocations.setdefault(_storage_address(value), record)
+            record = self._nodes[id(value)] = _TensorNode(node, alias, write_count)
+            if address not in self._allocations:
+                self._allocations[address] = self._nodes[id(alias)] = record
+                self._allocated_ids[address] = id(value)
+            if alias is not value:
+                self._lifetimes.add(value, address)
             return
+        items = [t.detach() if isinstance(t, FakeTensor) else t for t in value]
+        node.meta["val"] = self._in_written_storage(type(value)(items))
         for index, item in enumerate(value):
             getter = self.graph.create_node("call_function", operator.getitem, (node, index))
             if isinstance(item, Tensor):
@@ -259,6 +281,21 @@ class OperatorRecorder(TorchDispatchMode):
             return type(value)(map(self._in_written_storage, value))
         buffer = self._buffers.get(_storage_address(value)) if isinstance(value, Tensor) else None
         return value if buffer is None else _fake_view_of_storage(buffer, value)
+
+    # -- lifetimes --------------------------------------------------------------------------
+
+    def end(self) -> None:
+        """Forget the tensors: what is freed from now on was live until the end of the step."""
+        self._lifetimes.stop()
+
+    def _note_free(self, address: int) -> None:
+        self._allocated_ids.pop(address, None)
+        last = self._buffers.get(address) or self._allocations[address]
+        if self.last_operation is not None:
+            self.held.append((self.last_operation, last.node))
+
+    def _forget(self, tensor_id: int) -> None:
+        self._nodes.pop(tensor_id, None)
 
 
 _is_certain = getattr(symbolic_shapes, "statically_known_true")  # noqa: B009  # its name has a word that ours must not have

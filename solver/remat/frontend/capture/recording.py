@@ -10,8 +10,10 @@ writes.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -32,6 +34,14 @@ from remat.frontend.capture.operator_recorder import OperatorRecorder
 from remat.frontend.capture.reading.reader import GraphInput, JointGraph
 from remat.frontend.capture.reading.trace_builder import check_dense_tensor
 from remat.frontend.capture.writes import writes_recorded
+from remat.frontend.common.quantized import (
+    ATTRIBUTES,
+    is_quantized_subclass,
+    parameter_attributes,
+    plain_tensor,
+    quantization_tensors,
+    replace_quantization_tensors,
+)
 from remat.frontend.common.torch_modes import autocast_disabled, capture_paused
 
 Tensor = torch.Tensor
@@ -56,10 +66,10 @@ def _step_tensors(flat_model: FlatModel, leaves: Sequence[Tensor]) -> dict[Graph
     """Return the tensors that a step reads: parameters, by all of their names, buffers, and the
     leaves of its arguments."""
     parameters = flat_model.model.named_parameters(remove_duplicate=False)
-    buffers = flat_model.model.named_buffers()
+    buffers = dict(flat_model.model.named_buffers()) | quantization_tensors(flat_model.model)
     return {
-        **{GraphInput("parameter", name): parameter for name, parameter in parameters},
-        **{GraphInput("buffer", name): buffer for name, buffer in buffers},
+        **{GraphInput("parameter", n): p for n, p in parameters if not is_quantized_subclass(p)},
+        **{GraphInput("buffer", name): buffer for name, buffer in buffers.items()},
         **{GraphInput("input", str(index)): leaf for index, leaf in enumerate(leaves)},
     }
 
@@ -86,8 +96,9 @@ class _StepRecording:
             self.recorder.add_input(f"primals_{number}", key, fake)
             self._storages[key] = fake.untyped_storage()._cdata
             wrapper = torch._to_functional_tensor(fake)
-            if not isinstance(tensor, FakeTensor):
-                wrapper.__dict__ = tensor.__dict__  # attributes that the model's code may have set
+            # Attributes that the model's code, or a library, has set.
+            if not isinstance(tensor, FakeTensor) or ATTRIBUTES in vars(tensor):
+                wrapper.__dict__ = parameter_attributes(tensor)
             self._wrappers[key] = wrapper.requires_grad_(tensor.requires_grad)
 
     def run(self, leaf_count: int) -> JointGraph:
@@ -103,6 +114,7 @@ class _StepRecording:
             with self._recorded():
                 outputs = self._flat_model(*arguments)
             writes = self._writes()
+            last_of_forward = self.recorder.last_operation
             self._check_no_gradients(
                 "the forward of the model calls backward(), and a plan does not accumulate these "
                 "gradients; use torch.autograd.grad in the forward, or call backward() after it"
@@ -129,6 +141,7 @@ class _StepRecording:
                 "checkpoint of the model's own around batch norm does; use torch.utils.checkpoint, "
                 "which remat disables, or write in the forward"
             )
+        self.recorder.end()
         inputs = self.recorder.inputs
         joint = JointGraph(
             graph=self.recorder.graph,
@@ -147,10 +160,14 @@ class _StepRecording:
                 if gradient is not None
             ),
         )
+        held = self.recorder.held
+        if last_of_forward is not None:  # the caller has the outputs, and may release them now
+            held += [(last_of_forward, output) for output in joint.outputs]
         pairs = (*joint.writes, *joint.gradients)
         joint.graph.output((*joint.outputs, *(value for _, value in pairs)))
+        order = {node: index for index, node in enumerate(joint.graph.nodes)}
         joint.graph.eliminate_dead_code()
-        return joint
+        return replace(joint, held=_held_by_nodes(joint.graph, held, order))
 
     def _sources(
         self, outputs: Sequence[Tensor], differentiable: Sequence[Tensor]
@@ -259,6 +276,21 @@ class _StepRecording:
                 torch._disable_functionalization()
 
 
+def _held_by_nodes(
+    graph: fx.Graph, held: Sequence[tuple[fx.Node, fx.Node]], order: Mapping[fx.Node, int]
+) -> dict[fx.Node, list[fx.Node]]:
+    """Return the tensors that are freed after each node of a graph, from the pairs of an operation
+    and a tensor that is freed after it. Nodes of the graph stand for the unread ones after them,
+    which were removed; `order` is the order of all nodes."""
+    remaining = list(graph.nodes)
+    positions = [order[node] for node in remaining]
+    by_node: dict[fx.Node, list[fx.Node]] = {}
+    for operation, tensor in held:
+        node = remaining[bisect_right(positions, order[operation]) - 1]
+        by_node.setdefault(node, []).append(tensor)
+    return by_node
+
+
 def sparse_gradient_error(name: str) -> str:
     """Return the error message for a parameter or module with this name whose gradient is
     sparse."""
@@ -291,7 +323,7 @@ def _fake_step_tensor(fake_mode: FakeTensorMode, tensor: Tensor) -> Tensor:
             "in each call"
         )
     if not (isinstance(tensor, FakeTensor) and tensor.fake_mode is fake_mode):
-        tensor = fake_mode.from_tensor(tensor, static_shapes=True)
+        tensor = fake_mode.from_tensor(plain_tensor(tensor), static_shapes=True)
     check_dense_tensor(tensor)
     return tensor
 
@@ -301,6 +333,8 @@ def _tensors_replaced_by_wrappers(
     model: nn.Module, wrappers: Mapping[GraphInput, Tensor]
 ) -> Iterator[None]:
     """Within the context, put the wrappers in the places of the parameters and buffers."""
+    tensors_by_name = {key.target: w for key, w in wrappers.items() if key.kind != "input"}
+    quantized = replace_quantization_tensors(model, tensors_by_name)
     buffers = {id(buffer): name for name, buffer in model.named_buffers()}
     before: dict[tuple[int, str], tuple[dict[str, Any], Tensor]] = {}
     for path, module in list(
@@ -311,7 +345,7 @@ def _tensors_replaced_by_wrappers(
         }  # fmt: skip
         for kind, table in tables.items():
             for name, tensor in table.items():
-                if tensor is not None:
+                if tensor is not None and not is_quantized_subclass(tensor):
                     _, original = before.setdefault((id(table), name), (table, tensor))
                     full_name = f"{path}.{name}" if path else name
                     target = buffers[id(original)] if kind == "buffer" else full_name
@@ -321,3 +355,5 @@ def _tensors_replaced_by_wrappers(
     finally:
         for (_, name), (table, original) in before.items():
             table[name] = original
+        for attributes, tensors in quantized:
+            attributes.update(tensors)

@@ -48,6 +48,11 @@ def register_operator(name: str, function: Operator) -> Operator:
     return function
 
 
+MEASURABLE_NAMESPACES = NAMESPACES | {"bitsandbytes"}
+"""The namespaces whose operators a measurement may run; bitsandbytes' exist once the process has
+imported it, which the service does not."""
+
+
 def resolve_operator(target: str, namespaces: Collection[str] = NAMESPACES) -> Operator:
     """Return the function that a target names: an `OpOverload`, or one of remat's operations.
 

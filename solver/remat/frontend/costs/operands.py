@@ -19,7 +19,11 @@ from remat.costs.layouts import span_bytes, span_elements
 from remat.documents.arguments import Argument, Literal, Ref, referenced_names
 from remat.documents.records import Node, Result, TensorMeta
 from remat.errors import RematError
-from remat.frontend.common.operators import literal_to_torch, resolve_operator
+from remat.frontend.common.operators import (
+    MEASURABLE_NAMESPACES,
+    literal_to_torch,
+    resolve_operator,
+)
 from remat.frontend.common.torch_modes import NEEDS_GRAD_MODE, run_with_grad_mode
 
 _MAX_RANDOM_ELEMENTS = 1 << 16
@@ -109,7 +113,7 @@ class OperandFactory:
     def _run_operation(self, node: Node, tensors: dict[str, object]) -> dict[str, object]:
         """Run an operation and return its results by name. Its operands are taken from `tensors`,
         or created and added there, since a reader of its results usually reads them as well."""
-        operator = resolve_operator(node.target)
+        operator = resolve_operator(node.target, MEASURABLE_NAMESPACES)
         args, kwargs = self._operation_arguments(node, operator, tensors)
         if node.target in NEEDS_GRAD_MODE:
             returned = run_with_grad_mode(operator, args, kwargs)

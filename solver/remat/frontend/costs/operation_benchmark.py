@@ -12,7 +12,7 @@ from remat.documents.records import Node, TensorMeta
 from remat.documents.targets import ADD_PRODUCT_TARGET
 from remat.documents.writes import call_of_write, is_write
 from remat.errors import RematError, one_line
-from remat.frontend.common.operators import Operator, resolve_operator
+from remat.frontend.common.operators import MEASURABLE_NAMESPACES, Operator, resolve_operator
 from remat.frontend.common.torch_modes import NEEDS_GRAD_MODE, run_with_grad_mode
 from remat.frontend.common.writes import resolve_writer
 from remat.frontend.costs.cost_cache import MeasuredCost
@@ -142,7 +142,7 @@ class OperationBenchmark:
         if is_write(node):
             operator, node = self._write_call(node)
         else:
-            operator = resolve_operator(node.target)
+            operator = resolve_operator(node.target, MEASURABLE_NAMESPACES)
         args, kwargs = self._operands.create_arguments(node, operator)
         if node.target in NEEDS_GRAD_MODE:
             return lambda: run_with_grad_mode(operator, args, kwargs)

@@ -25,6 +25,7 @@ from remat.frontend.common.garbage_collection import (
 )
 from remat.frontend.common.operators import check_namespaces_allowed
 from remat.frontend.common.planning_line import planning_line
+from remat.frontend.common.quantized import quantized_operators
 from remat.frontend.common.torch_modes import checkpoints_suspended
 from remat.frontend.memory.device_memory import auto_limits, reserve_size
 from remat.frontend.memory.meter import unique_bytes
@@ -232,7 +233,8 @@ class Planner:
         accumulates_gradients = key.accumulates_gradients
         with self._timed("trace"):
             traced, guards = self.trace_cache.step(model, call, key)
-            check_namespaces_allowed((n.target for n in traced.nodes), self.options.namespaces)
+            namespaces = self.options.namespaces | quantized_operators(model)
+            check_namespaces_allowed((n.target for n in traced.nodes), namespaces)
             if accumulates_gradients:
                 traced = with_gradient_accumulation(traced)
             if self.options.cuda_graphs:
@@ -247,7 +249,7 @@ class Planner:
             with self._timed("rewrite"):
                 program = rewrite(traced, plan.schedule)
         with self._timed("lower"):
-            lowered = lower_program(program, self.options.namespaces)
+            lowered = lower_program(program, namespaces)
         self._report.log(plan, key, self._entries, self.timings_s, is_reused=is_reused)
         captured = with_recorded_splits(captured, traced.splits)
         return ModelRecord(

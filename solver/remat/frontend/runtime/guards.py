@@ -24,6 +24,7 @@ from remat.errors import GuardError
 from remat.frontend.capture.model.hooks import GLOBAL_HOOKS, HOOK_KINDS, is_planned_hook
 from remat.frontend.capture.model.values import Code
 from remat.frontend.common.pytree import flatten
+from remat.frontend.common.quantized import buffer_table, plain_tensor
 from remat.frontend.common.torch_modes import autocast_modes
 
 
@@ -355,8 +356,8 @@ class PlaceholderBinding:
             owner = model.get_submodule(path)
         except AttributeError:
             owner = nn.Module()
-        tables = {"parameter": owner._parameters, "buffer": owner._buffers}
-        table = tables[placeholder.kind]
+        is_parameter = placeholder.kind == "parameter"
+        table = owner._parameters if is_parameter else buffer_table(model, path)
         tensor = table.get(name)
         if tensor is None:
             raise GuardError(
@@ -385,7 +386,7 @@ class PlaceholderBinding:
             tensor = table.get(name)
             if tensor is None:
                 raise GuardError(f"the model's {name} is gone since it was planned; replan it")
-            tensors.append(tensor)
+            tensors.append(plain_tensor(tensor))
         return tensors
 
 

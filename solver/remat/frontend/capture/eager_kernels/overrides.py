@@ -137,14 +137,49 @@ def _is_whole_slice(size: torch.SymInt, start: Any, end: Any, step: Any) -> bool
     return end is None or end == sys.maxsize
 
 
+def torch_kernel(operator: OpOverload) -> Kernel:
+    """Return the kernel that calls torch's C++ kernel of an operator, as eager mode does: the
+    Python kernel computes the same with other operators."""
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        with torch._C._DisablePythonDispatcher():
+            return operator(*args, **kwargs)
+
+    return kernel
+
+
+def gpu_dropout_kernel(x: Tensor, p: float, train: bool) -> Tensor:
+    """Replace `aten.dropout` on a GPU. Return `x` itself outside of training, and for p = 0: the
+    Python kernel clones it."""
+    if not train or p == 0 or x.numel() == 0:
+        return x
+    if p == 1:
+        return x * torch.zeros((), dtype=x.dtype, device=x.device)
+    return _aten.native_dropout.default(x, p, train)[0]
+
+
 _CPU, _CUDA = DispatchKey.AutogradCPU, DispatchKey.AutogradCUDA
 
+_DECOMPOSED = (
+    "upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d",
+    "_upsample_nearest_exact1d", "_upsample_nearest_exact2d", "_upsample_nearest_exact3d",
+    "upsample_linear1d", "upsample_bilinear2d", "upsample_bicubic2d", "upsample_trilinear3d",
+    "hardshrink", "softshrink", "multi_margin_loss", "multilabel_margin_loss_forward",
+)  # fmt: skip
+"""Operators that torch's Python kernels decompose, unlike eager mode."""
 
 _KERNELS: Mapping[OpOverload, Callable[..., Any]] = {
     _aten.bernoulli_.float: bernoulli_in_place_kernel,
     getattr(_aten.random, "from"): random_integers_kernel,
     getattr(_aten.random_, "from"): random_integers_in_place_kernel,
     _aten.rrelu_with_noise.out: rrelu_with_noise_out_kernel,
+    **{
+        operator: torch_kernel(operator)
+        for name in _DECOMPOSED
+        for packet in [getattr(_aten, name)]
+        for operator in (getattr(packet, overload) for overload in packet.overloads())
+        if {DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd} & {*operator.py_kernels}
+    },
 }
 """Kernels for tensors on any device."""
 
@@ -157,7 +192,8 @@ _ON_CPU: Mapping[OpOverload, Callable[..., Any]] = {
 """Kernels for tensors that are really on the CPU."""
 
 _ON_GPU: Mapping[OpOverload, Callable[..., Any]] = {
-    operator: recurrent_kernel_without_dropout(operator) for operator in RECURRENT_OPERATORS
+    _aten.dropout.default: gpu_dropout_kernel,
+    **{op: recurrent_kernel_without_dropout(op) for op in RECURRENT_OPERATORS},
 }
 """Kernels for tensors on a GPU, present or absent."""
 

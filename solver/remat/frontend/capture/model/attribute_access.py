@@ -36,6 +36,7 @@ from remat.frontend.capture.model.values import (
     items_of_container,
 )
 from remat.frontend.common.code_origin import is_torch_or_remat_code
+from remat.frontend.common.quantized import quantization_states
 
 _HEAP_TYPE, _IMMUTABLE_TYPE = 1 << 9, 1 << 8
 """Bits of `type.__flags__`: the class was created by Python code; the class is immutable."""
@@ -76,7 +77,12 @@ class AttributeAccess:
         """Paths and objects by `id`. The reference to the object keeps its `id` unique."""
         for name, module in model.named_modules():
             self._paths[id(module)] = (name,), module
-        self._seen: set[tuple[int, str]] = set()
+        # A capture takes the tensors of quantized weights as inputs, like buffers.
+        self._seen: set[tuple[int, str]] = {
+            (id(state.owner), name)
+            for state in quantization_states(model)
+            for name in state.tensors()
+        }
         self._thread = 0
         self._patched: dict[type, Any] = {}
 

@@ -37,6 +37,7 @@ from remat.frontend.capture.model.stores import (
     stored_attributes,
 )
 from remat.frontend.common.pytree import flatten, unflatten
+from remat.frontend.common.quantized import quantization_states
 from remat.frontend.common.step_outputs import outputs_to_differentiate
 from remat.frontend.common.torch_modes import capture_paused
 
@@ -87,6 +88,12 @@ class FlatModel(nn.Module):
 
     def start_call(self) -> PythonState:
         """Prepare a call, and return a snapshot of the model's Python values before it."""
+        # A capture replaces these tensors, as it replaces parameters.
+        self._quantized = {
+            (id(state.attributes), name)
+            for state in quantization_states(self.model)
+            for name in state.tensors()
+        }
         self.state = PythonState(self.model)
         self.access = AttributeAccess(self.model)
         return self.state
@@ -104,7 +111,8 @@ class FlatModel(nn.Module):
             returned = self.model(*args, **kwargs)
         _write_replaced_buffers(self.model, buffers)
         with capture_paused():
-            self.changes = self.state.changes()
+            changes = self.state.changes()
+            self.changes = [c for c in changes if (id(c.container), c.key) not in self._quantized]
             changed_arguments = arguments.changes()
         stored = [
             *stored_attributes(self.model, self.changes),

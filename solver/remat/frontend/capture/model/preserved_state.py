@@ -17,6 +17,13 @@ from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_map
 
+from remat.frontend.common.quantized import (
+    ATTRIBUTES,
+    is_quantized_subclass,
+    memory_of,
+    quantization_states,
+)
+
 _CAPTURE_TYPES = (FakeTensor, torch.SymInt, torch.SymFloat, torch.SymBool)
 """Types of values that are meaningless after the capture."""
 
@@ -41,10 +48,12 @@ def model_state_preserved(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _tensor_tables_preserved(model: nn.Module) -> Iterator[list[dict[str, Any]]]:
-    """Yield the tables that have the parameters and buffers of modules. Restore them at the end."""
+    """Yield the tables that have the parameters and buffers of modules, and other tensors of
+    quantized weights. Restore them at the end."""
     tables: list[dict[str, Any]] = [
         table for module in model.modules() for table in (module._parameters, module._buffers)
     ]
+    tables += [state.attributes for state in quantization_states(model)]
     before = [dict(table) for table in tables]
     try:
         yield tables
@@ -99,28 +108,39 @@ def tensors_replaced_by_fakes(
 
 class _FakeTensorConverter:
     """A function from tensors to fake tensors on one device. It maps the same tensor to the same
-    fake tensor, so that tied weights stay tied."""
+    fake tensor, so that tied weights stay tied, and the data of a parameter to its fake tensor."""
 
     def __init__(self, device: torch.device | None) -> None:
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._device = device or default_capture_device()
         self._replaces_all_devices = device is not None
         self._fakes: dict[int, torch.Tensor] = {}
+        self._parameters: dict[object, torch.Tensor] = {}
+        """The fake tensors of parameters, by their memory."""
 
     def __call__(self, item: Any) -> Any:
         """Return the fake tensor of a tensor on "meta", or on another device than the one asked
         for; anything else unchanged."""
         if not isinstance(item, torch.Tensor):
             return item
+        if is_quantized_subclass(item):
+            names, options = item.__tensor_flatten__()  # type: ignore[attr-defined]
+            parts = {name: self(getattr(item, name)) for name in names}
+            return type(item).__tensor_unflatten__(parts, options, item.shape, item.stride())
         is_elsewhere = self._replaces_all_devices and item.device != self._device
         if not (item.is_meta or is_elsewhere):
             return item
+        is_parameter = isinstance(item, nn.Parameter)
+        if not is_parameter and memory_of(item) in self._parameters:
+            return self._parameters[memory_of(item)]
         if id(item) not in self._fakes:
             with self._mode:
                 fake = torch.empty_strided(
                     item.shape, item.stride(), dtype=item.dtype, device=self._device
                 )
-            if isinstance(item, nn.Parameter):
+            if is_parameter:
                 fake = nn.Parameter(fake, requires_grad=item.requires_grad)
+                setattr(fake, ATTRIBUTES, vars(item))
+                self._parameters[memory_of(item)] = fake
             self._fakes[id(item)] = fake.requires_grad_(item.requires_grad)
         return self._fakes[id(item)]

@@ -50,6 +50,12 @@ _SCALAR_CONVERSIONS = frozenset(
     getattr(torch.Tensor, name)
     for name in ("__bool__", "item", "__int__", "__float__", "__index__")
 )
+_UNIFORM = frozenset({torch.rand, torch.rand_like})
+_COMPARISONS = frozenset(
+    function
+    for name in ("gt", "ge", "lt", "le")
+    for function in (getattr(torch, name), getattr(torch.Tensor, name))
+)
 _MEMORY_READS = frozenset(
     getattr(torch.Tensor, name)
     for name in ("numpy", "__array__", "__dlpack__", "tolist", "data_ptr")
@@ -133,7 +139,10 @@ class DataDependentReadError(Exception):
 class ConstantFolding(TorchFunctionMode):
     """A mode that evaluates functions of constant tensors, and answers conversions to scalars.
 
-    `queries` are the conversions of tensors that depend on symbolic sizes, with their answers.
+    `queries` are the conversions of tensors that depend on symbolic sizes, with their answers. A
+    comparison of `torch.rand` with 0 or less, or with 1 or more, is constant, too: such is the code
+    of a dropout of whole layers that is off. It ignores that `torch.rand` returns 0 once in 2^24
+    calls.
     """
 
     def __init__(self) -> None:
@@ -141,6 +150,8 @@ class ConstantFolding(TorchFunctionMode):
         self.queries: list[ConstantQuery] = []
         self._constants: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._recipes: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._uniform: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        """Random numbers between 0 and 1."""
         self._shared: list[_SharedMemory] = []
 
     def __torch_function__(
@@ -170,6 +181,10 @@ class ConstantFolding(TorchFunctionMode):
             and self._are_constant(tensors)  # it has not written into them
         ):
             self._evaluate(func, args, kwargs, result)
+        elif func in _UNIFORM:
+            self._uniform[result] = None
+        elif func in _COMPARISONS and tensors and tensors[0] in self._uniform:
+            self._evaluate_comparison(func, *args, result)
         return result
 
     def __exit__(self, exc_type: Any, exc_value: Any, traceback: Any) -> None:
@@ -239,6 +254,16 @@ class ConstantFolding(TorchFunctionMode):
                 self._constants[tensor] = _Constant.of(tensor, value)
                 if is_symbolic:
                     self._recipes[tensor] = TensorRecipe(func, arguments, index)
+
+    def _evaluate_comparison(
+        self, func: Callable[..., Any], random: Any, number: Any, result: torch.Tensor
+    ) -> None:
+        """Store the values of a comparison of a random tensor, if all random numbers between 0 and
+        1 have the same answer."""
+        if isinstance(number, (int, float)) and not 0 < number < 1:
+            with capture_paused():
+                value = func(torch.full([*map(size_hint, random.shape)], 0.5), number)
+            self._constants[result] = _Constant.of(result, value)
 
     def _recipe_argument(self, item: Any) -> Any:
         """Return the recipe of a tensor that depends on symbols, the real value of another tensor,
