@@ -121,7 +121,7 @@ def step_allocation_events(
     # True for the backward's cuBLAS workspace, False for the forward's.
     pending_cublas_workspaces = {False, True} if trace.library_bytes else set[bool]()
     buffers = _workspace_buffers(trace, graph)
-    kept = _copies_of_kept_outputs(trace, graph, timeline.copies)
+    retained = _copies_of_kept_outputs(trace, graph, timeline.copies)
     previous: list[AllocationEvent] = []
     for step in range(steps):
         for run, op in enumerate(schedule.runs):
@@ -152,9 +152,11 @@ def step_allocation_events(
                 yield AllocationEvent((step, allocation[index]), None)
         if optimizer is not None:
             yield from _optimizer_events(optimizer, is_first_step=step == 0)
-        previous = [AllocationEvent((step, allocation[i]), None) for i in freed[-1] if i in kept]
+        previous = [
+            AllocationEvent((step, allocation[i]), None) for i in freed[-1] if i in retained
+        ]
         for index in freed[-1]:
-            if index not in kept:
+            if index not in retained:
                 yield AllocationEvent((step, allocation[index]), None)
 
 

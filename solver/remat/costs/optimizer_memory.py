@@ -120,9 +120,9 @@ _plain_adam = _one_by_one("root", "quotient", "-root")
 def _row_and_column_bytes(parameter: TensorMeta, size_bytes: int) -> tuple[int, ...]:
     """Return the bytes of the variances of rows and of columns of a parameter that takes
     `size_bytes`; () for a vector or scalar."""
-    shape = parameter.shape
-    is_factored = len(shape) > 1 and size_bytes > 0
-    return (size_bytes // shape[-1], size_bytes // shape[-2]) if is_factored else ()
+    *_, rows, columns = (1, 0, *parameter.shape)
+    is_factored = len(parameter.shape) > 1 and size_bytes > 0
+    return (size_bytes // columns, size_bytes // rows) if is_factored else ()
 
 
 def _adafactor_state(parameters: Sequence[TensorMeta], dtype: str | None = None) -> _Sizes:
@@ -383,15 +383,17 @@ def optimizer_memory(
     as well; AdamW the other parameters. Raises `RematError` for a name that is not in `OPTIMIZERS`.
     """
     check_optimizer(name)
+    rest: list[TensorMeta] = []
     if name == "muon":
-        is_hidden = [len(p.shape) == 2 and p.shape not in embedding_shapes for p in parameters]
-        rest = [p for p, hidden in zip(parameters, is_hidden, strict=True) if not hidden]
-        adamw = optimizer_memory("adamw", rest, is_cuda=is_cuda)
-        parameters = [p for p, hidden in zip(parameters, is_hidden, strict=True) if hidden]
+        rest = [p for p in parameters if len(p.shape) != 2 or p.shape in embedding_shapes]
+        parameters = [
+            p for p in parameters if len(p.shape) == 2 and p.shape not in embedding_shapes
+        ]
     optimizer = _OPTIMIZERS[name]
     formula = optimizer.formula if is_cuda else optimizer.cpu_formula or optimizer.formula
     state, temporary = formula(parameters, gpu)
-    if name == "muon":
+    if rest:
+        adamw = optimizer_memory("adamw", rest, is_cuda=is_cuda)
         state += adamw.state_sizes_bytes
         temporary = max(temporary, adamw.temporary_sizes_bytes, key=sum)
     return OptimizerMemory(name, optimizer.code, state, temporary, optimizer.is_reservable)

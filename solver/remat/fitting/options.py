@@ -38,6 +38,8 @@ def optimizer_options(question: FitQuestion) -> Iterator[FitOption]:
         is_smaller = memory.reserved_bytes < (1 - _MIN_SAVING) * present.reserved_bytes
         if is_smaller or (question.is_usable(memory) and not question.is_usable(present)):
             note = "its moments are rounded to 8 bits" if name.endswith("8bit") else ""
+            if "paged" in name:
+                note += ", in unified memory: to move them to the host and back takes time"
             code = f"optimizer = {optimizer.code}"
             yield question.option(f"optimizer {name}", memory, step.time_s, code, note)
 

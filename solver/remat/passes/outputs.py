@@ -27,9 +27,9 @@ def with_outputs(trace: Trace, outputs: str) -> Trace:
 def held_output_storages(trace: Trace) -> list[int]:
     """Return the storages of the outputs that the caller's variables hold until the step ends,
     without outputs that are graph inputs, and those that the model stores."""
-    held = {trace.storage_of[o.name] for o in trace.outputs if not o.is_stored}
-    held -= {p.storage for p in trace.placeholders} | dropped_output_storages(trace)
-    return sorted(held)
+    storages = {trace.storage_of[o.name] for o in trace.outputs if not o.is_stored}
+    storages -= {p.storage for p in trace.placeholders} | dropped_output_storages(trace)
+    return sorted(storages)
 
 
 def with_previous_outputs(trace: Trace) -> Trace:

@@ -86,7 +86,7 @@ def attend_packed(
 ) -> torch.Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
-    attention: Callable[..., torch.Tensor] = varlen_attn
+    attention: Callable[..., Any] = varlen_attn
     return attention(
         *(q, k, v, starts, starts, max(LENGTHS), max(LENGTHS)),
         window_size=(-1, 0),

@@ -326,11 +326,11 @@ def test_the_peak_with_an_optimizer_is_predicted(name: str, words: int) -> None:
 
 def test_a_loop_that_keeps_outputs_may_release_them() -> None:
     model, batch = with_states()
-    kept = remat.fit(model, (), batch, device="cpu", memory="1TiB", keeps_outputs=True)
-    assert "outputs live until the next ones exist" in str(kept)
+    retained = remat.fit(model, (), batch, device="cpu", memory="1TiB", keeps_outputs=True)
+    assert "outputs live until the next ones exist" in str(retained)
     released = remat.fit(model, (), batch, device="cpu", memory="1TiB")
-    assert released.memory.peak_bytes < 0.99 * kept.memory.peak_bytes
-    memory = kept.memory.peak_bytes - 1
+    assert released.memory.peak_bytes < 0.99 * retained.memory.peak_bytes
+    memory = retained.memory.peak_bytes - 1
     answer = remat.fit(model, (), batch, device="cpu", memory=memory, keeps_outputs=True)
     options = {option.name: option for option in answer.options}
     option = options["outputs of the step before released"]

@@ -87,8 +87,8 @@ def test_the_client_returns_the_librarys_answer(server: Server) -> None:
         assert client.fit(trace, device="a100").device == "a100"
         with pytest.raises(remat.RematError, match="the GPU 'h1000' has no data sheet"):
             client.fit(trace, device="h1000")
-        with pytest.raises(remat.RematError, match="the memory of the optimizer 'lion'"):
-            client.fit(trace, optimizer="lion")
+        with pytest.raises(remat.RematError, match="the memory of the optimizer 'lamb'"):
+            client.fit(trace, optimizer="lamb")
         with pytest.raises(BudgetError, match="the memory is '0'"):
             client.fit(trace, memory=0)
         with pytest.raises(remat.RematError, match="accepts up to 3600 s"):
@@ -187,7 +187,7 @@ def test_a_dry_run_has_the_sizes(http: httpx2.Client) -> None:
     ("fields", "message"),
     [
         ({"trace": "cpu"}, "trace for one, which need not be here: remat.trace"),
-        ({"optimizer": "lion"}, "the memory of the optimizer 'lion' is not known"),
+        ({"optimizer": "lamb"}, "the memory of the optimizer 'lamb' is not known"),
         ({"gpu": "h1000"}, "the GPU 'h1000' has no data sheet"),
         ({"gpu": "mi300x"}, "the GPU 'mi300x' has no data sheet"),
         ({"memory_bytes": 0}, "memory_bytes"),

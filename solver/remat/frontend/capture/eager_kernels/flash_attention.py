@@ -111,13 +111,13 @@ def _packed_flash_attention(
     deterministic: bool = False,
 ) -> Tensor:
     """Replace `flash_attn.flash_attn_varlen_func`, for tensors (tokens, heads, size)."""
-    from torch.nn.attention.varlen import varlen_attn
+    from torch.nn.attention import varlen
 
     longest = [
         t.shape[0] if isinstance(length, Tensor) else int(length)
         for t, length in ((q, max_seqlen_q), (k, max_seqlen_k))
     ]
-    attention: Callable[..., Tensor] = varlen_attn
+    attention: Callable[..., Any] = varlen.varlen_attn
     return attention(
         *(q, k, v, cu_seqlens_q, cu_seqlens_k, *longest),
         scale=softmax_scale,
