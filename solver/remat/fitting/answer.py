@@ -89,6 +89,7 @@ def answer_question(question: FitQuestion, notes: Sequence[str] = ()) -> Fit:
         communication_s=step.communication_s,
         usable_bytes=question.usable_bytes,
         memory=memory,
+        reserved_range_bytes=step.reserved_range_bytes(question.optimizer),
         step_s=step.time_s,
         options=options,
         cost_source=step.trace.cost_source,

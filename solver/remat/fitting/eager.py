@@ -28,7 +28,11 @@ from remat.report.sharded_memory import (
     with_ddp_buckets,
 )
 from remat.report.sharded_time import added_communication_s
-from remat.report.training_memory import TrainingMemory, optimizer_step_bytes
+from remat.report.training_memory import (
+    TrainingMemory,
+    optimizer_step_bytes,
+    reserved_range,
+)
 from remat.schedule import Schedule
 from remat.simulate import peak_and_time
 from remat.strategies.baselines.module_blocks import find_blocks
@@ -190,6 +194,17 @@ class EagerStep:
         one = self.with_sharding(ONE_GPU)
         whole = one.memory(one.optimizer(optimizer.name))
         return sharded_training_memory(*step, optimizer, self.sharding, whole)
+
+    def reserved_range_bytes(self, optimizer: OptimizerMemory) -> tuple[int, int]:
+        """Return the range of what torch's allocator reserves for steps of nearly this size; see
+        `reserved_range`. For shards, the range is that of one GPU, relative to the peak."""
+        memory = self.memory(optimizer)
+        if not is_on_cuda(self.trace):
+            return memory.reserved_bytes, memory.reserved_bytes
+        one = self.with_sharding(ONE_GPU)
+        whole = one.optimizer(optimizer.name)
+        low, high = reserved_range(self.eager_trace, self.graph, self.schedule, whole)
+        return int(low * memory.peak_bytes), int(high * memory.peak_bytes)
 
     def optimizer_step_bytes(self, optimizer: OptimizerMemory) -> int:
         """Return the bytes that are live on a GPU while the optimizer's step runs."""

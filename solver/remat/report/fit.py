@@ -73,10 +73,12 @@ class Fit(Described):
     this is that of the longest ones, and `lengths` are the lengths that fit in eager mode and with
     the best option. `notes` are what else to know about the answer, and `excluded` are options
     that are impossible. `assumptions` are the versions and figures that the answer is for.
-    `checkpoint`, `accumulate`, `keeps_gradients` and `keeps_outputs` are the options of
-    `remat.fit`, and `checkpoint_count` is the number of checkpoints of the loop. `sharding` are the
-    GPUs that share it: memory, batch and time are those of one of them, and `communication_s` is
-    the part of `step_s` that communication adds, by a model.
+    `reserved_range_bytes` are the least and the most that torch's allocator reserves if tensors of
+    the step are up to 3% smaller or larger. `checkpoint`, `accumulate`, `keeps_gradients` and
+    `keeps_outputs` are the options of `remat.fit`, and `checkpoint_count` is the number of
+    checkpoints of the loop. `sharding` are the GPUs that share it: memory, batch and time are those
+    of one of them, and `communication_s` is the part of `step_s` that communication adds, by a
+    model.
     """
 
     model: str
@@ -97,6 +99,7 @@ class Fit(Described):
     keeps_gradients: bool = False
     keeps_outputs: bool = False
     assumptions: tuple[str, ...] = ()
+    reserved_range_bytes: tuple[int, int] = (0, 0)
     sharding: Sharding = ONE_GPU
     communication_s: float = 0.0
 
@@ -162,12 +165,14 @@ class Fit(Described):
         """Return a line about torch's allocator, and one about the accuracy; none on a CPU."""
         if self.device == "cpu":
             return []
-        text = (
-            f"{format_bytes(self.memory.reserved_bytes)} by torch's allocator, "
-            f"{format_bytes(self.memory.expandable_bytes)} with expandable segments"
-        )
+        low, high = map(format_bytes, self.reserved_range_bytes)
+        between = "" if low == high else f" ({low} to {high} at nearly this size)"
+        lines = [
+            f"{format_bytes(self.memory.reserved_bytes)} by torch's allocator{between}",
+            f"{format_bytes(self.memory.expandable_bytes)} with expandable segments",
+        ]
         accuracy = _SHARDED_ACCURACY if self.sharding.gpus > 1 else _ACCURACY
-        return [Fact("reserved", text), Fact("accuracy", accuracy)]
+        return [*facts_of_lines("reserved", lines), Fact("accuracy", accuracy)]
 
     def _option_table(self) -> Table:
         rows = [("option", "fits", "peak", "reserved", "time")]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from remat.allocator.prediction import is_on_cuda, step_allocation_events
-from remat.allocator.replay import AllocatorPeaks, replay_events
+from remat.allocator.replay import AllocationEvent, AllocatorPeaks, replay_events
 from remat.costs.optimizer_memory import OptimizerMemory
 from remat.documents.trace import Trace, accumulated_gradient_bytes
 from remat.graph import Graph
@@ -59,6 +60,40 @@ class TrainingMemory:
             is_in_optimizer,
             {name: size for name, size in parts.items() if size},
         )
+
+
+_SIZE_FACTORS = (0.97, 0.985, 1.015, 1.03)
+"""Factors of the sizes of a step's tensors, for the range of reserved bytes."""
+
+
+def reserved_range(
+    trace: Trace, graph: Graph, schedule: Schedule, optimizer: OptimizerMemory
+) -> tuple[float, float]:
+    """Return the smallest and the largest ratio of what torch's allocator reserves to the peak, in
+    loops whose tensors of the step are up to 3% smaller or larger.
+
+    Whether a tensor fits into a free block depends on all sizes before it, so a few tokens more may
+    change what is reserved by segments of several GiB.
+    """
+    events = list(step_allocation_events(trace, schedule, graph=graph, optimizer=optimizer))
+    ratios = []
+    for factor in (1.0, *_SIZE_FACTORS):
+        peaks = replay_events(_with_scaled_step(events, factor))
+        ratios.append(peaks.reserved_bytes / max(1, peaks.requested_bytes))
+    return min(ratios), max(ratios)
+
+
+def _with_scaled_step(
+    events: Sequence[AllocationEvent], factor: float
+) -> Iterator[AllocationEvent]:
+    """Yield events with other sizes of the tensors that a step allocates; their keys are pairs of a
+    step and a number."""
+    for event in events:
+        is_of_step = isinstance(event.key, tuple) and isinstance(event.key[0], int)
+        if event.size_bytes is None or not is_of_step:
+            yield event
+        else:
+            yield event._replace(size_bytes=int(event.size_bytes * factor))
 
 
 def optimizer_step_bytes(graph: Graph, optimizer: OptimizerMemory) -> int:

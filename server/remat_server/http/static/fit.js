@@ -26,7 +26,8 @@ function verdict(fits, fit) {
     h("p", { class: "verdict" }, fits ? `Yes: ${bytes(rest)} remain.` : `No: ${bytes(-rest)} too much.`),
     h("dl", { class: "figures" },
       figure("Reserved by torch's allocator", bytes(memory.reserved_bytes),
-        `${bytes(memory.expandable_bytes)} with expandable segments`),
+        `${fit.reserved_range_bytes.map(bytes).join(" to ")} at nearly this size, ` +
+          `${bytes(memory.expandable_bytes)} with expandable segments`),
       figure("Usable", bytes(fit.usable_bytes), fit.device),
       figure("Peak", bytes(memory.peak_bytes),
         memory.is_in_optimizer ? "during the optimizer's step" : "during forward and backward"),

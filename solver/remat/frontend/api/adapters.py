@@ -117,8 +117,8 @@ def _quantized_layer(
     if bias is not None:
         layer.bias = bias
     if not weight.is_meta:  # bitsandbytes quantizes a weight that is moved to a device
-        kept = vars(layer.weight)
-        layer.weight = type(layer.weight)(weight.contiguous(), requires_grad=False, **kept)
+        attributes = vars(layer.weight)
+        layer.weight = type(layer.weight)(weight.contiguous(), requires_grad=False, **attributes)
         return layer.to(weight.device)
     with torch.device("meta"):
         if quantize == "int8":
