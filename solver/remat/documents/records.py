@@ -93,7 +93,7 @@ class Node(Record):
     0 if none does. Only predictions of eager mode read it; plans do not."""
     is_saved: bool = False
     """True if that checkpoint, a selective one, saves its results."""
-    held: tuple[Identifier, ...] = ()
+    frees: tuple[Identifier, ...] = ()
     """The tensors that eager mode frees after it, although it does not read them: local variables
     of the model's code hold them, or autograd. Only predictions of eager mode read it."""
     piece_of: DottedPath = ""

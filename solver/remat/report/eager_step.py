@@ -68,26 +68,26 @@ def eager_graph(
         replace(graph, operations=operations), trace, unpacked
     )
     graph = _with_gradients_added_in_place(graph, trace)
-    return _with_held_tensors(graph, trace, regions)
+    return _with_python_lifetimes(graph, trace, regions)
 
 
-def _with_held_tensors(graph: Graph, trace: Trace, regions: Sequence[Sequence[int]]) -> Graph:
+def _with_python_lifetimes(graph: Graph, trace: Trace, regions: Sequence[Sequence[int]]) -> Graph:
     """Return the graph in which operations read what local variables and autograd hold while they
     run. The forward of a checkpoint holds what it computes until it ends: not autograd."""
     region_of = {op: region for region, ops in enumerate(regions) for op in ops}
     value_of = value_of_storage(trace, graph)
     operations = list(graph.operations)
     for index, node in enumerate(trace.operations):
-        if node is None or not node.held:
+        if node is None or not node.frees:
             continue
-        values = {value_of.get(trace.storage_of.get(name, -1)) for name in node.held}
-        held = {
+        values = {value_of.get(trace.storage_of.get(name, -1)) for name in node.frees}
+        retained = {
             v
             for v in values
             if v is not None and graph.producer[v] < index
             if region_of.get(graph.producer[v]) == region_of.get(index)
         }
-        inputs = held.union(operations[index].inputs)
+        inputs = retained.union(operations[index].inputs)
         operations[index] = replace(operations[index], inputs=tuple(sorted(inputs)))
     return replace(graph, operations=tuple(operations))
 

@@ -17,8 +17,8 @@ import torch
 
 class Lifetimes:
     """Calls `on_free` with the address of a storage when its last tensor is freed, and
-    `on_tensor_free` with the `id` of each tensor. Storages are told apart by their addresses, so
-    something else must refer to them."""
+    `on_tensor_free` with the `id` of each tensor. The address identifies a storage, so something
+    else must refer to it."""
 
     def __init__(
         self, on_free: Callable[[int], None], on_tensor_free: Callable[[int], None]

@@ -75,7 +75,7 @@ class OperatorRecorder(TorchDispatchMode):
         self.is_backward = False
         self._module_paths = module_paths
         self._generators = generators
-        self.held: list[tuple[fx.Node, fx.Node]] = []
+        self.freed: list[tuple[fx.Node, fx.Node]] = []
         """For each storage that is freed, the last operation before, and the storage's last node.
         """
         self._lifetimes = Lifetimes(self._note_free, self._forget)
@@ -292,7 +292,7 @@ class OperatorRecorder(TorchDispatchMode):
         self._allocated_ids.pop(address, None)
         last = self._buffers.get(address) or self._allocations[address]
         if self.last_operation is not None:
-            self.held.append((self.last_operation, last.node))
+            self.freed.append((self.last_operation, last.node))
 
     def _forget(self, tensor_id: int) -> None:
         self._nodes.pop(tensor_id, None)

@@ -160,14 +160,14 @@ class _StepRecording:
                 if gradient is not None
             ),
         )
-        held = self.recorder.held
+        freed = self.recorder.freed
         if last_of_forward is not None:  # the caller has the outputs, and may release them now
-            held += [(last_of_forward, output) for output in joint.outputs]
+            freed += [(last_of_forward, output) for output in joint.outputs]
         pairs = (*joint.writes, *joint.gradients)
         joint.graph.output((*joint.outputs, *(value for _, value in pairs)))
         order = {node: index for index, node in enumerate(joint.graph.nodes)}
         joint.graph.eliminate_dead_code()
-        return replace(joint, held=_held_by_nodes(joint.graph, held, order))
+        return replace(joint, frees=_freed_by_nodes(joint.graph, freed, order))
 
     def _sources(
         self, outputs: Sequence[Tensor], differentiable: Sequence[Tensor]
@@ -276,8 +276,8 @@ class _StepRecording:
                 torch._disable_functionalization()
 
 
-def _held_by_nodes(
-    graph: fx.Graph, held: Sequence[tuple[fx.Node, fx.Node]], order: Mapping[fx.Node, int]
+def _freed_by_nodes(
+    graph: fx.Graph, freed: Sequence[tuple[fx.Node, fx.Node]], order: Mapping[fx.Node, int]
 ) -> dict[fx.Node, list[fx.Node]]:
     """Return the tensors that are freed after each node of a graph, from the pairs of an operation
     and a tensor that is freed after it. Nodes of the graph stand for the unread ones after them,
@@ -285,7 +285,7 @@ def _held_by_nodes(
     remaining = list(graph.nodes)
     positions = [order[node] for node in remaining]
     by_node: dict[fx.Node, list[fx.Node]] = {}
-    for operation, tensor in held:
+    for operation, tensor in freed:
         node = remaining[bisect_right(positions, order[operation]) - 1]
         by_node.setdefault(node, []).append(tensor)
     return by_node

@@ -54,7 +54,7 @@ class JointGraph:
     placeholder is. `writes` are pairs of an input and its new value, which the forward leaves in
     it; `gradients` are pairs of an input and its gradient. `outputs` are the outputs of the model.
     `sources` has for each item of `gradients` the indices of the outputs that depend on the input.
-    `held` are the nodes whose storages eager mode frees after each node.
+    `frees` are the nodes whose storages eager mode frees after each node.
     """
 
     graph: fx.Graph
@@ -64,7 +64,7 @@ class JointGraph:
     outputs: Sequence[fx.Node]
     gradients: Sequence[tuple[fx.Node, fx.Node]]
     sources: Sequence[frozenset[int]]
-    held: Mapping[fx.Node, Sequence[fx.Node]] = field(default_factory=dict)
+    frees: Mapping[fx.Node, Sequence[fx.Node]] = field(default_factory=dict)
 
 
 class JointGraphReader:
@@ -204,12 +204,13 @@ class JointGraphReader:
             record = record.model_copy(update=fields)
         self.builder.nodes.append(record)
         self._allocated.update((r.storage, r.name) for r in record.results if not record.view)
-        self._hold(self.joint.held.get(node, ()))
+        self._add_freed(self.joint.frees.get(node, ()))
         if target == _MSE_LOSS and not record.results[0].tensor.shape:
             self._add_scalar_copy(node, record.results[0])
 
-    def _hold(self, tensors: Sequence[fx.Node]) -> None:
-        """Add tensors to those that the last operation holds, unless it reads or returns them."""
+    def _add_freed(self, tensors: Sequence[fx.Node]) -> None:
+        """Add tensors to those that eager mode frees after the last operation, unless it reads or
+        returns them."""
         builder = self.builder
         index = len(builder.nodes) - 1
         while index >= 0 and builder.nodes[index].view:
@@ -221,10 +222,10 @@ class JointGraphReader:
         read = {builder.storage_by_name[name] for name in names}
         arguments = (builder.arguments.get(tensor) for tensor in tensors)
         storages = {builder.storage_by_name[a.name] for a in arguments if isinstance(a, Ref)}
-        held = {self._allocated[s] for s in storages - read if s in self._allocated}
-        if held:
-            held.update(record.held)
-            builder.nodes[index] = record.model_copy(update={"held": tuple(sorted(held))})
+        freed = {self._allocated[s] for s in storages - read if s in self._allocated}
+        if freed:
+            freed.update(record.frees)
+            builder.nodes[index] = record.model_copy(update={"frees": tuple(sorted(freed))})
 
     def _with_whole_storage(self, node: fx.Node, copied: Result) -> Result:
         """Return the result of `aten.copy` with the size and offset that its kernel produces. It
