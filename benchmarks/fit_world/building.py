@@ -66,6 +66,12 @@ def _transformers(loop: Loop) -> Call:
     inputs = {"input_ids": ids, "labels": labels}
     if loop.padded:
         inputs["attention_mask"] = torch.ones_like(ids)
+    if loop.quantize:
+        adapters = _library("remat.frontend.api.adapters")
+        model = adapters.with_adapters(model, None, loop.quantize)
+        for parameter in model.parameters():  # the published loops do not widen the others
+            if parameter.dtype == torch.float32:
+                parameter.data = parameter.data.to(_dtype(loop))
     model = _with_adapter(model, loop).train()
     if loop.loss.startswith("shifted, "):
         model = _LossInForward(model, is_wide=loop.loss == "shifted, logits replaced")

@@ -30,7 +30,6 @@ _MISTRAL: dict[str, Any] = {
 
 TRANSFORMERS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-2-7b": _llama(4096, 11008, 32, 32, 32),
-    "llama-2-70b": _llama(8192, 28672, 80, 64, 8),
     "llama-3-8b": _llama(4096, 14336, 32, 32, 8, **_LLAMA_3 | {"max_position_embeddings": 8192}),
     "llama-3.2-3b": _llama(
         3072, 8192, 28, 24, 8, head_dim=128, tie_word_embeddings=True, **_LLAMA_3

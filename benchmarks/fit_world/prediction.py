@@ -27,7 +27,9 @@ Prediction = dict[str, Any]
 def missing(row: Measurement) -> list[str]:
     """Return what a prediction of a row needs and is not here."""
     loop = row.loop
-    needed = [loop.library] if loop.adapter is None else [loop.library, "peft"]
+    needed = [loop.library]
+    needed += ["peft"] if loop.adapter is not None else []
+    needed += ["bitsandbytes"] if loop.quantize else []
     result = [f"the package {name}" for name in needed if not is_installed(name)]
     known = inspect.signature(remat.fit).parameters
     result += [f"the option {name}" for name in fit_options(row) if name not in known]
@@ -40,8 +42,6 @@ def fit_options(row: Measurement) -> dict[str, Any]:
     """Return the arguments of `remat.fit` for a row."""
     loop = row.loop
     options: dict[str, Any] = {"device": row.gpu, "memory": "10TiB", "optimizer": loop.optimizer}
-    if loop.quantize:
-        options["quantize"] = loop.quantize
     return {"outputs": "loss"} | options | dict(loop.fit)
 
 

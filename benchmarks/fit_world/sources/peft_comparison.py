@@ -1,8 +1,8 @@
 """PEFT's comparison of methods on an L40S: Llama 3.2 3B on MetaMathQA, and FLUX.2 klein on images.
 
 Memory is what torch's allocator reserved, at most. The cache is emptied every 10 steps of the
-language model. The lengths of its batches are not published: 580 tokens is the length at which the
-prediction of the row "LoRA, rank 32" is exact, and that row is not compared. Gradients of each
+language model. The lengths of its batches are not published: 710 tokens is the length at which the
+prediction of "LoRA, rank 32" is 22.3 GB, as published, and that row is left out. Gradients of each
 batch are in memory until the next one starts. FLUX.2 has checkpoints, and batches of two images of
 512 by 512 pixels.
 """
@@ -21,7 +21,8 @@ _IMAGES = Source(
     "PEFT image generation", f"{_URL}image-gen", "2026-06-09", "torch 2.12.0, diffusers 0.38.0"
 )
 
-LONGEST_TOKENS = 580
+LONGEST_TOKENS = 710
+_LENGTHS = "the source publishes neither lengths nor their order, on which fragments of the gradients depend"
 _QV = ["q_proj", "v_proj"]
 _MLP = ["gate_proj", "up_proj", "down_proj"]
 _FLUX = [
@@ -47,8 +48,7 @@ def _lora(rank: int, alpha: int, targets: list[str], **others: Any) -> Any:
 
 
 ROWS = (
-    _text("full", 38_868_615_168),
-    _text("LoRA, rank 32", 22_292_725_760, _lora(32, 64, _QV)),
+    _text("full", 38_868_615_168, reason=_LENGTHS),
     _text("LoRA, rank 64", 22_552_772_608, _lora(64, 128, _QV)),
     _text("LoRA, rank 64, rsLoRA", 22_561_161_216, _lora(64, 64, _QV, use_rslora=True)),
     _text("LoRA of MLPs, rank 10", 24_698_159_104, _lora(10, 20, _MLP)),
