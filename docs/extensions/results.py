@@ -46,6 +46,7 @@ from split_results import (
     split_steps,
 )
 from tables import inline, table
+from world_results import fit_world, fit_world_missed
 
 _UNIT = re.compile(r"(?<=\d) (?=(?:s|ms|MiB)\b)")
 """Spaces between a number and its unit, at which a line must not break."""
@@ -78,6 +79,8 @@ TABLES: dict[str, Callable[[], Table]] = {
         software_gpu_missed,
         software_gpu_training,
         software_gpu_training_families,
+        fit_world,
+        fit_world_missed,
         gpu_steps,
         gpu_times,
         gpu_missed,

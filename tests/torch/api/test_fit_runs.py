@@ -128,6 +128,41 @@ class Gated(nn.Module):
         return x + self.down(torch.nn.functional.silu(self.gate(x)) * self.up(x))
 
 
+class ShiftedLoss(nn.Module):
+    """A loss as transformers had it before 4.50: local variables refer to the logits, and to wide
+    ones, while the loss of a copy is computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(512, 64), nn.Linear(64, 512, bias=False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        logits = self.head(self.embedding(ids))
+        wide = logits.double()
+        shifted = wide[:, :-1].contiguous()
+        return nn.functional.cross_entropy(shifted.view(-1, 512), ids[:, 1:].reshape(-1)).float()
+
+
+class Padded(nn.Module):
+    """A layer whose result is copied into columns of zeros: autograd saves the result, of which
+    the backward reads the shape only."""
+
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(3 * width, width)
+        self.columns = nn.Buffer(torch.arange(2 * width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        up = self.up(x)
+        zeros = up.new_zeros(len(x), 3 * x.shape[1])
+        return x + self.down(zeros.index_copy(1, self.columns, up))
+
+
+def shifted_loss() -> Model:
+    torch.manual_seed(0)
+    return ShiftedLoss(), {"ids": torch.randint(512, (4, 64))}
+
+
 _MATMULS = (torch.ops.aten.addmm.default, torch.ops.aten.mm.default)
 
 
@@ -227,6 +262,9 @@ RUNS = {
         {"checkpoint": "selective"},
     ),
     "all matmuls": Run(partial(stack, partial(selective, contexts=all_matmuls))),
+    "local variables": Run(shifted_loss),
+    "saved for their shapes": Run(partial(stack, in_turn, Padded)),
+    "saved for their shapes, checkpoints": Run(partial(stack, some, Padded)),
     "none": Run(partial(stack, in_turn), partial(stack, some), {"checkpoint": "none"}),
     "accumulated": Run(partial(stack, in_turn), options={"accumulate": 3}),
     "accumulated with checkpoints": Run(partial(stack, some), options={"accumulate": 3}),

@@ -145,8 +145,8 @@ def test_a_parameter_that_is_a_buffer_too_is_captured() -> None:
 
 def comparable(trace: remat.Trace) -> remat.Trace:
     """Return the trace without `detach`, of which torch's capture has more; without arguments that
-    are None as by default, which it leaves out; and without paths of modules, checkpoints and the
-    outputs that a gradient comes from, which it does not record."""
+    are None as by default, which it leaves out; and without paths of modules, checkpoints, held
+    tensors and the outputs that a gradient comes from, which it does not record."""
     detached = {n.name: n for n in trace.nodes if n.target == _DETACH}
 
     def origin(name: str) -> str:
@@ -168,6 +168,7 @@ def comparable(trace: remat.Trace) -> remat.Trace:
                 "module": "",
                 "checkpoint": 0,
                 "is_saved": False,
+                "held": (),
             }
         )
 
