@@ -138,7 +138,7 @@ def test_eager_mode_has_the_predicted_peak(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "tolerance"),
-    [("vit", 1e-4), ("swin", 1e-4), ("whisper", 1e-4), ("clip", 0.01), ("unet2d", 0.025)],
+    [("vit", 1e-4), ("swin", 1e-4), ("whisper", 1e-4), ("clip", 0.01), ("unet2d", 1e-4)],
 )
 def test_convolutions_have_the_predicted_peak(family: str, tolerance: float) -> None:
     """Without the workspaces of the convolutions, which no tensor has on a CPU."""
