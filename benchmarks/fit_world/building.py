@@ -221,7 +221,9 @@ def _torchtune(loop: Loop) -> Call:
         model = getattr(_library(f"torchtune.models.{package}"), name)(**options)
         for module in model.modules():
             if hasattr(module, "rope_init"):
-                module.rope_init()
+                with torch.device("cpu"):  # on "meta" it does nothing
+                    module.rope_init()
+        model.to("meta")
     finally:
         torch.set_default_dtype(torch.float32)
     if any(key.startswith("lora") for key in options):

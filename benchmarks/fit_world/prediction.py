@@ -50,7 +50,9 @@ def predict(row: Measurement) -> Prediction:
     start_s = time.perf_counter()
     autocast: Any = contextlib.nullcontext()
     if row.loop.autocast:
-        autocast = torch.autocast("cuda", getattr(torch, row.loop.autocast))
+        # A torch without CUDA cannot enable autocast there: that of the CPU stands for it.
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        autocast = torch.autocast(device, getattr(torch, row.loop.autocast))
     with warnings.catch_warnings(), autocast:
         warnings.simplefilter("ignore")
         model, args, kwargs = build(row.loop)
