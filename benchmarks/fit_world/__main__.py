@@ -95,15 +95,15 @@ def _cached(path: Path | None) -> Prediction | None:
 def _prediction(measurement: Measurement, path: Path | None) -> Prediction:
     command = [sys.executable, "-m", "benchmarks.fit_world.prediction", measurement.key]
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             command, capture_output=True, text=True, timeout=_LIMIT_S, env=os.environ, check=False
         )
     except subprocess.TimeoutExpired:
         return {"error": f"took longer than {_LIMIT_S} s"}
-    if done.returncode:
-        lines = done.stderr.strip().splitlines()
-        return {"error": f"failed: {lines[-1] if lines else done.returncode}"}
-    prediction = json.loads(done.stdout.splitlines()[-1])
+    if process.returncode:
+        lines = process.stderr.strip().splitlines()
+        return {"error": f"failed: {lines[-1] if lines else process.returncode}"}
+    prediction = json.loads(process.stdout.splitlines()[-1])
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(prediction))

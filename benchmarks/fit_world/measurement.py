@@ -31,10 +31,10 @@ class Loop:
     `model` is the name of a configuration in the `library`. `options` are further arguments of the
     configuration. `dtype` is that of the weights, and `autocast` that of mixed precision. `adapter`
     is the name of a configuration class of PEFT with its arguments, and `quantize` the format of
-    the frozen weights. `loss` is that of transformers before 4.50, which copies the shifted logits:
-    "shifted" in float32, "shifted, logits replaced" where the float32 logits replace those in half
-    precision, and "shifted, half" without float32. With `padded` there is a mask of padding. `fit` are arguments
-    of `remat.fit`.
+    the frozen weights. With `padded` there is a mask of padding. `loss` is that of transformers
+    before 4.50, which copies the shifted logits: "shifted" in float32, "shifted, logits replaced"
+    where the float32 logits replace those in half precision, and "shifted, half" without float32.
+    `fit` are arguments of `remat.fit`.
     """
 
     model: str

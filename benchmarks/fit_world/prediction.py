@@ -31,8 +31,8 @@ def missing(row: Measurement) -> list[str]:
     needed += ["peft"] if loop.adapter is not None else []
     needed += ["bitsandbytes"] if loop.quantize else []
     result = [f"the package {name}" for name in needed if not is_installed(name)]
-    known = inspect.signature(remat.fit).parameters
-    result += [f"the option {name}" for name in fit_options(row) if name not in known]
+    parameters = inspect.signature(remat.fit).parameters
+    result += [f"the option {name}" for name in fit_options(row) if name not in parameters]
     if loop.optimizer not in OPTIMIZERS:
         result.append(f"the optimizer {loop.optimizer}")
     return [*result, *row.needs]

@@ -1,9 +1,9 @@
-"""Benchmarks of fms-acceleration on A100 GPUs: full fine-tuning, LoRA and QLoRA, on one GPU and with
-FSDP on two.
+"""Benchmarks of fms-acceleration on A100 GPUs: full fine-tuning, LoRA and QLoRA, on one GPU and on
+two with FSDP.
 
 Alpaca, packed to 4,096 tokens (2,048 for SantaCoder), flash attention, checkpoints of each block,
-AdamW of transformers' `Trainer`. QLoRA is
-"accelerated-peft-bnb": scales in 8 bits, and no other parameters in float32. Memory is `torch.cuda.max_memory_allocated`, of the first rank.
+AdamW of transformers' `Trainer`. QLoRA is "accelerated-peft-bnb": scales in 8 bits, and no other
+parameters in float32. Memory is `torch.cuda.max_memory_allocated`, of the first rank.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ _IMAGES = Source(
 )
 
 LONGEST_TOKENS = 710
-_LENGTHS = "the source publishes neither lengths nor their order, on which fragments of the gradients depend"
+_LENGTHS = "lengths and their order, on which fragments of gradients depend, are not published"
 _QV = ["q_proj", "v_proj"]
 _MLP = ["gate_proj", "up_proj", "down_proj"]
 _FLUX = [

@@ -168,7 +168,7 @@ def comparable(trace: remat.Trace) -> remat.Trace:
                 "module": "",
                 "checkpoint": 0,
                 "is_saved": False,
-                "held": (),
+                "frees": (),
             }
         )
 
