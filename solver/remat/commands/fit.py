@@ -95,9 +95,9 @@ Shard = Annotated[
     typer.Option(
         "--shard",
         metavar="WHAT",
-        help="What several GPUs have a shard of each: full (FSDP2, the default), grad-op "
-        "(parameters stay gathered until their backward), optimizer (ZeRO-1), hybrid:4 (full over "
-        "groups of 4 GPUs), or none (DDP).",
+        help="Sharding over several GPUs: full (FSDP2, the default), grad-op (FSDP2 with "
+        "reshard_after_forward=False), hybrid:4 (HSDP, over groups of 4 GPUs), optimizer (DDP "
+        "with ZeRO-1), or none (DDP).",
         show_default=False,
     ),
 ]

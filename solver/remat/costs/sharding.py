@@ -118,8 +118,8 @@ class Sharding:
             )
         if group and (group < 2 or group >= self.gpus or self.gpus % group):
             raise RematError(
-                f"{shard!r} needs groups of the {self.gpus:,} GPUs: pass a divisor from 2 to "
-                f"{self.gpus // 2:,}"
+                f"{shard!r} does not divide {self.gpus:,} GPUs into several groups of several "
+                f"GPUs: pass hybrid:N for a divisor N of {self.gpus:,}, or {FULL!r}"
             )
         if self.gradient_as_bucket_view and not self.is_ddp:
             raise RematError(

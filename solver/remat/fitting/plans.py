@@ -102,8 +102,8 @@ def _shards_reason(question: FitQuestion) -> str:
     """Return why a loop of several GPUs has no option of a plan."""
     if question.loop.is_fsdp:
         return (
-            'with fully_shard, remat.enable(..., scope="blocks") plans each block in its first '
-            "step, within what is gathered then; its peak is not predicted"
+            'no plan is predicted with fully_shard: remat.enable(..., scope="blocks") plans each '
+            "block in the first step, from its gathered parameters"
         )
     return "plans of a loop with DDP are not predicted: remat.enable plans the model inside DDP"
 

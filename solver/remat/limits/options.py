@@ -176,8 +176,9 @@ class LoraOptions:
                         _fail()
             except ValueError:
                 raise RematError(
-                    f"{part[:40]!r} is no option of LoRA; write r=16,targets=all-linear, with "
-                    "targets=q_proj+v_proj for some layers, and alpha=32, dropout=0.05 or dora"
+                    f"{part[:40]!r} is not a valid option of LoRA: r and alpha are integers from 1 "
+                    "to 65536, 0 <= dropout < 1, and dora takes no value; for example "
+                    "r=16,targets=q_proj+v_proj,alpha=32"
                 ) from None
         return cls(**options)  # type: ignore[arg-type]
 

@@ -159,14 +159,16 @@ class Fit(Described):
         """Return the time of communication; "" on one GPU."""
         if self.sharding.gpus == 1:
             return ""
-        return f"; {format_seconds(self.communication_s)} of it communication (model)"
+        return (
+            f", of which {format_seconds(self.communication_s)} exposed communication (estimated)"
+        )
 
     def _reserved_facts(self) -> list[Fact]:
         """Return a line about torch's allocator, and one about the accuracy; none on a CPU."""
         if self.device == "cpu":
             return []
         low, high = map(format_bytes, self.reserved_range_bytes)
-        between = "" if low == high else f" ({low} to {high} at nearly this size)"
+        between = "" if low == high else f" ({low} to {high} with tensors 3% smaller or larger)"
         lines = [
             f"{format_bytes(self.memory.reserved_bytes)} by torch's allocator{between}",
             f"{format_bytes(self.memory.expandable_bytes)} with expandable segments",

@@ -59,7 +59,11 @@ def sharded_training_memory(
     step = ShardedStep.of(trace, graph, schedule, sharding)
     shards_bytes = step.shards_bytes
     peak = max(
-        (*step.forward_moments(), *step.backward_moments(), step.optimizer_moment(optimizer)),
+        (
+            *step.forward_candidates(),
+            *step.backward_candidates(),
+            step.at_optimizer_step(optimizer),
+        ),
         key=lambda moment: moment.total_bytes,
     )
     peak_bytes = peak.total_bytes + shards_bytes + optimizer.state_bytes
@@ -99,8 +103,8 @@ def sharded_optimizer_step_bytes(
 ) -> int:
     """Return the bytes that are live on each GPU while the optimizer's step runs."""
     step = ShardedStep.of(trace, graph, schedule, sharding)
-    moment = step.optimizer_moment(optimizer)
-    return moment.total_bytes + step.shards_bytes + optimizer.state_bytes
+    live = step.at_optimizer_step(optimizer)
+    return live.total_bytes + step.shards_bytes + optimizer.state_bytes
 
 
 def check_mixed_precision(trace: Trace, sharding: Sharding) -> None:
@@ -147,7 +151,7 @@ def block_containers(trace: Trace) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Moment:
+class _LiveBytes:
     """The bytes of a GPU at one time of a step, without its shards of parameters and of the
     optimizer's state. `activation_bytes` has all that is not sharded; `optimizer_bytes` is None
     outside of the optimizer's step."""
@@ -227,28 +231,28 @@ class ShardedStep:
         """The bytes of the shards of gradients before the backward."""
         return sum(self.gradient_shards.values()) if self.accumulates else 0
 
-    def forward_moments(self) -> Iterator[_Moment]:
-        """Yield the moments of the forward that may be its peak."""
+    def forward_candidates(self) -> Iterator[_LiveBytes]:
+        """Yield the live bytes of the forward that may be its peak."""
         before, during = self.timeline.before_bytes, self.timeline.during_bytes
         root_bytes, gradient_bytes = self.gathered[ROOT], self._first_gradient_bytes
         spans = self.blocks_in_forward
         entered, left = _names_by_run(spans)
         buffer_bytes = root_bytes  # that the latest gather was copied from
         live_bytes = root_bytes
-        yield _Moment(before[0], buffer_bytes + root_bytes, gradient_bytes)
+        yield _LiveBytes(before[0], buffer_bytes + root_bytes, gradient_bytes)
         for run in range(self.boundary):
             for name in entered[run]:
                 block_bytes = self.gathered[name]
                 gather_bytes = buffer_bytes + 2 * block_bytes + live_bytes
-                yield _Moment(before[run], gather_bytes, gradient_bytes)
+                yield _LiveBytes(before[run], gather_bytes, gradient_bytes)
                 buffer_bytes = block_bytes
                 live_bytes += block_bytes
-            yield _Moment(during[run], live_bytes + buffer_bytes, gradient_bytes)
+            yield _LiveBytes(during[run], live_bytes + buffer_bytes, gradient_bytes)
             if self.sharding.reshards_after_forward:
                 live_bytes -= sum(self.gathered[name] for name in left[run])
 
-    def backward_moments(self) -> Iterator[_Moment]:
-        """Yield the moments of the backward that may be its peak; blocks are reduced one by one."""
+    def backward_candidates(self) -> Iterator[_LiveBytes]:
+        """Yield the live bytes of the backward that may be its peak; blocks are reduced one by one."""
         before, after = self.timeline.before_bytes, self.timeline.after_bytes
         spans = self.blocks_in_backward
         entered, left = _names_by_run(spans)
@@ -264,23 +268,23 @@ class ShardedStep:
         gradient_bytes: dict[str, int] = defaultdict(int)
         produced = self.gradients_by_run
 
-        def moment(activation_bytes: int, more_bytes: int = 0) -> _Moment:
-            return _Moment(
+        def live(activation_bytes: int, more_bytes: int = 0) -> _LiveBytes:
+            return _LiveBytes(
                 activation_bytes,
                 live_bytes + prefetched_bytes,
                 sum(gradient_bytes.values()) + shards_bytes,
                 reducing_bytes + retained_bytes + more_bytes,
             )
 
-        def reduce(unit: str, activation_bytes: int) -> Iterator[_Moment]:
+        def reduce(unit: str, activation_bytes: int) -> Iterator[_LiveBytes]:
             nonlocal reducing_bytes, retained_bytes, shards_bytes
             reducing_bytes = self.reduced[unit]
-            yield moment(activation_bytes)  # while gradients are copied into the buffer
+            yield live(activation_bytes)  # while gradients are copied into the buffer
             gradient_bytes.pop(unit, None)
             output_bytes = self.reduced[unit] // self.sharding.shards
             is_cast = output_bytes != self.gradient_shards[unit]
             shard_bytes = self.gradient_shards[unit]
-            yield moment(activation_bytes, output_bytes + (shard_bytes if is_cast else 0))
+            yield live(activation_bytes, output_bytes + (shard_bytes if is_cast else 0))
             if not self.accumulates:
                 shards_bytes += shard_bytes
             if self.sharding.replicas > 1 and (is_cast or self.accumulates):
@@ -289,12 +293,12 @@ class ShardedStep:
         for run in range(self.boundary, len(self.schedule)):
             for name in entered[run] if gathers else ():
                 live_bytes += sizes[name]
-                yield moment(before[run])  # with the buffer, which is then freed
+                yield live(before[run])  # with the buffer, which is then freed
                 prefetched_bytes = sizes[following[name]]
-                yield moment(before[run], self._cast_bytes(following[name]))
+                yield live(before[run], self._cast_bytes(following[name]))
             for value in produced.get(run, ()):
                 gradient_bytes[self.gradients[value]] += self.graph.values[value].size_bytes
-            yield moment(self.timeline.during_bytes[run])
+            yield live(self.timeline.during_bytes[run])
             for name in left[run]:
                 live_bytes -= sizes[name]
                 yield from reduce(name, after[run])
@@ -306,9 +310,9 @@ class ShardedStep:
         is_block = unit != ROOT and self.sharding.mixed_precision_param
         return self.gathered[unit] // self.sharding.shards if is_block else 0
 
-    def optimizer_moment(self, optimizer: OptimizerMemory) -> _Moment:
+    def at_optimizer_step(self, optimizer: OptimizerMemory) -> _LiveBytes:
         """Return the optimizer's step."""
-        return _Moment(
+        return _LiveBytes(
             self.timeline.after_bytes[-1],
             gradient_bytes=sum(self.gradient_shards.values()),
             optimizer_bytes=optimizer.temporary_bytes,

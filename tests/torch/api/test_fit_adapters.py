@@ -118,7 +118,7 @@ def test_the_peak_of_a_loop_is_predicted(name: str) -> None:
     "text", ["r", "r=0", "r=x", "rank=4", "targets=", "dropout=1", "dora=1", ","]
 )
 def test_unknown_options_of_adapters_are_an_error(text: str) -> None:
-    with pytest.raises(RematError, match="is no option of LoRA"):
+    with pytest.raises(RematError, match="is not a valid option of LoRA"):
         with_adapters(nn.Linear(4, 4), text, None)
 
 

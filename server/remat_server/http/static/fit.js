@@ -26,7 +26,7 @@ function verdict(fits, fit) {
     h("p", { class: "verdict" }, fits ? `Yes: ${bytes(rest)} remain.` : `No: ${bytes(-rest)} too much.`),
     h("dl", { class: "figures" },
       figure("Reserved by torch's allocator", bytes(memory.reserved_bytes),
-        `${fit.reserved_range_bytes.map(bytes).join(" to ")} at nearly this size, ` +
+        `${fit.reserved_range_bytes.map(bytes).join(" to ")} with tensors 3% smaller or larger, ` +
           `${bytes(memory.expandable_bytes)} with expandable segments`),
       figure("Usable", bytes(fit.usable_bytes), fit.device),
       figure("Peak", bytes(memory.peak_bytes),

@@ -42,7 +42,7 @@ from remat.frontend.capture.model.wrapped_code import (
 )
 from remat.frontend.capture.reading.captured_joint_graph import CapturedJointGraph
 from remat.frontend.common.pytree import flatten
-from remat.frontend.common.quantized import products_as_on_cuda
+from remat.frontend.common.quantized import int8_matmul_as_on_cuda
 from remat.frontend.common.target_gpu import TargetGpu, find_target_gpu, local_device
 from remat.frontend.common.torch_modes import autocast_modes, dtype_name
 from remat.limits.options import OUTPUTS_HELD, are_dropped, differentiated_with
@@ -169,7 +169,7 @@ def capture_joint_graph(
         stack.enter_context(fakes_with_kernel_layouts())
         if target is not None:
             stack.enter_context(cudnn_convolution_layouts())
-            stack.enter_context(products_as_on_cuda())
+            stack.enter_context(int8_matmul_as_on_cuda())
         if not symbolic:
             stack.enter_context(text_output_reported(model))
         graph, queries = capture_step(flat_model, leaves)

@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 ATTRIBUTES = "_remat_attributes"
-"""The attribute of the fake tensor of a parameter that has the parameter's attributes."""
+"""Name of the attribute of a fake parameter that stores the `__dict__` of the real parameter."""
 
 
 def parameter_attributes(parameter: torch.Tensor) -> dict[str, Any]:
@@ -106,7 +106,7 @@ def replace_quantization_tensors(
 
 
 def memory_of(tensor: torch.Tensor) -> tuple[int, torch.Size]:
-    """Return what two tensors of one shape in the same memory have in common."""
+    """Return a key that is equal for tensors with the same storage and shape."""
     return tensor.untyped_storage()._cdata, tensor.shape
 
 
@@ -134,7 +134,7 @@ def plain_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @contextmanager
-def products_as_on_cuda() -> Iterator[None]:
+def int8_matmul_as_on_cuda() -> Iterator[None]:
     """Within the context, let layers of 8 bits compute as bitsandbytes does on CUDA: in integers,
     and without the columns of outliers, whose number depends on values. No-op without
     bitsandbytes."""
