@@ -252,7 +252,8 @@ class ShardedStep:
                 live_bytes -= sum(self.gathered[name] for name in left[run])
 
     def backward_candidates(self) -> Iterator[_LiveBytes]:
-        """Yield the live bytes of the backward that may be its peak; blocks are reduced one by one."""
+        """Yield the live bytes of the backward that may be its peak. Blocks are reduced one by
+        one."""
         before, after = self.timeline.before_bytes, self.timeline.after_bytes
         spans = self.blocks_in_backward
         entered, left = _names_by_run(spans)

@@ -284,7 +284,7 @@ def gpt2_on(device: str, **options: Any) -> Fit:
         ({"gpus": 8, "shard": "zero3"}, "the shard is 'zero3'; pass 'full'"),
         ({"gpus": 8, "shard": 3}, "the shard is '3'"),
         ({"gpus": 8, "shard": "hybrid:3"}, "'hybrid:3' needs groups of the 8 GPUs"),
-        ({"gpus": 8, "shard": "hybrid:8"}, "pass a divisor from 2 to 4"),
+        ({"gpus": 8, "shard": "hybrid:8"}, "pass hybrid:N for a divisor N of 8"),
         ({"gpus": 8, "shard": "hybrid:"}, "the shard is 'hybrid:'"),
         ({"gpus": 8, "gradient_as_bucket_view": True}, "is an option of DDP"),
         ({"gpus": 8, "mixed_precision_param": "int8"}, "mixed_precision_param is 'int8'"),
@@ -322,7 +322,7 @@ def test_the_answer_names_gpus_and_communication() -> None:
     text = str(answer)
     shards = "float32 shards, bfloat16 compute, float32 reduction"
     assert f"GPUs      16 GPUs, fully_shard (hybrid:8), {shards}" in text
-    assert "of it communication (model)" in text
+    assert "exposed communication (estimated)" in text
     assert json.loads(answer.to_json())["sharding"]["shard"] == "hybrid:8"
     assert answer.memory.peak_bytes == sum(answer.memory.parts.values())
 
