@@ -7,7 +7,7 @@ installed version.
 
 from __future__ import annotations
 
-from benchmarks.fit_world.measurement import Loop, Measurement, Source
+from benchmarks.fit_world.measurement import Extras, Loop, Measurement, Source
 
 _URL = "https://github.com/Lightning-AI/litgpt/blob/main/"
 _TABLES = Source(
@@ -36,7 +36,7 @@ def _row(
     rank: int = 8,
     gpu: str = "a10g",
     accumulate: int = 1,
-    lora: dict[str, object] = _LORA,
+    lora: Extras = _LORA,
     reason: str = "",
 ) -> Measurement:
     loop = Loop(
@@ -44,7 +44,7 @@ def _row(
         batch,
         tokens,
         library="litgpt",
-        options={} if method == "full" else lora | {"lora_r": rank},
+        options={} if method == "full" else {**lora, "lora_r": rank},
         quantize={"QLoRA": "nf4", "QLoRA-dq": "nf4-dq"}.get(method, ""),
         fit={"accumulate": accumulate, "outputs": "held"},
     )
