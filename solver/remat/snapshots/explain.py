@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 
 import numpy as np
 
@@ -182,15 +182,13 @@ def explain_snapshot(
     source: str = "snapshot",
     error: ErrorText | None = None,
     total_bytes: int | None = None,
-    names: Mapping[int, str] | None = None,
     device: int | None = None,
 ) -> Explanation:
     """Return the explanation of a snapshot. `error` is the text of its error, `total_bytes` the
-    memory of the device, `names` are the names of parameters and gradients by address. Explains the
-    device whose request failed last, or else the one with the most memory. Raises `DocumentError`
-    for a snapshot without memory."""
+    memory of the device. Explains the device whose request failed last, or else the one with the
+    most memory. Raises `DocumentError` for a snapshot without memory."""
     memory = _device(snapshot, device)
-    recording = Recording(snapshot, memory, names)
+    recording = Recording(snapshot, memory)
     reserved = reserved_memory(recording)
     request = recording.request
     if error is not None:
@@ -273,12 +271,6 @@ def explain_error(error: ErrorText, source: str = "error text") -> Explanation:
         {},
         notes=tuple(notes if limit else ()),
     )
-
-
-def with_fit(explanation: Explanation, fit: Fit) -> Explanation:
-    """Return the explanation with the prediction for its model, whose options replace the general
-    remedy of a peak."""
-    return replace(explanation, fit=fit)
 
 
 def _device(snapshot: Snapshot, number: int | None) -> DeviceMemory:

@@ -6,6 +6,7 @@ events (a ring buffer): allocations from before start at -1.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -105,11 +106,12 @@ class DeviceMemory:
 @dataclass(frozen=True, eq=False)
 class Snapshot:
     """A memory snapshot: its devices, and the stacks of their allocations. Stack 0 has no frames.
-    `has_frames` is False if no allocation has a stack."""
+    `names` are those of tensors by address, if the recording has them. `has_frames` is False if no
+    allocation has a stack."""
 
     devices: tuple[DeviceMemory, ...]
     stacks: tuple[Stack, ...] = (Stack(),)
-    settings: dict[str, object] = field(default_factory=dict)
+    names: Mapping[int, str] = field(default_factory=dict)
 
     @property
     def has_frames(self) -> bool:

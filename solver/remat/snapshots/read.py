@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from array import array
-from collections.abc import Iterable
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -36,6 +36,9 @@ from remat.view.text import plain_text
 MODULE_METADATA = "remat.module:"
 """Prefix of the metadata with which `remat.watch` records the module of an allocation."""
 
+NAMES_KEY = "remat_names"
+"""Key of the names of parameters and gradients by address, which `remat.watch` adds."""
+
 _MAX_RECORDS = 20_000_000
 """The largest number of events, blocks and frames of stacks: a list may occur many times."""
 _MAX_FRAMES = 512
@@ -44,8 +47,15 @@ _ADDED = ("segment_alloc", "segment_map")
 _REMOVED = ("segment_free", "segment_unmap")
 
 
-def read_snapshot(source: bytes | str | os.PathLike[str]) -> Snapshot:
-    """Return the snapshot of a file, or of its bytes. Raises `DocumentError` for anything else."""
+def read_snapshot(source: bytes | str | os.PathLike[str] | Mapping[str, object]) -> Snapshot:
+    """Return the snapshot of a file, of its bytes, or of what `torch.cuda.memory._snapshot()`
+    returned. Raises `DocumentError` for anything else."""
+    if isinstance(source, Mapping):
+        data = dict(source)
+        traces = data.get("device_traces")
+        if isinstance(traces, list):  # reading clears them
+            data["device_traces"] = [list(t) if isinstance(t, list) else t for t in traces]
+        return _SnapshotReader().snapshot(data)
     if not isinstance(source, bytes):
         path = Path(source)
         if path.stat().st_size > MAX_SNAPSHOT_BYTES:
@@ -86,10 +96,19 @@ class _SnapshotReader:
             trace = traces[number] if number < len(traces) else []
             mine = [s for s in segments if _integer(s, "device", 0) == number]
             devices.append(self._device(number, mine, self._list(trace, "device_traces")))
-        settings = data.get("allocator_settings")
-        return Snapshot(
-            tuple(devices), tuple(self._stacks), settings if isinstance(settings, dict) else {}
-        )
+        return Snapshot(tuple(devices), tuple(self._stacks), self._names(data.get(NAMES_KEY)))
+
+    def _names(self, data: object) -> dict[int, str]:
+        """Return the names of tensors by address."""
+        if not isinstance(data, dict):
+            return {}
+        self._take_records(len(data))
+        return {
+            int(address): plain_text(name[:500])
+            for address, name in data.items()
+            if isinstance(address, str) and address.isdecimal() and len(address) < 20
+            and isinstance(name, str)
+        }  # fmt: skip
 
     def _device(
         self, number: int, segments: list[dict[object, object]], trace: list[object]
@@ -293,5 +312,5 @@ def _pool(fields: dict[object, object]) -> Pool:
             return DEFAULT_POOL
 
 
-def _column(values: Iterable[int]) -> Integers:
+def _column(values: array[int]) -> Integers:
     return np.frombuffer(values, dtype=np.int64) if len(values) else np.zeros(0, dtype=np.int64)

@@ -4,7 +4,6 @@ place of each stack."""
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from functools import cached_property
 
 import numpy as np
@@ -35,13 +34,10 @@ _MIN_STEPS = 4
 
 class Recording:
     """The memory of a device up to `moment`, the event that is explained: the last request that
-    failed, or else the peak. `names` has the names of tensors by address: parameters and gradients.
-    """
+    failed, or else the peak."""
 
-    def __init__(
-        self, snapshot: Snapshot, memory: DeviceMemory, names: Mapping[int, str] | None = None
-    ) -> None:
-        self.snapshot, self.memory, self.names = snapshot, memory, names or {}
+    def __init__(self, snapshot: Snapshot, memory: DeviceMemory) -> None:
+        self.snapshot, self.memory, self.names = snapshot, memory, snapshot.names
         self.request: FailedRequest | None = memory.failed[-1] if memory.failed else None
         peak = int(np.argmax(self.curve)) if len(self.curve) else 0
         self.moment = peak if self.request is None else self.request.event
