@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 from dataclasses import asdict
 from typing import Any
@@ -32,18 +33,21 @@ def main() -> None:
     script = HEALTHY.get(options.name) or FAULTS[options.name].script
     result: dict[str, Any] = {"error": None}
     steps = CPU_STEPS if options.device == "cpu" else GPU_STEPS
-    watch = None
-    try:
-        with remat.watch(file=options.file) as watch:
-            script(Run(watch, options.device, steps, options.fixed))
+    with contextlib.ExitStack() as stack:
+        watch = stack.enter_context(remat.watch(file=options.file))
+        run = Run(watch, options.device, steps, options.fixed, options.file)
+        try:
+            script(run)
+        except torch.OutOfMemoryError as error:
+            result["error"] = str(error)
+            explanation = watch.explain(error)
             if options.file:
                 watch.save(options.file)
-            explanation = watch.explain()
-    except torch.OutOfMemoryError as error:
-        assert watch is not None
-        result["error"] = str(error)
-        explanation = watch.explanation
-        assert explanation is not None
+        else:
+            assert run.explanation is not None
+            explanation = run.explanation
+    if options.device == "cuda":
+        result["reserved_bytes"] = torch.cuda.max_memory_reserved()
     result["findings"] = [asdict(finding) for finding in explanation.findings]
     result["steps"] = explanation.steps
     print(json.dumps(result))

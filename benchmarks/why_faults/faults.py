@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import gc
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -29,19 +29,30 @@ from benchmarks.why_faults.models import (
     squares,
 )
 from remat.frontend.api.watch import Watch
+from remat.snapshots.explain import Explanation
 from remat.snapshots.findings import Kind
 
 MIB = 1 << 20
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Run:
-    """How a fault runs: its device, the number of steps, and whether the remedy is applied."""
+    """How a fault runs: its device, the number of steps, and whether the remedy is applied.
+    `explanation` is that of the end of the last step, while the script's variables are alive."""
 
     watch: Watch
     device: str
-    steps: int
+    step_count: int
     is_fixed: bool
+    file: str | None = None
+    explanation: Explanation | None = None
+
+    def steps(self) -> Iterator[int]:
+        """Yield the numbers of the steps, and then explain the recording."""
+        yield from range(self.step_count)
+        if self.file is not None:
+            self.watch.save(self.file)
+        self.explanation = self.watch.explain()
 
     def named(self, model: nn.Module) -> nn.Module:
         """Move a model to the device, and record its modules."""
@@ -123,7 +134,7 @@ def _trained(run: Run, model: nn.Module, **options: object) -> tuple[nn.Module, 
 def outputs_in_a_list(run: Run) -> None:
     model, optimizer = _trained(run, Net())
     outputs: list[object] = []
-    for _ in range(run.steps):
+    for _ in run.steps():
         output = model(batch(run.device))  # planted: outputs_in_a_list
         outputs.append(output.mean().item() if run.is_fixed else output)
         squares(output).backward()
@@ -135,7 +146,7 @@ def outputs_in_a_list(run: Run) -> None:
 def losses_summed_with_their_graphs(run: Run) -> None:
     model = run.named(Net(2))
     total = torch.zeros((), device=run.device)
-    for _ in range(run.steps):
+    for _ in run.steps():
         with torch.set_grad_enabled(not run.is_fixed):
             total = total + squares(model(batch(run.device)))  # planted: losses_summed_with_their_graphs
 
@@ -144,7 +155,7 @@ def losses_summed_with_their_graphs(run: Run) -> None:
 def retained_graphs(run: Run) -> None:
     model, optimizer = _trained(run, Net(2))
     losses: list[torch.Tensor] = []
-    for _ in range(run.steps):
+    for _ in run.steps():
         loss = squares(model(batch(run.device)))  # planted: retained_graphs
         loss.backward(retain_graph=not run.is_fixed)
         losses.append(loss)
@@ -154,15 +165,14 @@ def retained_graphs(run: Run) -> None:
 
 @fault(Kind.KEPT_GRAPHS, "detach", cpu=True)
 def state_not_detached(run: Run) -> None:
-    model, optimizer = _trained(run, Recurrent())
+    model = run.named(Recurrent())
     state = batch(run.device)
-    for _ in range(run.steps):
+    for _ in run.steps():
         output, state = model(batch(run.device), state)  # planted: state_not_detached
         squares(output).backward(retain_graph=True)
         if run.is_fixed:
             state = state.detach()
-        optimizer.step()
-        optimizer.zero_grad()
+        model.zero_grad()
 
 
 @fault(Kind.KEPT_TENSORS, "cpu()", "blocks.1", cpu=True)
@@ -174,7 +184,7 @@ def hook_that_stores(run: Run) -> None:
         features.append(output.detach().cpu() if run.is_fixed else output)
 
     model.blocks[1].register_forward_hook(store)  # type: ignore[index, union-attr]
-    for _ in range(run.steps):
+    for _ in run.steps():
         squares(model(batch(run.device))).backward()  # planted: hook_that_stores
         optimizer.step()
         optimizer.zero_grad()
@@ -183,7 +193,7 @@ def hook_that_stores(run: Run) -> None:
 @fault(Kind.GROWING_BUFFER, "Limit the buffer", "attention", cpu=True)
 def cache_that_grows(run: Run) -> None:
     model, optimizer = _trained(run, CachedNet(2 * TOKENS if run.is_fixed else 0))
-    for _ in range(run.steps):
+    for _ in run.steps():
         squares(model(batch(run.device))).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -193,7 +203,7 @@ def cache_that_grows(run: Run) -> None:
 def predictions_on_the_device(run: Run) -> None:
     model, optimizer = _trained(run, Net(2))
     predictions: list[object] = []
-    for _ in range(run.steps):
+    for _ in run.steps():
         output = model(batch(run.device))
         squares(output).backward()
         with torch.no_grad():
@@ -207,7 +217,7 @@ def predictions_on_the_device(run: Run) -> None:
 def gradients_in_a_list(run: Run) -> None:
     model, optimizer = _trained(run, Net(2))
     history: list[list[torch.Tensor]] = []
-    for _ in range(run.steps):
+    for _ in run.steps():
         squares(model(batch(run.device))).backward()
         history.append([p.grad.clone() for p in model.parameters() if p.grad is not None])  # planted: gradients_in_a_list
         if run.is_fixed:
@@ -220,7 +230,7 @@ def gradients_in_a_list(run: Run) -> None:
 def batches_that_stay(run: Run) -> None:
     model, optimizer = _trained(run, Net(2))
     queue: list[torch.Tensor] = []
-    for _ in range(run.steps):
+    for _ in run.steps():
         queue.append(torch.empty(2 * TOKENS, 512).to(run.device))  # planted: batches_that_stay
         squares(model(queue[-1][:TOKENS])).backward()
         if run.is_fixed:
@@ -234,7 +244,7 @@ def second_order_graphs(run: Run) -> None:
     model = run.named(Net(2))
     optimizer = optim.SGD(model.parameters(), lr=0.1)
     gc.disable()  # the cycles of parameters and their gradients are freed late in long loops, too
-    for _ in range(run.steps):
+    for _ in run.steps():
         loss = squares(model(batch(run.device)))
         if run.is_fixed:
             gradients = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
@@ -254,7 +264,7 @@ def second_order_graphs(run: Run) -> None:
 def exception_in_a_notebook(run: Run) -> None:
     model, optimizer = _trained(run, Net())
     last: BaseException | None = None
-    for step in range(run.steps):
+    for step in run.steps():
         try:
             output = model(batch(run.device))  # planted: exception_in_a_notebook
             if step == 3:
@@ -274,7 +284,7 @@ def exception_in_a_notebook(run: Run) -> None:
 def optimizer_created_twice(run: Run) -> None:
     model, optimizer = _trained(run, Net())
     schedulers: list[object] = [optimizer]
-    for step in range(run.steps):
+    for step in run.steps():
         if step in (4, 8):
             if run.is_fixed:
                 schedulers.clear()
@@ -292,7 +302,7 @@ def gradients_of_a_frozen_tower(run: Run) -> None:
     if run.is_fixed:
         model.tower.requires_grad_(False)  # type: ignore[union-attr]
     optimizer = optim.AdamW(model.net.parameters())  # type: ignore[union-attr]
-    for step in range(run.steps):
+    for step in run.steps():
         tokens = TOKENS * 9 // 8 if step >= 6 else TOKENS
         squares(model(batch(run.device, tokens))).backward()
         optimizer.step()
@@ -302,7 +312,7 @@ def gradients_of_a_frozen_tower(run: Run) -> None:
 @fault(Kind.GRADIENTS_NOT_FREED, "set_to_none=True", memory=450)
 def gradients_that_stay(run: Run) -> None:
     model, optimizer = _trained(run, Net())
-    for step in range(run.steps):
+    for step in run.steps():
         tokens = TOKENS * 17 // 16 if step >= 6 else TOKENS
         squares(model(batch(run.device, tokens))).backward()
         optimizer.step()
@@ -318,7 +328,7 @@ def average_on_the_device(run: Run) -> None:
     average = copy.deepcopy(model)  # planted: average_on_the_device
     if run.is_fixed:
         average = average.to("cpu")
-    for _ in range(run.steps):
+    for _ in run.steps():
         squares(model(batch(run.device))).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -329,7 +339,7 @@ def average_on_the_device(run: Run) -> None:
 def reference_model(run: Run) -> None:
     model, optimizer = _trained(run, Net())
     reference = Net().to("cpu" if run.is_fixed else run.device)  # planted: reference_model
-    for _ in range(run.steps):
+    for _ in run.steps():
         squares(model(batch(run.device))).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -342,7 +352,7 @@ def data_on_the_device(run: Run) -> None:
     data = [torch.empty(TOKENS, 512) for _ in range(80)]
     if not run.is_fixed:
         data = [item.to(run.device) for item in data]  # planted: data_on_the_device
-    for item in data[: run.steps]:
+    for _, item in zip(run.steps(), data):
         squares(model(item.to(run.device))).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -354,7 +364,7 @@ def data_on_the_device(run: Run) -> None:
 @fault(Kind.EVALUATION, "no_grad", memory=400)
 def evaluation_with_gradients(run: Run) -> None:
     model, optimizer = _trained(run, Net())
-    for step in range(run.steps):
+    for step in run.steps():
         squares(model(batch(run.device, TOKENS // 2))).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -366,7 +376,7 @@ def evaluation_with_gradients(run: Run) -> None:
 @fault(Kind.LARGER_BATCH, "Limit a batch", memory=480)
 def one_larger_batch(run: Run) -> None:
     model, optimizer = _trained(run, Net())
-    for step in range(run.steps):
+    for step in run.steps():
         tokens = 2 * TOKENS if step == 7 and not run.is_fixed else TOKENS
         x = torch.empty(tokens, 512, device=run.device)  # planted: one_larger_batch
         squares(model(x)).backward()
@@ -377,7 +387,7 @@ def one_larger_batch(run: Run) -> None:
 @fault(Kind.SEVERAL_FORWARDS, "backward() for each", memory=700)
 def losses_of_micro_batches_summed(run: Run) -> None:
     model, optimizer = _trained(run, Net())
-    for _ in range(run.steps):
+    for _ in run.steps():
         losses: list[torch.Tensor] = []
         for _ in range(4):
             loss = squares(model(batch(run.device)))  # planted: losses_of_micro_batches_summed
@@ -394,7 +404,7 @@ def losses_of_micro_batches_summed(run: Run) -> None:
 @fault(Kind.ONE_LINE, "in pieces", memory=256)
 def tensor_of_all_pairs(run: Run) -> None:
     model, optimizer = _trained(run, PairwiseNet(16 if run.is_fixed else 1))
-    for _ in range(run.steps):
+    for _ in run.steps():
         model(batch(run.device)).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -404,7 +414,7 @@ def tensor_of_all_pairs(run: Run) -> None:
 def logits_in_float32(run: Run) -> None:
     model = run.named(Net(1, classes=32768).to(torch.bfloat16))
     optimizer = optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(run.steps):
+    for _ in run.steps():
         x = batch(run.device).bfloat16()
         labels = torch.zeros(TOKENS, dtype=torch.int64, device=run.device)
         if run.is_fixed:
@@ -428,7 +438,7 @@ def logits_in_float32(run: Run) -> None:
 def checkpoints_too_long(run: Run) -> None:
     model = run.named(Net(8, segment=1 if run.is_fixed else 8))
     optimizer = optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(run.steps):
+    for _ in run.steps():
         squares(model(batch(run.device))).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -437,7 +447,7 @@ def checkpoints_too_long(run: Run) -> None:
 @fault(Kind.OPTIMIZER_STEP, "foreach=False", memory=640)
 def peak_in_the_optimizer(run: Run) -> None:
     model, optimizer = _trained(run, Net(14), **({"foreach": False} if run.is_fixed else {}))
-    for _ in range(run.steps):
+    for _ in run.steps():
         squares(model(batch(run.device, 64))).backward()
         optimizer.step()  # planted: peak_in_the_optimizer
         optimizer.zero_grad()
@@ -449,7 +459,7 @@ def state_that_does_not_fit(run: Run) -> None:
     optimizer: optim.Optimizer = optim.AdamW(model.parameters(), foreach=False)
     if run.is_fixed:
         optimizer = optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=False)
-    for _ in range(run.steps):
+    for _ in run.steps():
         squares(model(batch(run.device, 64))).backward()
         optimizer.step()  # planted: state_that_does_not_fit
         optimizer.zero_grad()
@@ -459,7 +469,7 @@ def state_that_does_not_fit(run: Run) -> None:
 def batch_too_large(run: Run) -> None:
     model, optimizer = _trained(run, Net(4))
     parts = 4 if run.is_fixed else 1
-    for _ in range(run.steps):
+    for _ in run.steps():
         for _ in range(parts):
             x = batch(run.device, 2 * TOKENS // parts)
             squares(model(x)).backward()  # planted: batch_too_large
@@ -477,15 +487,17 @@ def batch_too_large(run: Run) -> None:
     fixed_environment={"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"},
 )
 def lengths_that_grow(run: Run) -> None:
-    buffers = [torch.empty(12 * MIB, dtype=torch.uint8, device=run.device) for _ in range(48)]
-    for step in range(run.steps):
-        del buffers[:: 2]
-        size = (13 + step) * MIB
-        buffers += [
-            torch.empty(size, dtype=torch.uint8, device=run.device)  # planted: lengths_that_grow
-            for _ in range(280 // (13 + step))
-        ]
-        del buffers[24:]
+    # Every second buffer of one length is freed, and the next length fits into no gap.
+    kept: list[torch.Tensor] = []
+    for step in run.steps():
+        if step < 6:
+            size = (22 + 4 * step) * MIB
+            some = [
+                torch.empty(size, dtype=torch.uint8, device=run.device)  # planted: lengths_that_grow
+                for _ in range(4)
+            ]
+            kept += some[1::2]
+            del some
 
 
 @fault(
@@ -497,7 +509,7 @@ def lengths_that_grow(run: Run) -> None:
 )
 def another_process(run: Run) -> None:
     model, optimizer = _trained(run, Net())
-    for _ in range(run.steps):
+    for _ in run.steps():
         squares(model(batch(run.device))).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -516,7 +528,7 @@ def buffers_of_a_side_stream(run: Run) -> None:
     # Kept memory of the side stream cannot be returned while a part of it is live.
     with torch.cuda.stream(side):
         kept = [] if run.is_fixed else [torch.empty(20 * MIB, dtype=torch.uint8, device=run.device) for _ in range(6)]
-    for _ in range(run.steps):
+    for _ in run.steps():
         squares(model(batch(run.device))).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -532,7 +544,7 @@ def memory_of_another_pool(run: Run) -> None:
         del tensors
     if run.is_fixed:
         del pool
-    for _ in range(run.steps):
+    for _ in run.steps():
         squares(model(batch(run.device))).backward()
         optimizer.step()
         optimizer.zero_grad()

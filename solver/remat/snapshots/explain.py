@@ -289,16 +289,18 @@ def _device(snapshot: Snapshot, number: int | None) -> DeviceMemory:
     return max(devices, key=importance)
 
 
-def _rank(finding: Finding, missing_bytes: int, live_bytes: int) -> tuple[int, int]:
-    """Return the sort key of a finding: leaks first, then what would release enough, then parts of
-    the step, then the rest; each by size."""
-    released = max(finding.releases_bytes, 1)
+def _rank(finding: Finding, missing_bytes: int, live_bytes: int) -> tuple[int, int, int]:
+    """Return the sort key of a finding: leaks first, then what would release enough (memory that
+    no step needs before memory that the allocator or the device withholds), then parts of the step,
+    then the rest; each by size."""
     if finding.kind.is_leak and finding.size_bytes >= 0.02 * live_bytes:
-        return 0, -finding.size_bytes
+        return 0, 0, -finding.size_bytes
     enough = missing_bytes if missing_bytes else 0.05 * live_bytes
-    if finding.releases_bytes and released >= enough:
-        return 1, -released
-    return (2 if finding.kind in _PEAK_KINDS else 3), -finding.size_bytes
+    if finding.releases_bytes >= max(1, enough):
+        order = list(Kind).index(finding.kind)
+        group = sum(order >= list(Kind).index(k) for k in (Kind.FRAGMENTS, Kind.OPTIMIZER_STEP))
+        return 1, group, -finding.releases_bytes
+    return (2 if finding.kind in _PEAK_KINDS else 3), 0, -finding.size_bytes
 
 
 def _other_processes(error: ErrorText) -> list[Finding]:

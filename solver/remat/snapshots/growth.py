@@ -22,7 +22,6 @@ from remat.snapshots.recording import (
     RECOMPUTE,
     Recording,
     common_module,
-    user_frames,
 )
 
 _MIN_TROUGHS = 4
@@ -101,7 +100,7 @@ def _leak_finding(
         remedy = "Limit the buffer's length, and clear it where a new sequence starts"
     elif _has_saved_tensors(recording, growing_stacks):
         kind = Kind.KEPT_GRAPHS
-        place = Place(_common_frame(recording, growing_stacks) or place.frame, place.script, "")
+        place = recording.common_place(older)
         text = (
             f"{per_step} more in each step: the graphs of earlier steps keep the tensors that they "
             f"saved for backward, of {len(growing_stacks)} places"
@@ -126,18 +125,6 @@ def _has_saved_tensors(recording: Recording, stacks: Integers) -> bool:
     modules."""
     forward = [s for s in stacks if recording.phases[s] in (FORWARD, RECOMPUTE)]
     return len(forward) >= 3
-
-
-def _common_frame(recording: Recording, stacks: Integers) -> object:
-    """Return the innermost frame of user code that all of these stacks share."""
-    chains = [user_frames(recording.snapshot.stacks[s])[::-1] for s in stacks]
-    chains = [chain for chain in chains if chain]
-    common = None
-    for column in zip(*chains, strict=False):
-        if len(set(column)) > 1:
-            break
-        common = column[0]
-    return common
 
 
 def _failed_step(recording: Recording) -> Finding | None:
@@ -166,14 +153,10 @@ def _failed_step(recording: Recording) -> Finding | None:
     is_recent = birth >= recording.step - 1 and recording.request is None
     if is_recent:
         return None
-    place = Place(
-        _common_frame(recording, np.unique(stacks[mine])),  # type: ignore[arg-type]
-        recording.place_of(mine).script,
-    )
     return Finding(
         Kind.FAILED_STEP,
         size_bytes,
-        place,
+        recording.common_place(mine),
         f"The tensors of one forward pass, step {birth + 1}, are still live, unlike those of all "
         "other steps: the traceback of an exception, or a variable, keeps them",
         "Leave the except block before the next step, del the error and the tensors, and in a "

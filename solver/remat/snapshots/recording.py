@@ -93,6 +93,23 @@ class Recording:
         names = [self.names.get(int(a), "") for a in allocations.addresses[rows]]
         return Place(module=common_module([name for name in names if name]))
 
+    def common_place(self, rows: NDArray[np.bool_]) -> Place:
+        """Return the innermost frame of user code, and the module, that most bytes of these
+        allocations share."""
+        allocations = self.memory.allocations
+        sizes = np.bincount(allocations.stacks[rows], allocations.sizes[rows])
+        order = [int(s) for s in np.argsort(-sizes) if sizes[s]]
+        covered = np.cumsum(sizes[order])
+        most = [s for s, end in zip(order, covered, strict=True) if end - sizes[s] < 0.8 * covered[-1]]
+        stacks = [self.snapshot.stacks[s] for s in most]
+        frame = None
+        for column in zip(*(user_frames(s)[::-1] for s in stacks if s.frames), strict=False):
+            if len(set(column)) > 1:
+                break
+            frame = column[0]
+        module = common_module([stack.module for stack in stacks if stack.module])
+        return Place(frame, self.place_of(rows).script, module)
+
     # -- steps ------------------------------------------------------------------------------
 
     @cached_property
@@ -219,12 +236,21 @@ def frame_is_of_backward(stack: Stack) -> bool:
 
 def _place(stack: Stack) -> Place:
     """Return the place of a stack."""
-    user = [frame for frame in stack.frames if not _LIBRARY.search(frame.file)]
+    frames = [(frame, _LIBRARY.search(frame.file) is None) for frame in stack.frames]
+    user = [frame for frame, is_user in frames if is_user]
     if not user:
         code = [f for f in stack.frames if f.file.endswith(".py")]
         other = [f for f in code if "/torch/" not in f.file] or code
         return Place(other[0] if other else None, None, stack.module)
-    return Place(user[0], user[-1], stack.module)
+    # The script is the user's code up to the first call of a library: a module, an optimizer.
+    script = user[-1]
+    is_started = False
+    for frame, is_user in reversed(frames):
+        if is_user:
+            script, is_started = frame, True
+        elif is_started:
+            break
+    return Place(user[0], script, stack.module)
 
 
 def user_frames(stack: Stack) -> tuple[Frame, ...]:

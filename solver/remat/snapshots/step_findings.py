@@ -26,6 +26,9 @@ _COPY_FUNCTIONS = {"_apply", "to", "cuda", "__deepcopy__", "deepcopy", "from_pre
 _SMALLER_BATCH = "a smaller batch with gradient accumulation"
 _CHECKPOINTS = "checkpoints of the model's blocks, or a plan of remat"
 
+_MIN_PASS_BYTES = 1 << 16
+"""The smallest tensors of the script, outside of modules, by which forward passes are counted."""
+
 Mask = NDArray[np.bool_]
 
 
@@ -238,24 +241,26 @@ def _larger_batch(recording: Recording) -> Finding | None:
 def _several_forwards(recording: Recording) -> Finding | None:
     """Return forward passes of one step whose tensors are all live, before any backward."""
     allocations, stacks = recording.memory.allocations, recording.memory.allocations.stacks
-    mine = recording.is_transient & np.isin(recording.allocation_phases(), (FORWARD, OTHER))
-    if not mine.any() or (recording.is_transient & (recording.allocation_phases() == BACKWARD)).any():
-        # The peak may be at the start of the backward: what it has freed since is unknown.
+    phases = recording.allocation_phases()
+    mine = recording.is_transient & np.isin(phases, (FORWARD, OTHER))
+    if not (recording.is_transient & (phases == FORWARD)).any():
         return None
+    if not recording.has_backward or (recording.is_transient & (phases == BACKWARD)).any():
+        return None  # the peak is in the backward: what it has freed since is unknown
     counts = np.bincount(stacks[mine], minlength=len(recording.snapshot.stacks))
     sizes = np.bincount(stacks[mine], allocations.sizes[mine], len(counts))
-    used = counts > 0
-    passes = int(np.median(counts[used]))
-    is_repeated = sizes[used & (counts >= max(2, passes - 1))].sum() >= 0.95 * sizes.sum()
-    is_script = np.array([recording.phases[i] == OTHER for i in range(len(counts))])
-    has_script_line = bool((counts[is_script & used] >= 2).any()) and (
-        (counts[is_script & used] >= 2).mean() >= 0.5
-    )
-    if passes < 2 or not is_repeated or not has_script_line or used.sum() < 3:
+    is_forward = (recording.phases == FORWARD) & (counts > 0)
+    passes = int(counts[(recording.phases == OTHER) & (sizes >= _MIN_PASS_BYTES)].max(initial=0))
+    if passes < 2 or is_forward.sum() < 2:
+        return None
+    is_repeated = is_forward & (counts >= max(1, passes - 1)) & ((counts >= 2) | (passes == 2))
+    # All of the pass that fails may be missing from some stacks, but most have several tensors.
+    if sizes[is_repeated].sum() < 0.95 * sizes[is_forward].sum() or (
+        sizes[is_forward & (counts >= 2)].sum() < 0.3 * sizes[is_forward].sum()
+    ):
         return None
     size_bytes = int(sizes.sum())
-    calls = mine & np.isin(recording.allocation_phases(), (FORWARD,))
-    place = recording.place_of(calls if calls.any() else mine)
+    place = recording.place_of(mine & (phases == FORWARD))
     return Finding(
         Kind.SEVERAL_FORWARDS,
         size_bytes,
@@ -289,7 +294,7 @@ def _peak(recording: Recording) -> Finding | None:
         return Finding(
             Kind.RECOMPUTATION,
             int(by_phase[RECOMPUTE]),
-            recording.place_of(recomputed) if recomputed.any() else recording.places[request.stack],  # type: ignore[union-attr]
+            recording.common_place(recomputed),
             "The backward of one checkpoint recomputes a region, and needs all its tensors at once",
             "Checkpoint smaller regions: each block instead of several",
         )
@@ -375,6 +380,8 @@ def _line_peak(recording: Recording, mine: Mask, total: int, requested: int) -> 
             f"One line takes {size_bytes / total:.0%} of what the step needs",
             f"Compute this line in pieces, each with torch.utils.checkpoint; or {_SMALLER_BATCH}",
         )
+    if place.module:
+        place = Place(place.frame, place.script, recording.common_place(mine).module)
     return Finding(
         Kind.STEP,
         total,
