@@ -93,6 +93,7 @@ def fault_row(machine: Machine, fault: Fault, device: str) -> Row:
             fault.name, device, fault.memory_bytes, fault.fixed_environment, is_fixed=True
         )
         row["remedy_works"] = fixed["error"] is None
+        row["reserved_bytes"] = faulty["reserved_bytes"]
         row["fixed_bytes"] = fixed["reserved_bytes"]
     else:
         fixed = machine.run(fault.name, device, fault.memory_bytes, is_fixed=True)

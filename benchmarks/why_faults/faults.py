@@ -130,7 +130,7 @@ def _trained(run: Run, model: nn.Module, **options: object) -> tuple[nn.Module, 
 # -- leaks ----------------------------------------------------------------------------------------
 
 
-@fault(Kind.KEPT_TENSORS, ".item()", "head", cpu=True)
+@fault(Kind.KEPT_TENSORS, ".item()", "head", 480, cpu=True)
 def outputs_in_a_list(run: Run) -> None:
     model, optimizer = _trained(run, Net())
     outputs: list[object] = []
@@ -142,7 +142,7 @@ def outputs_in_a_list(run: Run) -> None:
         optimizer.zero_grad()
 
 
-@fault(Kind.KEPT_GRAPHS, "no_grad", cpu=True)
+@fault(Kind.KEPT_GRAPHS, "no_grad", "blocks", cpu=True)
 def losses_summed_with_their_graphs(run: Run) -> None:
     model = run.named(Net(2))
     total = torch.zeros((), device=run.device)
@@ -151,7 +151,7 @@ def losses_summed_with_their_graphs(run: Run) -> None:
             total = total + squares(model(batch(run.device)))  # planted: losses_summed_with_their_graphs
 
 
-@fault(Kind.KEPT_GRAPHS, "retain_graph", cpu=True)
+@fault(Kind.KEPT_GRAPHS, "retain_graph", "blocks", cpu=True)
 def retained_graphs(run: Run) -> None:
     model, optimizer = _trained(run, Net(2))
     losses: list[torch.Tensor] = []
@@ -163,7 +163,7 @@ def retained_graphs(run: Run) -> None:
         optimizer.zero_grad()
 
 
-@fault(Kind.KEPT_GRAPHS, "detach", cpu=True)
+@fault(Kind.KEPT_GRAPHS, "detach", memory=240, cpu=True)
 def state_not_detached(run: Run) -> None:
     model = run.named(Recurrent())
     state = batch(run.device)
@@ -175,7 +175,7 @@ def state_not_detached(run: Run) -> None:
         model.zero_grad()
 
 
-@fault(Kind.KEPT_TENSORS, "cpu()", "blocks.1", cpu=True)
+@fault(Kind.KEPT_TENSORS, "cpu()", "blocks.1", 400)
 def hook_that_stores(run: Run) -> None:
     model, optimizer = _trained(run, Net(3))
     features: list[torch.Tensor] = []
@@ -190,16 +190,16 @@ def hook_that_stores(run: Run) -> None:
         optimizer.zero_grad()
 
 
-@fault(Kind.GROWING_BUFFER, "Limit the buffer", "attention", cpu=True)
+@fault(Kind.GROWING_BUFFER, "Limit the buffer", "attention", 400, cpu=True)
 def cache_that_grows(run: Run) -> None:
-    model, optimizer = _trained(run, CachedNet(2 * TOKENS if run.is_fixed else 0))
+    model, optimizer = _trained(run, CachedNet(2 if run.is_fixed else 0))
     for _ in run.steps():
         squares(model(batch(run.device))).backward()
         optimizer.step()
         optimizer.zero_grad()
 
 
-@fault(Kind.KEPT_TENSORS, ".item()", cpu=True)
+@fault(Kind.KEPT_TENSORS, ".item()", memory=360, cpu=True)
 def predictions_on_the_device(run: Run) -> None:
     model, optimizer = _trained(run, Net(2))
     predictions: list[object] = []
@@ -226,7 +226,7 @@ def gradients_in_a_list(run: Run) -> None:
         optimizer.zero_grad()
 
 
-@fault(Kind.KEPT_TENSORS, "clear")
+@fault(Kind.KEPT_TENSORS, "clear", memory=420)
 def batches_that_stay(run: Run) -> None:
     model, optimizer = _trained(run, Net(2))
     queue: list[torch.Tensor] = []
@@ -239,20 +239,31 @@ def batches_that_stay(run: Run) -> None:
         optimizer.zero_grad()
 
 
-@fault(Kind.KEPT_BY_BACKWARD, "create_graph")
-def second_order_graphs(run: Run) -> None:
+@fault(Kind.KEPT_BY_BACKWARD, "Clear the list", memory=480, cpu=True)
+def gradients_kept(run: Run) -> None:
+    model, optimizer = _trained(run, Net(2))
+    history: list[list[torch.Tensor | None]] = []
+    for _ in run.steps():
+        squares(model(batch(run.device))).backward()  # planted: gradients_kept
+        history.append([p.grad for p in model.parameters()])
+        if run.is_fixed:
+            history.clear()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@fault(Kind.KEPT_GRAPHS, "detach", "blocks", cpu=True)
+def penalties_with_their_graphs(run: Run) -> None:
     model = run.named(Net(2))
     optimizer = optim.SGD(model.parameters(), lr=0.1)
-    gc.disable()  # the cycles of parameters and their gradients are freed late in long loops, too
+    penalties: list[torch.Tensor] = []
     for _ in run.steps():
-        loss = squares(model(batch(run.device)))
-        if run.is_fixed:
-            gradients = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
-            for parameter, gradient in zip(model.parameters(), gradients, strict=True):
-                parameter.grad = gradient.detach()
-            del gradients
-        else:
-            loss.backward(create_graph=True)
+        x = batch(run.device).requires_grad_()
+        loss = squares(model(x))  # planted: penalties_with_their_graphs
+        (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+        penalty = gradient.square().sum()
+        penalties.append(penalty.detach() if run.is_fixed else penalty)
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -260,7 +271,7 @@ def second_order_graphs(run: Run) -> None:
 # -- memory of earlier steps ----------------------------------------------------------------------
 
 
-@fault(Kind.FAILED_STEP, "traceback", memory=560)
+@fault(Kind.FAILED_STEP, "traceback", memory=440)
 def exception_in_a_notebook(run: Run) -> None:
     model, optimizer = _trained(run, Net())
     last: BaseException | None = None
@@ -309,7 +320,7 @@ def gradients_of_a_frozen_tower(run: Run) -> None:
         optimizer.zero_grad()
 
 
-@fault(Kind.GRADIENTS_NOT_FREED, "set_to_none=True", memory=450)
+@fault(Kind.GRADIENTS_NOT_FREED, "set_to_none=True", memory=445)
 def gradients_that_stay(run: Run) -> None:
     model, optimizer = _trained(run, Net())
     for step in run.steps():
@@ -322,7 +333,7 @@ def gradients_that_stay(run: Run) -> None:
 # -- before the first step ------------------------------------------------------------------------
 
 
-@fault(Kind.SECOND_MODEL, "CPU", memory=432)
+@fault(Kind.SECOND_MODEL, "CPU", memory=412)
 def average_on_the_device(run: Run) -> None:
     model, optimizer = _trained(run, Net())
     average = copy.deepcopy(model)  # planted: average_on_the_device
@@ -335,7 +346,7 @@ def average_on_the_device(run: Run) -> None:
     assert average is not model
 
 
-@fault(Kind.SECOND_MODEL, "CPU", memory=432)
+@fault(Kind.SECOND_MODEL, "CPU", memory=412)
 def reference_model(run: Run) -> None:
     model, optimizer = _trained(run, Net())
     reference = Net().to("cpu" if run.is_fixed else run.device)  # planted: reference_model
@@ -401,7 +412,7 @@ def losses_of_micro_batches_summed(run: Run) -> None:
         optimizer.zero_grad()
 
 
-@fault(Kind.ONE_LINE, "in pieces", memory=256)
+@fault(Kind.ONE_LINE, "in pieces", "PairwiseNet", memory=256)
 def tensor_of_all_pairs(run: Run) -> None:
     model, optimizer = _trained(run, PairwiseNet(16 if run.is_fixed else 1))
     for _ in run.steps():
@@ -434,7 +445,7 @@ def logits_in_float32(run: Run) -> None:
         optimizer.zero_grad()
 
 
-@fault(Kind.RECOMPUTATION, "smaller regions", memory=500)
+@fault(Kind.RECOMPUTATION, "smaller regions", "blocks", memory=500)
 def checkpoints_too_long(run: Run) -> None:
     model = run.named(Net(8, segment=1 if run.is_fixed else 8))
     optimizer = optim.SGD(model.parameters(), lr=0.1)
@@ -444,7 +455,7 @@ def checkpoints_too_long(run: Run) -> None:
         optimizer.zero_grad()
 
 
-@fault(Kind.OPTIMIZER_STEP, "foreach=False", memory=640)
+@fault(Kind.OPTIMIZER_STEP, "foreach=False", memory=600)
 def peak_in_the_optimizer(run: Run) -> None:
     model, optimizer = _trained(run, Net(14), **({"foreach": False} if run.is_fixed else {}))
     for _ in run.steps():
@@ -465,7 +476,7 @@ def state_that_does_not_fit(run: Run) -> None:
         optimizer.zero_grad()
 
 
-@fault(Kind.STEP, "gradient accumulation", memory=480)
+@fault(Kind.STEP, "gradient accumulation", "blocks", memory=480)
 def batch_too_large(run: Run) -> None:
     model, optimizer = _trained(run, Net(4))
     parts = 4 if run.is_fixed else 1
@@ -483,21 +494,18 @@ def batch_too_large(run: Run) -> None:
 @fault(
     Kind.FRAGMENTS,
     "expandable_segments",
-    memory=640,
+    memory=400,
     fixed_environment={"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"},
 )
 def lengths_that_grow(run: Run) -> None:
-    # Every second buffer of one length is freed, and the next length fits into no gap.
+    # A tensor that stays is placed in the segment of a longer one that was freed: the rest of that
+    # segment is too short for the next, longer tensor.
     kept: list[torch.Tensor] = []
     for step in run.steps():
-        if step < 6:
-            size = (22 + 4 * step) * MIB
-            some = [
-                torch.empty(size, dtype=torch.uint8, device=run.device)  # planted: lengths_that_grow
-                for _ in range(4)
-            ]
-            kept += some[1::2]
-            del some
+        length = torch.empty((40 + 2 * min(step, 12)) * MIB, dtype=torch.uint8, device=run.device)  # planted: lengths_that_grow
+        del length
+        if step < 12:
+            kept.append(torch.empty(11 * MIB, dtype=torch.uint8, device=run.device))
 
 
 @fault(
@@ -515,24 +523,21 @@ def another_process(run: Run) -> None:
         optimizer.zero_grad()
 
 
-@fault(Kind.OTHER_STREAM, "empty_cache", memory=520)
+@fault(Kind.OTHER_STREAM, "record_stream", memory=450)
 def buffers_of_a_side_stream(run: Run) -> None:
     model, optimizer = _trained(run, Net())
-    side = torch.cuda.Stream()
+    side = torch.cuda.current_stream() if run.is_fixed else torch.cuda.Stream()
     with torch.cuda.stream(side):
-        staging = [torch.empty(40 * MIB, dtype=torch.uint8, device=run.device) for _ in range(6)]
+        staging: list[torch.Tensor] = []
+        for _ in range(12):
+            staging.append(torch.empty(9 * MIB, dtype=torch.uint8, device=run.device))
+            staging.append(torch.empty(3 * MIB // 2, dtype=torch.uint8, device=run.device))
         side.synchronize()
-        del staging
-    if run.is_fixed:
-        torch.cuda.empty_cache()
-    # Kept memory of the side stream cannot be returned while a part of it is live.
-    with torch.cuda.stream(side):
-        kept = [] if run.is_fixed else [torch.empty(20 * MIB, dtype=torch.uint8, device=run.device) for _ in range(6)]
+        del staging[::2]  # the small ones stay, and with them the segments of the side stream
     for _ in run.steps():
         squares(model(batch(run.device))).backward()
         optimizer.step()
         optimizer.zero_grad()
-    del kept
 
 
 @fault(Kind.OTHER_POOL, "pools", memory=500)

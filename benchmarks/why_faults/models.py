@@ -56,15 +56,16 @@ class TwoTowers(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.tower = Block()
+        self.tower = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(24)))
         self.net = Net(2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.net(self.tower(x))
+        return self.net(self.tower(x[: len(x) // 8]).repeat(8, 1))
 
 
 class CachedAttention(nn.Module):
-    """Attention whose cache of keys grows with each call. `limit` is its length, 0 for none."""
+    """Attention whose cache of keys grows with each call. `limit` is its length in
+    batches, 0 for none."""
 
     def __init__(self, limit: int = 0) -> None:
         super().__init__()
@@ -76,7 +77,7 @@ class CachedAttention(nn.Module):
         key = self.key(x)
         if self.keys is None:
             self.keys = key.detach()
-        elif not self.limit or len(self.keys) < self.limit:
+        elif not self.limit or len(self.keys) < self.limit * len(x):
             self.keys = torch.cat([self.keys, key.detach()])  # planted: cache_that_grows
         return x + key * self.keys[:1].mean()
 

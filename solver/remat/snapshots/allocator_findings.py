@@ -123,8 +123,8 @@ def allocator_findings(
                 place,
                 f"{format_bytes(other_streams)} are free in segments of other streams, which only "
                 "those streams can use",
-                "Allocate on one stream and pass tensors to the other with record_stream, or call "
-                "torch.cuda.empty_cache() after the phase that uses the other stream",
+                "Allocate these tensors on the stream that most of the step uses, and call "
+                "record_stream for the other one: then all share the free blocks",
                 releases_bytes=other_streams,
             )
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 
@@ -131,6 +131,10 @@ class Explanation(Described):
 
     def _place_lines(self, finding: Finding) -> list[str]:
         return [f"in {finding.place}"] if str(finding.place) else []
+
+    def with_fit(self, fit: Fit) -> Explanation:
+        """Return the explanation with the prediction for the model of the loop."""
+        return replace(self, fit=fit)
 
     def to_json(self) -> str:
         """Return all fields as JSON."""

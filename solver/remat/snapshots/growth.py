@@ -23,6 +23,7 @@ from remat.snapshots.recording import (
     Recording,
     common_module,
 )
+from remat.snapshots.step_findings import FAILED_STEP_REMEDY
 
 _MIN_TROUGHS = 4
 _MAX_TROUGHS = 32
@@ -55,14 +56,13 @@ def _leak(recording: Recording) -> Finding | None:
         rows, total = rows[1:], total[1:]
     changes = np.diff(rows, axis=0)
     growth = rows[-1] - rows[0]
-    at_moment = _bytes_by_stack(recording, np.array([recording.moment]))[0]
-    at_end = _bytes_by_stack(recording, np.array([recording.memory.event_count]))[0]
-    is_alive = at_moment if recording.request is not None else np.minimum(at_moment, at_end)
+    end = recording.memory.event_count if recording.request is None else recording.moment
+    at_end = _bytes_by_stack(recording, np.array([end]))[0]
     grows = (
         ((changes > 0).mean(axis=0) >= 0.75)
         & (changes.min(axis=0) >= -0.5 * np.maximum(1, changes.max(axis=0)))
         & (growth > 0)
-        & (is_alive >= 0.9 * rows[-1])
+        & (at_end >= 0.9 * rows[-1])
     )
     bytes_per_step = int(growth[grows].sum() / max(1, len(rows) - 1))
     grown_bytes = bytes_per_step * len(recording.troughs)
@@ -70,7 +70,9 @@ def _leak(recording: Recording) -> Finding | None:
     if is_small or total[-1] - total[0] < 0.5 * growth[grows].sum():
         return None
     allocations = recording.memory.allocations
-    older = recording.live & grows[allocations.stacks] & (recording.births < recording.step)
+    older = allocations.live_at(end) & grows[allocations.stacks]
+    newer = recording.births >= min(recording.step, int(recording.births[older].max(initial=0)))
+    older = older & ~newer if (older & ~newer).any() else older
     return _leak_finding(recording, older, grows, bytes_per_step)
 
 
@@ -91,10 +93,10 @@ def _leak_finding(
         kind = Kind.KEPT_BY_BACKWARD
         text = f"{per_step} more in each step stay live after backward, and are never freed"
         remedy = (
-            "Use torch.autograd.grad instead of backward(create_graph=True), or set p.grad = None "
-            "for all parameters after the step; detach gradients that you store"
+            "Clear the list that keeps gradients, or keep their norms (.item()); after "
+            "backward(create_graph=True), set p.grad = None for all parameters"
         )
-    elif len(growing_stacks) <= 2 and live_counts.max(initial=0) <= 1:
+    elif len(growing_stacks) <= 2 and live_counts.max(initial=0) <= 2 < len(recording.troughs) - 1:
         kind = Kind.GROWING_BUFFER
         text = f"A buffer grows by {per_step} in each step, to {format_bytes(size_bytes)}"
         remedy = "Limit the buffer's length, and clear it where a new sequence starts"
@@ -108,7 +110,7 @@ def _leak_finding(
         remedy = (
             "Keep numbers instead of tensors with a graph: loss.item() or loss.detach(); evaluate "
             "inside torch.no_grad(); detach the state that goes into the next step; leave out "
-            "retain_graph=True"
+            "retain_graph=True; call backward() for each loss"
         )
     else:
         kind = Kind.KEPT_TENSORS
@@ -121,10 +123,9 @@ def _leak_finding(
 
 
 def _has_saved_tensors(recording: Recording, stacks: Integers) -> bool:
-    """True if the stacks of a leak are those of a graph: at least three in modules, or in several
-    modules."""
+    """True if the stacks of a leak are those of a graph: several of a forward pass."""
     forward = [s for s in stacks if recording.phases[s] in (FORWARD, RECOMPUTE)]
-    return len(forward) >= 3
+    return len(forward) >= 2
 
 
 def _failed_step(recording: Recording) -> Finding | None:
@@ -159,9 +160,7 @@ def _failed_step(recording: Recording) -> Finding | None:
         recording.common_place(mine),
         f"The tensors of one forward pass, step {birth + 1}, are still live, unlike those of all "
         "other steps: the traceback of an exception, or a variable, keeps them",
-        "Leave the except block before the next step, del the error and the tensors, and in a "
-        "notebook run `import sys; sys.last_value = sys.last_traceback = None`; then "
-        "gc.collect()",
+        FAILED_STEP_REMEDY,
         0,
         size_bytes,
     )

@@ -28,6 +28,8 @@ _LIBRARY = re.compile(
     r"|\.(c|cc|cpp|cu|cuh|h|hpp|so)(\.[\d.]+)?$|/remat/frontend/api/watch\.py$"
 )
 _OPTIMIZER_FILE = re.compile(r"torch/optim/|/optim(izer)?s?/|bitsandbytes/optim|optimizer\.py$")
+_WORKSPACE_BYTES = (32 << 20, 8_519_680)
+"""cuBLAS's workspace on Hopper and later, and on earlier GPUs (`CUDABlas.cpp` of torch)."""
 _MIN_STEPS = 4
 """The smallest number of steps from which growth is inferred."""
 
@@ -197,7 +199,18 @@ class Recording:
     @cached_property
     def is_transient(self) -> NDArray[np.bool_]:
         """A mask of the live allocations that belong to the present step, from its trough on."""
-        return self.live & (self.births == self.step) & (self.births >= 0)
+        return self.live & (self.births == self.step) & (self.births >= 0) & ~self.is_workspace
+
+    @cached_property
+    def is_workspace(self) -> NDArray[np.bool_]:
+        """A mask of the workspaces that cuBLAS keeps from the first step on, one for each thread."""
+        allocations, phases = self.memory.allocations, self.allocation_phases()
+        mask = np.isin(allocations.sizes, _WORKSPACE_BYTES) & np.isin(phases, (FORWARD, BACKWARD))
+        mask &= (allocations.ends == NEVER) & (self.births <= 0)
+        for phase in (FORWARD, BACKWARD):
+            if (mask & (phases == phase)).sum() > 1:
+                mask &= phases != phase
+        return mask
 
     def first_step_start(self) -> int:
         """Return the event of the first allocation of a forward pass; the number of events if there

@@ -26,6 +26,10 @@ _COPY_FUNCTIONS = {"_apply", "to", "cuda", "__deepcopy__", "deepcopy", "from_pre
 _SMALLER_BATCH = "a smaller batch with gradient accumulation"
 _CHECKPOINTS = "checkpoints of the model's blocks, or a plan of remat"
 
+FAILED_STEP_REMEDY = (
+    "Leave the except block before the next step, del the error and the tensors, and in a notebook "
+    "run `import sys; sys.last_value = sys.last_traceback = None`; then gc.collect()"
+)
 _MIN_PASS_BYTES = 1 << 16
 """The smallest tensors of the script, outside of modules, by which forward passes are counted."""
 
@@ -69,8 +73,10 @@ def live_parts(recording: Recording) -> dict[str, int]:
     setup = live & (allocations.starts < recording.first_step_start())
     state = live & ~setup & (phases == OPTIMIZER) & ~recording.is_transient
     transient = live & ~setup & ~state & recording.is_transient
-    older = live & ~setup & ~state & ~transient
+    workspace = live & ~setup & recording.is_workspace
+    older = live & ~setup & ~state & ~transient & ~workspace
     parts = {"before the first step": setup, "optimizer state": state}
+    parts["cuBLAS"] = workspace
     parts["earlier backward passes"] = older & (phases == BACKWARD)
     parts["earlier steps"] = older & (phases != BACKWARD)
     for phase in (FORWARD, OTHER, RECOMPUTE, BACKWARD, OPTIMIZER):
@@ -239,35 +245,50 @@ def _larger_batch(recording: Recording) -> Finding | None:
 
 
 def _several_forwards(recording: Recording) -> Finding | None:
-    """Return forward passes of one step whose tensors are all live, before any backward."""
+    """Return forward passes whose tensors are all live, because no backward ran in between. If
+    earlier steps had one pass, the first of them is of a step that failed."""
     allocations, stacks = recording.memory.allocations, recording.memory.allocations.stacks
-    phases = recording.allocation_phases()
-    mine = recording.is_transient & np.isin(phases, (FORWARD, OTHER))
-    if not (recording.is_transient & (phases == FORWARD)).any():
+    phases, births = recording.allocation_phases(), recording.births
+    mine = recording.live & ~recording.is_workspace & np.isin(phases, (FORWARD, OTHER))
+    mine &= births == recording.step if recording.has_backward else births >= 0
+    if not (mine & (phases == FORWARD)).any():
         return None
-    if not recording.has_backward or (recording.is_transient & (phases == BACKWARD)).any():
+    if (recording.is_transient & (phases == BACKWARD)).any():
         return None  # the peak is in the backward: what it has freed since is unknown
     counts = np.bincount(stacks[mine], minlength=len(recording.snapshot.stacks))
     sizes = np.bincount(stacks[mine], allocations.sizes[mine], len(counts))
     is_forward = (recording.phases == FORWARD) & (counts > 0)
-    passes = int(counts[(recording.phases == OTHER) & (sizes >= _MIN_PASS_BYTES)].max(initial=0))
+    is_script = (recording.phases == OTHER) & (sizes >= _MIN_PASS_BYTES)
+    passes = int(counts[is_script].max(initial=0))
     if passes < 2 or is_forward.sum() < 2:
         return None
+    # The pass that fails lacks some stacks.
     is_repeated = is_forward & (counts >= max(1, passes - 1)) & ((counts >= 2) | (passes == 2))
-    # All of the pass that fails may be missing from some stacks, but most have several tensors.
-    if sizes[is_repeated].sum() < 0.95 * sizes[is_forward].sum() or (
+    if sizes[is_repeated].sum() < 0.9 * sizes[is_forward].sum() or (
         sizes[is_forward & (counts >= 2)].sum() < 0.3 * sizes[is_forward].sum()
     ):
         return None
     size_bytes = int(sizes.sum())
     place = recording.place_of(mine & (phases == FORWARD))
+    stack = int(np.argmax(np.where(is_script, counts, 0)))
+    before = int(((births == recording.step - 1) & (stacks == stack)).sum())
+    if recording.has_backward and recording.step > 0 and before < passes:
+        return Finding(
+            Kind.FAILED_STEP,
+            int(size_bytes * (1 - 1 / passes)),
+            Place(place.script, place.script),
+            "The tensors of an earlier forward pass, which no backward followed, are still live: "
+            "the traceback of an exception, or a variable, keeps them",
+            FAILED_STEP_REMEDY,
+            releases_bytes=int(size_bytes * (1 - 1 / passes)),
+        )
     return Finding(
         Kind.SEVERAL_FORWARDS,
         size_bytes,
         Place(place.script, place.script),
         f"The tensors of {passes} forward passes are live at once: no backward ran in between",
         "Call backward() for each of the losses (divided by their number) instead of once for "
-        "their sum",
+        "their sum; if this is an evaluation, run it inside torch.no_grad()",
         releases_bytes=int(size_bytes * (1 - 1 / passes)),
     )
 
@@ -347,6 +368,7 @@ def _line_peak(recording: Recording, mine: Mask, total: int, requested: int) -> 
         totals[recording.places[stack]] += int(by_stack[stack])
     if request is not None:
         totals[recording.places[request.stack]] += requested
+    _add_gradients(recording, mine, totals)
     known = Counter({place: n for place, n in totals.items() if place.frame or place.module})
     place, size_bytes = (known or totals).most_common(1)[0]
     is_loss = np.array(
@@ -390,6 +412,26 @@ def _line_peak(recording: Recording, mine: Mask, total: int, requested: int) -> 
         f"{format_bytes(size_bytes)}",
         f"{_SMALLER_BATCH.capitalize()}, {_CHECKPOINTS}: pass --model, and remat computes what fits",
     )
+
+
+def _add_gradients(recording: Recording, mine: Mask, totals: Counter[Place]) -> None:
+    """Add the bytes of the backward, which has no frames, to the line of the forward pass that
+    created the only tensors of the same size: their gradients have it, too."""
+    allocations, phases = recording.memory.allocations, recording.allocation_phases()
+    forward = (phases == FORWARD) & (recording.births == recording.step)
+    forward &= (allocations.starts >= 0) & ~recording.is_workspace
+    places: dict[int, set[Place]] = defaultdict(set)
+    for size, stack in {*zip(allocations.sizes[forward].tolist(), allocations.stacks[forward].tolist(), strict=True)}:  # fmt: skip
+        places[size].add(recording.places[stack])
+    nameless = [i for i, place in enumerate(recording.places) if not (place.frame or place.module)]
+    backward = mine & (phases == BACKWARD) & np.isin(allocations.stacks, nameless)
+    sizes = allocations.sizes[backward].tolist()
+    request = recording.request
+    if request is not None and request.stack in nameless:
+        sizes.append(request.size_bytes)
+    for size in sizes:
+        if len(places.get(size, ())) == 1:
+            totals[next(iter(places[size]))] += size
 
 
 def _bytes_of_size(sizes: Integers, loss_bytes: int) -> int:

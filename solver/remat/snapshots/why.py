@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 
 from remat.errors import RematError, wrong_type
@@ -53,4 +52,4 @@ def why(
         )
     else:
         raise wrong_type("why", "a snapshot or an error", source, "pass a file, bytes, or the text")
-    return explanation if fit is None else replace(explanation, fit=fit)
+    return explanation if fit is None else explanation.with_fit(fit)
