@@ -261,7 +261,9 @@ def explain_error(error: ErrorText, source: str = "error text") -> Explanation:
                 "Run once more inside `with remat.watch(model):`, which records who allocated what",
             )
         )
-    notes = [f"this process may use {format_bytes(limit)} (set_per_process_memory_fraction)"]
+    notes: list[str] = []
+    if limit:
+        notes = [f"this process may use {format_bytes(limit)} (set_per_process_memory_fraction)"]
     return Explanation(
         plain_text(source),
         error.device,
@@ -273,7 +275,7 @@ def explain_error(error: ErrorText, source: str = "error text") -> Explanation:
         error.total_bytes,
         tuple(findings),
         {},
-        notes=tuple(notes if limit else ()),
+        notes=tuple(notes),
     )
 
 
@@ -297,7 +299,7 @@ def _rank(finding: Finding, missing_bytes: int, live_bytes: int) -> tuple[int, i
     """Return the sort key of a finding: leaks first, then what would release enough (memory that
     no step needs before memory that the allocator or the device withholds), then parts of the step,
     then the rest; each by size."""
-    if finding.kind.is_leak and finding.size_bytes >= 0.02 * live_bytes:
+    if finding.kind.is_leak and finding.size_bytes >= min(missing_bytes, 0.05 * live_bytes):
         return 0, 0, -finding.size_bytes
     enough = missing_bytes if missing_bytes else 0.05 * live_bytes
     if finding.releases_bytes >= max(1, enough):

@@ -365,12 +365,12 @@ def _line_peak(recording: Recording, mine: Mask, total: int, requested: int) -> 
     totals: Counter[Place] = Counter()
     by_stack = np.bincount(stacks[mine], allocations.sizes[mine], len(recording.places))
     for stack in np.flatnonzero(by_stack):
-        totals[recording.places[stack]] += int(by_stack[stack])
-    if request is not None:
+        if recording.phases[stack] != BACKWARD:
+            totals[recording.places[stack]] += int(by_stack[stack])
+    if request is not None and recording.phases[request.stack] != BACKWARD:
         totals[recording.places[request.stack]] += requested
     _add_gradients(recording, mine, totals)
-    known = Counter({place: n for place, n in totals.items() if place.frame or place.module})
-    place, size_bytes = (known or totals).most_common(1)[0]
+    place, size_bytes = (totals or Counter({Place(): total})).most_common(1)[0]
     is_loss = np.array(
         [
             any(
@@ -415,19 +415,17 @@ def _line_peak(recording: Recording, mine: Mask, total: int, requested: int) -> 
 
 
 def _add_gradients(recording: Recording, mine: Mask, totals: Counter[Place]) -> None:
-    """Add the bytes of the backward, which has no frames, to the line of the forward pass that
-    created the only tensors of the same size: their gradients have it, too."""
+    """Add the bytes of the backward to the line of the forward pass that created the only tensors
+    of the same size: their gradients have it, too."""
     allocations, phases = recording.memory.allocations, recording.allocation_phases()
     forward = (phases == FORWARD) & (recording.births == recording.step)
     forward &= (allocations.starts >= 0) & ~recording.is_workspace
     places: dict[int, set[Place]] = defaultdict(set)
     for size, stack in {*zip(allocations.sizes[forward].tolist(), allocations.stacks[forward].tolist(), strict=True)}:  # fmt: skip
         places[size].add(recording.places[stack])
-    nameless = [i for i, place in enumerate(recording.places) if not (place.frame or place.module)]
-    backward = mine & (phases == BACKWARD) & np.isin(allocations.stacks, nameless)
-    sizes = allocations.sizes[backward].tolist()
+    sizes = allocations.sizes[mine & (phases == BACKWARD)].tolist()
     request = recording.request
-    if request is not None and request.stack in nameless:
+    if request is not None and recording.phases[request.stack] == BACKWARD:
         sizes.append(request.size_bytes)
     for size in sizes:
         if len(places.get(size, ())) == 1:
