@@ -39,8 +39,9 @@ MODULE_METADATA = "remat.module:"
 NAMES_KEY = "remat_names"
 """Key of the names of parameters and gradients by address, which `remat.watch` adds."""
 
-_MAX_RECORDS = 20_000_000
-"""The largest number of events, blocks and frames of stacks: a list may occur many times."""
+_MAX_RECORDS, _MIN_BYTES_PER_RECORD = 20_000_000, 16
+"""The largest number of events and blocks, and the fewest bytes that one takes in a file. A file
+may refer to one list many times."""
 _MAX_FRAMES = 512
 _MAX_SIZE = 1 << 56
 _ADDED = ("segment_alloc", "segment_map")
@@ -62,19 +63,20 @@ def read_snapshot(source: bytes | str | os.PathLike[str] | Mapping[str, object])
             raise DocumentError(f"{path.name} is larger than a snapshot may be (2 GiB)")
         source = path.read_bytes()
     data = load_plain_data(source)
+    limit = 4096 + len(source) // _MIN_BYTES_PER_RECORD
     del source
-    return _SnapshotReader().snapshot(data)
+    return _SnapshotReader(min(limit, _MAX_RECORDS)).snapshot(data)
 
 
 class _SnapshotReader:
     """Builds a snapshot. Lists that occur several times are read once, by their identity."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_records: int = _MAX_RECORDS) -> None:
         self._frames: dict[int, Frame] = {}
         self._stack_of_list: dict[tuple[int, str], int] = {}
         self._stack_of_frames: dict[tuple[tuple[int, ...], str], int] = {}
         self._stacks = [Stack()]
-        self._free_records = _MAX_RECORDS
+        self._free_records = max_records
 
     def snapshot(self, data: object) -> Snapshot:
         """Return the snapshot of plain data. Raises `DocumentError`."""
@@ -241,7 +243,6 @@ class _SnapshotReader:
         if identity in self._stack_of_list and len(frames) > 0:
             return self._stack_of_list[identity]
         frames = frames[:_MAX_FRAMES]
-        self._take_records(len(frames))
         key = (tuple(map(id, frames)), module)
         index = self._stack_of_frames.get(key)
         if index is None:
@@ -273,8 +274,8 @@ class _SnapshotReader:
         self._free_records -= count
         if self._free_records < 0:
             raise DocumentError(
-                f"the snapshot has over {_MAX_RECORDS:,} events, blocks and frames; record fewer: "
-                "_record_memory_history(max_entries=100_000)"
+                f"the snapshot has over {_MAX_RECORDS:,} events and blocks, or more than its size "
+                "allows; record fewer: _record_memory_history(max_entries=100_000)"
             )
 
 
