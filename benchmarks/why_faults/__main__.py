@@ -20,10 +20,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.why_faults.faults import FAULTS, Fault, planted_lines
-from benchmarks.why_faults.healthy import HEALTHY
 from scripts.software_gpu.build import build_library, site_packages_of
 from scripts.software_gpu.environment import gpu_environment
+
+from benchmarks.why_faults.faults import FAULTS, Fault, planted_lines
+from benchmarks.why_faults.healthy import HEALTHY
 
 HEALTHY_BYTES = 8 << 30
 Row = dict[str, Any]

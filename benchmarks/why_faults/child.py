@@ -1,6 +1,6 @@
 """Runs one fault or healthy script in a process, and prints what `remat why` says as JSON.
 
-    python -m benchmarks.why_faults.child NAME DEVICE [--fixed] [--file FILE]
+python -m benchmarks.why_faults.child NAME DEVICE [--fixed] [--file FILE]
 """
 
 from __future__ import annotations

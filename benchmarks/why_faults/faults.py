@@ -148,7 +148,8 @@ def losses_summed_with_their_graphs(run: Run) -> None:
     total = torch.zeros((), device=run.device)
     for _ in run.steps():
         with torch.set_grad_enabled(not run.is_fixed):
-            total = total + squares(model(batch(run.device)))  # planted: losses_summed_with_their_graphs
+            loss = squares(model(batch(run.device)))  # planted: losses_summed_with_their_graphs
+            total = total + loss
 
 
 @fault(Kind.KEPT_GRAPHS, "retain_graph", "blocks", cpu=True)
@@ -163,7 +164,7 @@ def retained_graphs(run: Run) -> None:
         optimizer.zero_grad()
 
 
-@fault(Kind.KEPT_GRAPHS, "detach", memory=240, cpu=True)
+@fault(Kind.KEPT_GRAPHS, "detach", "Recurrent", memory=240, cpu=True)
 def state_not_detached(run: Run) -> None:
     model = run.named(Recurrent())
     state = batch(run.device)
@@ -219,7 +220,9 @@ def gradients_in_a_list(run: Run) -> None:
     history: list[list[torch.Tensor]] = []
     for _ in run.steps():
         squares(model(batch(run.device))).backward()
-        history.append([p.grad.clone() for p in model.parameters() if p.grad is not None])  # planted: gradients_in_a_list
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        history.append([gradient.clone() for gradient in gradients])  # planted: gradients_in_a_list
+        del gradients
         if run.is_fixed:
             history.clear()
         optimizer.step()
@@ -363,7 +366,7 @@ def data_on_the_device(run: Run) -> None:
     data = [torch.empty(TOKENS, 512) for _ in range(80)]
     if not run.is_fixed:
         data = [item.to(run.device) for item in data]  # planted: data_on_the_device
-    for _, item in zip(run.steps(), data):
+    for _, item in zip(run.steps(), data, strict=False):
         squares(model(item.to(run.device))).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -440,7 +443,9 @@ def logits_in_float32(run: Run) -> None:
                 (loss / 8).backward(retain_graph=True)
         else:
             logits = model(x)
-            functional.cross_entropy(logits.float(), labels).backward()  # planted: logits_in_float32
+            functional.cross_entropy(
+                logits.float(), labels
+            ).backward()  # planted: logits_in_float32
         optimizer.step()
         optimizer.zero_grad()
 
@@ -502,7 +507,10 @@ def lengths_that_grow(run: Run) -> None:
     # segment is too short for the next, longer tensor.
     kept: list[torch.Tensor] = []
     for step in run.steps():
-        length = torch.empty((40 + 2 * min(step, 12)) * MIB, dtype=torch.uint8, device=run.device)  # planted: lengths_that_grow
+        size = (40 + 2 * min(step, 12)) * MIB
+        length = torch.empty(
+            size, dtype=torch.uint8, device=run.device
+        )  # planted: lengths_that_grow
         del length
         if step < 12:
             kept.append(torch.empty(11 * MIB, dtype=torch.uint8, device=run.device))

@@ -133,8 +133,8 @@ class Recurrent(nn.Module):
 
 
 def batch(device: str, tokens: int = TOKENS, width: int = WIDTH) -> torch.Tensor:
-    """Return a batch, a small one on the CPU. Its numbers do not matter: kernels of the software GPU
-    compute none."""
+    """Return a batch, a small one on the CPU. Its numbers do not matter: kernels of the software
+    GPU compute none."""
     return torch.zeros(tokens if device == "cuda" else tokens // 8, width, device=device)
 
 

@@ -20,6 +20,11 @@ from remat.commands.common.step_options import (
 from remat.commands.fit import Optimizer
 from remat.costs.optimizer_memory import check_optimizer
 from remat.errors import DocumentError, RematError
+from remat.snapshots.error_text import parse_error_text
+from remat.snapshots.explain import explain_error, explain_snapshot
+from remat.snapshots.read import read_snapshot
+from remat.snapshots.unpickle import PICKLE_START
+from remat.snapshots.why import ERROR_WORDS
 
 if TYPE_CHECKING:
     from remat.report.fit import Fit
@@ -82,15 +87,11 @@ def why(
 
     The file is read as plain data: no code in it can run. Nothing is run or allocated.
     """
-    from remat.snapshots.explain import explain_error, explain_snapshot
-    from remat.snapshots.read import read_snapshot
-    from remat.snapshots.error_text import parse_error_text
-
     files.check_outputs(html)
     data = _read_bytes(source)
     name = "stdin" if source == "-" else Path(source).name
     parsed = None if error is None else parse_error_text(_decode(_read_bytes(str(error))))
-    if text or (data[:1] != b"\x80" and b"out of memory" in data):
+    if text or (data[:1] != PICKLE_START and ERROR_WORDS.encode() in data):
         explanation = explain_error(parse_error_text(_decode(data)), name)
     else:
         explanation = explain_snapshot(read_snapshot(data), source=name, error=parsed)

@@ -74,7 +74,9 @@ def reserved_memory(recording: Recording) -> Reserved:
 def _segments_at(recording: Recording) -> Iterator[DeviceSegment]:
     moment = recording.moment
     for segment in recording.memory.segments:
-        if segment.start < moment <= segment.end or (segment.start < moment and segment.end == NEVER):
+        if segment.start < moment <= segment.end or (
+            segment.start < moment and segment.end == NEVER
+        ):
             yield segment
 
 
@@ -191,7 +193,7 @@ def _events(recording: Recording) -> Iterator[AllocationEvent]:
     request = recording.request
     assert request is not None
     allocations, moment = recording.memory.allocations, recording.moment
-    rows = np.flatnonzero((allocations.starts < moment))
+    rows = np.flatnonzero(allocations.starts < moment)
     ended = rows[allocations.ends[rows] < moment]
     times = np.concatenate([allocations.starts[rows], allocations.ends[ended]])
     keys = np.concatenate([rows, ended])

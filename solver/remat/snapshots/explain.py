@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 
@@ -343,17 +344,14 @@ def _timeline(recording: Recording) -> dict[str, tuple[int, ...]] | None:
     if not count:
         return None
     borders = np.linspace(0, count + 1, min(_MAX_COLUMNS, count) + 1).astype(int)
-    spans = zip(borders[:-1], borders[1:], strict=True)
-    peaks = [a + int(np.argmax(recording.curve[a:b])) for a, b in spans]
+    peaks = [a + int(np.argmax(recording.curve[a:b])) for a, b in pairwise(borders)]
     allocations = recording.memory.allocations
     keys = recording.allocation_phases() + 1
     keys[allocations.starts < recording.first_step_start()] = 0
     changes = np.zeros((len(PHASES) + 1, count + 2), dtype=np.int64)
     np.add.at(changes, (keys, allocations.starts + 1), allocations.sizes)
     ended = allocations.ends != NEVER
-    np.subtract.at(
-        changes, (keys[ended], allocations.ends[ended] + 1), allocations.sizes[ended]
-    )
+    np.subtract.at(changes, (keys[ended], allocations.ends[ended] + 1), allocations.sizes[ended])
     curves = np.cumsum(changes, axis=1)
     names = ("before the first step", *PHASES)
     return {

@@ -59,8 +59,10 @@ class Place:
             for frame in dict.fromkeys((self.frame, self.script))
             if frame is not None
         ]
-        return ", from ".join(parts) if len(parts) == 1 or self.module == "" else (
-            f"{parts[0]}: {', from '.join(parts[1:])}" if len(parts) > 1 else parts[0]
+        return (
+            ", from ".join(parts)
+            if len(parts) == 1 or self.module == ""
+            else (f"{parts[0]}: {', from '.join(parts[1:])}" if len(parts) > 1 else parts[0])
         )
 
 

@@ -76,9 +76,7 @@ def _leak(recording: Recording) -> Finding | None:
     return _leak_finding(recording, older, grows, bytes_per_step)
 
 
-def _leak_finding(
-    recording: Recording, older: Mask, grows: Mask, bytes_per_step: int
-) -> Finding:
+def _leak_finding(recording: Recording, older: Mask, grows: Mask, bytes_per_step: int) -> Finding:
     """Return the leak of these stacks; `older` are its allocations of earlier steps."""
     allocations = recording.memory.allocations
     sizes = allocations.sizes
@@ -100,7 +98,7 @@ def _leak_finding(
         kind = Kind.GROWING_BUFFER
         text = f"A buffer grows by {per_step} in each step, to {format_bytes(size_bytes)}"
         remedy = "Limit the buffer's length, and clear it where a new sequence starts"
-    elif _has_saved_tensors(recording, growing_stacks):
+    elif _has_saved_tensors(recording, older):
         kind = Kind.KEPT_GRAPHS
         place = recording.common_place(older)
         text = (
@@ -122,10 +120,11 @@ def _leak_finding(
     return Finding(kind, size_bytes, place, text, remedy, bytes_per_step, size_bytes)
 
 
-def _has_saved_tensors(recording: Recording, stacks: Integers) -> bool:
-    """True if the stacks of a leak are those of a graph: several of a forward pass."""
-    forward = [s for s in stacks if recording.phases[s] in (FORWARD, RECOMPUTE)]
-    return len(forward) >= 2
+def _has_saved_tensors(recording: Recording, older: Mask) -> bool:
+    """True if a leak is that of graphs: each step leaves several tensors of its forward pass."""
+    forward = older & np.isin(recording.allocation_phases(), (FORWARD, RECOMPUTE))
+    steps = len(np.unique(recording.births[forward]))
+    return int(forward.sum()) >= 1.5 * max(1, steps)
 
 
 def _failed_step(recording: Recording) -> Finding | None:

@@ -1,6 +1,7 @@
 """Reads memory snapshots: the pickles of torch's Python and C++ writers, of all versions since 2.0.
 
-Newer fields are optional (`is_expandable`, `segment_pool_id`, `pool_id`, `user_metadata`, `frames`).
+Newer fields are optional (`is_expandable`, `segment_pool_id`, `pool_id`, `user_metadata`,
+`frames`).
 Versions before 2.1 have a `history` of blocks instead of `frames` and `requested_size`. Each event
 of `device_traces` is one action of the allocator; the two events of a free, requested and
 completed, differ where another stream still uses the block.
@@ -118,7 +119,7 @@ class _SnapshotReader:
         """Return a device's memory. Clears `trace` as it is read, to save memory."""
         count = len(trace)
         columns = [array("q") for _ in range(6)]
-        addresses, sizes, starts, ends, stacks, streams = columns
+        addresses, ends = columns[0], columns[3]
         live: dict[int, int] = {}  # row of the allocation at an address
         reserved: dict[int, DeviceSegment] = {}
         returned: list[DeviceSegment] = []
@@ -198,9 +199,7 @@ class _SnapshotReader:
             for row in live.values():  # neither freed nor in a segment
                 ends[row] = count
         allocations = Allocations(*(_column(column) for column in columns))
-        return DeviceMemory(
-            number, count, allocations, (*final, *returned), tuple(failed), is_cut
-        )
+        return DeviceMemory(number, count, allocations, (*final, *returned), tuple(failed), is_cut)
 
     def _blocks(
         self, segment: dict[object, object]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -93,7 +94,14 @@ class Recording:
         if place.module or place.frame:
             return place
         names = [self.names.get(int(a), "") for a in allocations.addresses[rows]]
-        return Place(module=common_module([name for name in names if name]))
+        module = common_module([name for name in names if name])
+        # The backward has no frames on a GPU: its call has.
+        first = allocations.starts[rows].max(initial=-1)
+        calls = self._backward_rows[allocations.starts[self._backward_rows] < first]
+        if not len(calls):
+            return Place(module=module)
+        script = self.places[allocations.stacks[calls[-1]]].script
+        return Place(script, script, module)
 
     def common_place(self, rows: NDArray[np.bool_]) -> Place:
         """Return the innermost frame of user code, and the module, that most bytes of these
@@ -102,7 +110,9 @@ class Recording:
         sizes = np.bincount(allocations.stacks[rows], allocations.sizes[rows])
         order = [int(s) for s in np.argsort(-sizes) if sizes[s]]
         covered = np.cumsum(sizes[order])
-        most = [s for s, end in zip(order, covered, strict=True) if end - sizes[s] < 0.8 * covered[-1]]
+        most = [
+            s for s, end in zip(order, covered, strict=True) if end - sizes[s] < 0.8 * covered[-1]
+        ]
         stacks = [self.snapshot.stacks[s] for s in most]
         frame = None
         for column in zip(*(user_frames(s)[::-1] for s in stacks if s.frames), strict=False):
@@ -121,12 +131,18 @@ class Recording:
 
     @cached_property
     def _backward_calls(self) -> Integers:
-        """Events at which a call of `backward` starts: torch then creates the loss's gradient."""
+        """Events at which a call of `backward` starts."""
+        return self.memory.allocations.starts[self._backward_rows]
+
+    @cached_property
+    def _backward_rows(self) -> Integers:
+        """The gradients of losses, which torch creates where `backward` starts, in order."""
         is_start = [
             any(f.function == "_make_grads" for f in stack.frames) for stack in self.snapshot.stacks
         ]
         allocations = self.memory.allocations
-        return np.sort(allocations.starts[np.array(is_start)[allocations.stacks]])
+        rows = np.flatnonzero(np.array(is_start)[allocations.stacks] & (allocations.starts >= 0))
+        return rows[np.argsort(allocations.starts[rows])]
 
     @cached_property
     def marks(self) -> Integers:
@@ -179,7 +195,7 @@ class Recording:
         return np.array(
             [
                 start + 1 + int(np.argmin(curve[start + 1 : end + 1]))
-                for start, end in zip(marks[:-1], marks[1:], strict=True)
+                for start, end in pairwise(marks)
             ],
             dtype=np.int64,
         )
@@ -203,7 +219,7 @@ class Recording:
 
     @cached_property
     def is_workspace(self) -> NDArray[np.bool_]:
-        """A mask of the workspaces that cuBLAS keeps from the first step on, one for each thread."""
+        """A mask of the workspaces that cuBLAS keeps from the first step on, one a thread."""
         allocations, phases = self.memory.allocations, self.allocation_phases()
         mask = np.isin(allocations.sizes, _WORKSPACE_BYTES) & np.isin(phases, (FORWARD, BACKWARD))
         mask &= (allocations.ends == NEVER) & (self.births <= 0)
@@ -244,7 +260,9 @@ def _phase(stack: Stack, snapshot: Snapshot) -> int:
 
 def frame_is_of_backward(stack: Stack) -> bool:
     """True if the innermost frames are those of `backward`, or of a backward function."""
-    return any(f.function in ("_make_grads", "apply") and "autograd" in f.file for f in stack.frames)
+    return any(
+        f.function in ("_make_grads", "apply") and "autograd" in f.file for f in stack.frames
+    )
 
 
 def _place(stack: Stack) -> Place:

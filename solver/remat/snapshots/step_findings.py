@@ -22,7 +22,15 @@ from remat.snapshots.recording import (
     user_frames,
 )
 
-_COPY_FUNCTIONS = {"_apply", "to", "cuda", "__deepcopy__", "deepcopy", "from_pretrained", "__init__"}
+_COPY_FUNCTIONS = {
+    "_apply",
+    "to",
+    "cuda",
+    "__deepcopy__",
+    "deepcopy",
+    "from_pretrained",
+    "__init__",
+}
 _SMALLER_BATCH = "a smaller batch with gradient accumulation"
 _CHECKPOINTS = "checkpoints of the model's blocks, or a plan of remat"
 
@@ -339,10 +347,9 @@ def _optimizer_peak(recording: Recording, mine: Mask, requested: int) -> Finding
             "Use an optimizer with less state: SGD with momentum has half of Adam's, Adafactor and "
             "8-bit Adam less",
         )
-    is_foreach = any(
-        "_multi_tensor" in f.function for i in np.unique(recording.memory.allocations.stacks[ours])
-        for f in stacks[i].frames
-    ) or (request is not None and any("_multi_tensor" in f.function for f in stacks[request.stack].frames))  # fmt: skip
+    used = {int(i) for i in np.unique(recording.memory.allocations.stacks[ours])}
+    used |= {request.stack} if request is not None else set()
+    is_foreach = any("_multi_tensor" in f.function for i in used for f in stacks[i].frames)
     temporary = ours & ~is_state[recording.memory.allocations.stacks]
     size_bytes = int(recording.memory.allocations.sizes[temporary].sum()) + requested
     return Finding(
@@ -373,9 +380,7 @@ def _line_peak(recording: Recording, mine: Mask, total: int, requested: int) -> 
     place, size_bytes = (totals or Counter({Place(): total})).most_common(1)[0]
     is_loss = np.array(
         [
-            any(
-                f.function in ("cross_entropy", "log_softmax", "nll_loss") for f in s.frames
-            )
+            any(f.function in ("cross_entropy", "log_softmax", "nll_loss") for f in s.frames)
             for s in recording.snapshot.stacks
         ]
     )
@@ -410,7 +415,7 @@ def _line_peak(recording: Recording, mine: Mask, total: int, requested: int) -> 
         place,
         f"The step itself needs {format_bytes(total)}, the most in this line: "
         f"{format_bytes(size_bytes)}",
-        f"{_SMALLER_BATCH.capitalize()}, {_CHECKPOINTS}: pass --model, and remat computes what fits",
+        f"{_SMALLER_BATCH.capitalize()}, {_CHECKPOINTS}: pass --model, and remat says what fits",
     )
 
 
@@ -421,7 +426,8 @@ def _add_gradients(recording: Recording, mine: Mask, totals: Counter[Place]) -> 
     forward = (phases == FORWARD) & (recording.births == recording.step)
     forward &= (allocations.starts >= 0) & ~recording.is_workspace
     places: dict[int, set[Place]] = defaultdict(set)
-    for size, stack in {*zip(allocations.sizes[forward].tolist(), allocations.stacks[forward].tolist(), strict=True)}:  # fmt: skip
+    pairs = np.stack((allocations.sizes[forward], allocations.stacks[forward]), axis=1)
+    for size, stack in np.unique(pairs, axis=0).tolist():
         places[size].add(recording.places[stack])
     sizes = allocations.sizes[mine & (phases == BACKWARD)].tolist()
     request = recording.request

@@ -20,6 +20,8 @@ from typing import NoReturn
 from remat.errors import DocumentError
 from remat.limits.units import format_bytes
 
+PICKLE_START = b"\x80"
+"""The first byte of a pickle of protocol 2 or later."""
 MAX_SNAPSHOT_BYTES = 2 << 30
 _MAX_TEXT_BYTES = 1 << 20
 _MIN_OBJECTS, _BYTES_PER_OBJECT = 4096, 8
@@ -28,12 +30,14 @@ for 15 bytes or more."""
 _BYTES_PER_MEMO_ENTRY = 6
 """An opcode that creates an object, and one that stores it under a four-byte number."""
 
-_INTEGER = rb"(?:K.|M..|J.{4}|\x8a(?:\x00|\x01.|\x02..|\x03.{3}|\x04.{4}|\x05.{5}|\x06.{6}|\x07.{7}|\x08.{8}|\x09.{9}))"
+_LONG = b"|".join(rb"\x%02x.{%d}" % (length, length) for length in range(10))
+_INTEGER = rb"(?:K.|M..|J.{4}|\x8a(?:" + _LONG + rb"))"
+_FRAME = rb"(?:\x95.{8})?"
 _OPCODES = re.compile(
     # The tuple of two integers; integers, floats, constants; reads and writes of the memo; marks,
     # items, frames. Opcodes of one byte that reserve memory may not repeat.
-    rb"(?:" + _INTEGER + _INTEGER + rb"\x86|" + _INTEGER + rb"|G.{8}|[N\x88\x89](?![N\x88\x89])"
-    rb"|h.|j.{4}|q.|\x94(?!\x94)|\((?!\()|[suae]|\x95.{8})++",
+    rb"(?:" + (_INTEGER + _FRAME) * 2 + rb"\x86|" + _INTEGER + rb"|G.{8}"
+    rb"|[N\x88\x89](?![N\x88\x89])|h.|j.{4}|q.|\x94(?!\x94)|\((?!\()|[suae]|\x95.{8})++",
     re.DOTALL,
 )  # fmt: skip
 _TEXT_LENGTH_BYTES = {0x8C: 1, 0x58: 4, 0x8D: 8}
@@ -53,7 +57,7 @@ def load_plain_data(data: bytes) -> object:
             f"the snapshot has {format_bytes(len(data))}; up to {format_bytes(MAX_SNAPSHOT_BYTES)} "
             "are read. Record fewer events: _record_memory_history(max_entries=100_000)"
         )
-    _scan_opcodes(data)
+    check_opcodes(data)
     try:
         return _PlainUnpickler(io.BytesIO(data)).load()
     except _ERRORS as error:
@@ -70,7 +74,7 @@ class _PlainUnpickler(pickle.Unpickler):
         raise pickle.UnpicklingError("it has a persistent object")
 
 
-def _scan_opcodes(data: bytes) -> None:
+def check_opcodes(data: bytes) -> None:
     """Raise `DocumentError` unless all opcodes create plain data within the limits."""
     if len(data) < 3 or data[0] != 0x80 or not 2 <= data[1] <= 5:
         raise DocumentError(
@@ -121,7 +125,7 @@ def _refusal(data: bytes, position: int) -> str:
     if data[position] == _STOP:
         return f"the snapshot's pickle ends at byte {position:,}, and more data follow"
     return (
-        f"the snapshot has the opcode {data[position : position + 1]!r} at byte {position:,}, which "
-        "a snapshot of torch does not have. Only dicts, lists, texts and numbers are read, because "
+        f"the snapshot has the opcode {data[position : position + 1]!r} at byte {position:,}, "
+        "which no snapshot of torch has. Only dicts, lists, texts and numbers are read, because "
         "other pickles can run code"
     )

@@ -11,8 +11,10 @@ from remat.report.fit import Fit
 from remat.snapshots.error_text import parse_error_text
 from remat.snapshots.explain import Explanation, explain_error, explain_snapshot
 from remat.snapshots.read import read_snapshot
+from remat.snapshots.unpickle import PICKLE_START
 
-_ERROR_WORDS = "out of memory"
+ERROR_WORDS = "out of memory"
+"""Words of every such error of torch."""
 
 
 def why(
@@ -35,8 +37,12 @@ def why(
     Raises `DocumentError` for a file that is no snapshot, and a text without such an error.
     """
     error_text = None if error is None else parse_error_text(str(error))
-    if isinstance(source, BaseException) or (isinstance(source, str) and _ERROR_WORDS in source):
+    if isinstance(source, BaseException) or (isinstance(source, str) and ERROR_WORDS in source):
         explanation = explain_error(parse_error_text(str(source)))
+    elif (
+        isinstance(source, bytes) and source[:1] != PICKLE_START and ERROR_WORDS.encode() in source
+    ):
+        explanation = explain_error(parse_error_text(source.decode(errors="replace")))
     elif isinstance(source, str | os.PathLike | bytes | Mapping):
         name = "snapshot"
         if isinstance(source, str | os.PathLike):
