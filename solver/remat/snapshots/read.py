@@ -9,6 +9,7 @@ completed, differ where another stream still uses the block.
 
 from __future__ import annotations
 
+import gc
 import os
 from array import array
 from collections.abc import Mapping
@@ -63,10 +64,16 @@ def read_snapshot(source: bytes | str | os.PathLike[str] | Mapping[str, object])
         if path.stat().st_size > MAX_SNAPSHOT_BYTES:
             raise DocumentError(f"{path.name} is larger than a snapshot may be (2 GiB)")
         source = path.read_bytes()
-    data = load_plain_data(source)
-    limit = 4096 + len(source) // _MIN_BYTES_PER_RECORD
-    del source
-    return _SnapshotReader(min(limit, _MAX_RECORDS)).snapshot(data)
+    was_collecting = gc.isenabled()
+    gc.disable()  # millions of new objects without cycles
+    try:
+        data = load_plain_data(source)
+        limit = 4096 + len(source) // _MIN_BYTES_PER_RECORD
+        del source
+        return _SnapshotReader(min(limit, _MAX_RECORDS)).snapshot(data)
+    finally:
+        if was_collecting:
+            gc.enable()
 
 
 class _SnapshotReader:

@@ -149,6 +149,11 @@ class Recording:
         """An event of each step up to the moment, at the same place of the step: the call of
         `backward`, the optimizer's step, or else an allocation that occurs once a step."""
         marks = self._backward_calls
+        stacks = self.memory.allocations.stacks[self._backward_rows]
+        counts = np.bincount(stacks) if len(stacks) else np.zeros(1, dtype=np.int64)
+        if (counts >= _MIN_STEPS).any():  # of several calls a step, one counts
+            fewest = int(np.argmin(np.where(counts >= _MIN_STEPS, counts, len(stacks) + 1)))
+            marks = marks[stacks == fewest]
         if len(marks) < _MIN_STEPS:
             optimizer = np.sort(
                 self.memory.allocations.starts[self.allocation_phases() == OPTIMIZER]
