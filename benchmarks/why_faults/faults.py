@@ -255,7 +255,7 @@ def gradients_kept(run: Run) -> None:
         optimizer.zero_grad()
 
 
-@fault(Kind.KEPT_GRAPHS, "detach", "blocks", cpu=True)
+@fault(Kind.KEPT_GRAPHS, "detach", "blocks", 1000, cpu=True)
 def penalties_with_their_graphs(run: Run) -> None:
     model = run.named(Net(2))
     optimizer = optim.SGD(model.parameters(), lr=0.1)

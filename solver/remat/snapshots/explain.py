@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
+from textwrap import wrap
 
 import numpy as np
 
@@ -29,7 +30,7 @@ from remat.view.picture import Area, LegendEntry, Mark, Panel, Picture, Rule, Sc
 from remat.view.svg import picture_svg
 from remat.view.text import plain_text
 
-_MAX_LINES, _MAX_COLUMNS = 8, 400
+_MAX_LINES, _MAX_COLUMNS, _TEXT_WIDTH = 8, 400, 88
 _PEAK_KINDS = list(Kind)[list(Kind).index(Kind.OPTIMIZER_STEP) :]
 _ROLES = {
     "before the first step": "constant",
@@ -82,13 +83,14 @@ class Explanation(Described):
         if self.cause is not None:
             cause = self.cause
             facts.append(Fact("cause", f"{cause.kind}, {format_bytes(cause.size_bytes)}"))
-            facts += facts_of_lines("", [cause.text, *self._place_lines(cause)])
-            facts.append(Fact("remedy", cause.remedy))
+            facts += _wrapped("", cause.text, *self._place_lines(cause))
+            facts += _wrapped("remedy", cause.remedy)
         for finding in self.findings[1:4]:
             size = format_bytes(finding.size_bytes)
-            facts.append(Fact("also", f"{finding.kind}, {size}: {finding.text}"))
-            facts += facts_of_lines("", self._place_lines(finding))
-        facts += [Fact("note", note) for note in self.notes]
+            text = f"{finding.kind}, {size}: {finding.text}"
+            facts += _wrapped("also", text, *self._place_lines(finding))
+        for note in self.notes:
+            facts += _wrapped("note", note)
         parts: list[list[Fact] | Table | str] = [facts]
         if self.parts:
             moment = "when the request failed" if self.requested_bytes else "at the peak"
@@ -107,7 +109,7 @@ class Explanation(Described):
         facts: list[Fact] = []
         if self.requested_bytes:
             where = f", in {self.place}" if str(self.place) else ""
-            facts.append(Fact("request", f"{format_bytes(self.requested_bytes)} failed{where}"))
+            facts += _wrapped("request", f"{format_bytes(self.requested_bytes)} failed{where}")
         sizes = {
             "allocated": self.live_bytes,
             "reserved": self.reserved_bytes,
@@ -120,13 +122,11 @@ class Explanation(Described):
             facts.append(Fact("steps", f"{self.steps:,} in the recording"))
         if self.fit is not None and self.live_bytes is not None:
             predicted = self.fit.memory.peak_bytes
-            facts.append(
-                Fact(
-                    "predicted",
-                    f"{format_bytes(predicted)} for the model's step with {self.fit.optimizer}: "
-                    f"{format_bytes(max(0, self.live_bytes - predicted))} of the live memory are "
-                    "not of this step",
-                )
+            other = format_bytes(max(0, self.live_bytes - predicted))
+            facts += _wrapped(
+                "predicted",
+                f"{format_bytes(predicted)} for the model's step with {self.fit.optimizer}; "
+                f"{other} of the live memory are not of this step",
             )
         return facts
 
@@ -361,11 +361,17 @@ def _timeline(recording: Recording) -> dict[str, tuple[int, ...]] | None:
     }
 
 
+def _wrapped(label: str, *texts: str) -> list[Fact]:
+    """Return facts with the lines of texts, none too long for one screen."""
+    lines = [line for text in texts for line in wrap(text, _TEXT_WIDTH)]
+    return facts_of_lines(label, lines)
+
+
 def _lines_table(lines: tuple[Line, ...]) -> Table:
     rows = [("live memory by line", "phase", "bytes", "blocks")]
     for line in lines:
         text = str(line.place) or "(no Python frames)"
-        if len(text) > 78:
-            text = "..." + text[-75:]
+        if len(text) > _TEXT_WIDTH - 20:
+            text = text[: _TEXT_WIDTH - 23] + "..."
         rows.append((text, line.phase, format_bytes(line.size_bytes), f"{line.count:,}"))
     return Table(rows, "llr")

@@ -53,17 +53,14 @@ class Place:
     module: str = ""
 
     def __str__(self) -> str:
-        parts = [self.module] if self.module else []
-        parts += [
-            f"{frame.file}:{frame.line} ({frame.function})"
-            for frame in dict.fromkeys((self.frame, self.script))
-            if frame is not None
-        ]
-        return (
-            ", from ".join(parts)
-            if len(parts) == 1 or self.module == ""
-            else (f"{parts[0]}: {', from '.join(parts[1:])}" if len(parts) > 1 else parts[0])
-        )
+        frames = [f for f in dict.fromkeys((self.frame, self.script)) if f is not None]
+        lines = ", from ".join(f"{_short(f.file)}:{f.line} ({f.function})" for f in frames)
+        return ": ".join(part for part in (self.module, lines) if part)
+
+
+def _short(file: str) -> str:
+    """Return the last two parts of a path."""
+    return "/".join(file.replace("\\", "/").split("/")[-2:])
 
 
 @dataclass(frozen=True, slots=True)

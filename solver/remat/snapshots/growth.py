@@ -87,7 +87,7 @@ def _leak_finding(recording: Recording, older: Mask, grows: Mask, bytes_per_step
     live_counts = np.bincount(allocations.stacks[older], minlength=len(grows))[growing_stacks]
     place = recording.place_of(older)
     per_step = format_bytes(bytes_per_step)
-    if by_phase[BACKWARD] > 0.5 * size_bytes:
+    if by_phase[BACKWARD] > 0.5 * size_bytes and not _has_saved_tensors(recording, older):
         kind = Kind.KEPT_BY_BACKWARD
         text = f"{per_step} more in each step stay live after backward, and are never freed"
         remedy = (
@@ -100,7 +100,7 @@ def _leak_finding(recording: Recording, older: Mask, grows: Mask, bytes_per_step
         remedy = "Limit the buffer's length, and clear it where a new sequence starts"
     elif _has_saved_tensors(recording, older):
         kind = Kind.KEPT_GRAPHS
-        place = recording.common_place(older)
+        place = recording.common_place(older & (phases != BACKWARD))
         text = (
             f"{per_step} more in each step: the graphs of earlier steps keep the tensors that they "
             f"saved for backward, of {len(growing_stacks)} places"
@@ -133,7 +133,7 @@ def _failed_step(recording: Recording) -> Finding | None:
     allocations = recording.memory.allocations
     stacks, births = allocations.stacks, recording.births
     is_forward = np.isin(recording.allocation_phases(), (FORWARD, OTHER))
-    old = recording.live & is_forward & (births >= 0) & (births < recording.step)
+    old = recording.live & is_forward & (births >= 0) & (births < recording.step - 1)
     if recording.step < 1:
         return None
     stack_count = len(recording.snapshot.stacks)

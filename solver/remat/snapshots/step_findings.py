@@ -4,11 +4,13 @@ evaluation with gradients, larger batches, several forward passes, and the parts
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from remat.limits.units import format_bytes
+from remat.report.report import fold_layer_numbers
 from remat.snapshots.findings import Finding, Kind, Line, Place
 from remat.snapshots.model import Frame, Integers
 from remat.snapshots.recording import (
@@ -67,7 +69,9 @@ def live_lines(recording: Recording) -> list[Line]:
     totals: dict[tuple[Place, str], list[int]] = defaultdict(lambda: [0, 0])
     for stack in np.flatnonzero(counts):
         phase = PHASES[recording.phases[stack]]
-        total = totals[recording.places[stack], phase]
+        place = recording.places[stack]
+        module = fold_layer_numbers(place.module) if place.module else ""
+        total = totals[replace(place, module=module), phase]
         total[0] += int(sizes[stack])
         total[1] += int(counts[stack])
     lines = [Line(place, phase, *total) for (place, phase), total in totals.items()]
