@@ -60,7 +60,7 @@ def parse_error_text(text: str) -> ErrorText:
     return ErrorText(
         requested,
         int(device[1]) if device else 0,
-        size("total capacit?y of SIZE") or size("SIZE total capacity"),
+        size("total capaci?ty of SIZE") or size("SIZE total capacity"),
         size("of which SIZE is free") if "of which" in text else size("SIZE free"),
         allocated,
         unallocated,

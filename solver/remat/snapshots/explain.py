@@ -262,6 +262,7 @@ def explain_error(error: ErrorText, source: str = "error text") -> Explanation:
                 "Run once more inside `with remat.watch(model):`, which records who allocated what",
             )
         )
+    missing_bytes = max(0, error.requested_bytes - (error.free_bytes or 0))
     notes: list[str] = []
     if limit:
         notes = [f"this process may use {format_bytes(limit)} (set_per_process_memory_fraction)"]
@@ -274,7 +275,7 @@ def explain_error(error: ErrorText, source: str = "error text") -> Explanation:
         None if allocated is None else allocated + (unallocated or 0),
         error.free_bytes,
         error.total_bytes,
-        tuple(findings),
+        tuple(sorted(findings, key=lambda f: _rank(f, missing_bytes, allocated or 0))),
         {},
         notes=tuple(notes),
     )

@@ -71,7 +71,7 @@ def _leak(recording: Recording) -> Finding | None:
         return None
     allocations = recording.memory.allocations
     older = allocations.live_at(end) & grows[allocations.stacks]
-    newer = recording.births >= min(recording.step, int(recording.births[older].max(initial=0)))
+    newer = recording.births >= recording.births[older].max(initial=0)
     older = older & ~newer if (older & ~newer).any() else older
     return _leak_finding(recording, older, grows, bytes_per_step)
 

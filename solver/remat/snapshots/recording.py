@@ -146,7 +146,7 @@ class Recording:
 
     @cached_property
     def marks(self) -> Integers:
-        """An event of each step up to the moment, at the same place of the step: the call of
+        """An event of each step, at the same place of the step: the call of
         `backward`, the optimizer's step, or else an allocation that occurs once a step."""
         marks = self._backward_calls
         stacks = self.memory.allocations.stacks[self._backward_rows]
@@ -165,7 +165,8 @@ class Recording:
         if len(marks) < _MIN_STEPS:
             repeated = self._repeated_allocation()
             marks = repeated if len(repeated) > len(marks) else marks
-        return marks[(marks >= 0) & (marks < self.moment)]
+        end = self.memory.event_count if self.request is None else self.moment
+        return marks[(marks >= 0) & (marks < end)]
 
     def _repeated_allocation(self) -> Integers:
         """Return the starts of the allocations of one stack and size, or of one stack, that occur

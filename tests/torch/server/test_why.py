@@ -25,7 +25,9 @@ ERROR = (
 )
 
 
-def posted(http: httpx2.Client, body: bytes, media: str = "application/octet-stream") -> httpx2.Response:
+def posted(
+    http: httpx2.Client, body: bytes, media: str = "application/octet-stream"
+) -> httpx2.Response:
     headers = {"Prefer": "wait=60", "Content-Type": media}
     return http.post("/why", content=body, headers=headers)
 
@@ -46,7 +48,9 @@ def test_the_page_is_that_of_the_library(http: httpx2.Client) -> None:
     assert "sandbox" in page.headers["content-security-policy"]
 
 
-def test_the_client_explains_files_and_texts(server: Server, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_the_client_explains_files_and_texts(
+    server: Server, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     path = tmp_path_factory.mktemp("why") / "snapshot.pickle"
     path.write_bytes(SNAPSHOT)
     with server.client() as client:
