@@ -131,6 +131,7 @@ class RequestIntake:
         document = parse_strict_json(body, "request")
         self._check_counts(document)
         request = read_request(kind, body)
+        assert not isinstance(request, WhyRequest)
         if request.trace is not None:
             self._check_operations(request.trace)
         if isinstance(request, FitRequest):

@@ -201,7 +201,7 @@ def _gradients_not_freed(recording: Recording) -> Finding | None:
     """Return gradients of an early step that are never freed, although the optimizer ran."""
     allocations = recording.memory.allocations
     births, phases = recording.births, recording.allocation_phases()
-    gradients = recording.live & (phases == BACKWARD) & (births >= 0)
+    gradients = recording.live & (phases == BACKWARD) & (births >= 0) & ~recording.is_workspace
     gradients &= births <= recording.step - 3
     size_bytes = int(allocations.sizes[gradients].sum())
     if size_bytes < 0.04 * recording.live_bytes or len(set(births[gradients].tolist())) > 2:
@@ -215,7 +215,7 @@ def _gradients_not_freed(recording: Recording) -> Finding | None:
         return None  # perhaps the gradients of several batches are being accumulated
     freed = (phases == BACKWARD) & ~recording.live & (births > last_birth)
     is_partial = bool(np.isin(allocations.sizes[freed], list(parameter_counts)).any()) and (
-        size_bytes < 0.5 * sum(s * n for s, n in parameter_counts.items())
+        size_bytes < 0.9 * sum(s * n for s, n in parameter_counts.items())
     )
     names = [recording.names.get(int(a), "") for a in allocations.addresses[gradients]]
     place = Place(module=common_module([name for name in names if name]))

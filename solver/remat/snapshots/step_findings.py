@@ -110,7 +110,7 @@ def _second_model(recording: Recording) -> Finding | None:
     )
     live = recording.live & is_model[allocations.stacks] & (recording.births < recording.step + 1)
     rows: dict[tuple[Frame, ...], list[int]] = defaultdict(list)
-    for row in np.flatnonzero(live):
+    for row in np.flatnonzero(live).tolist():
         rows[user_frames(recording.snapshot.stacks[allocations.stacks[row]])[-1:]].append(row)
     groups: list[tuple[Counter[int], list[int]]] = []
     for group in sorted(rows.values()):
