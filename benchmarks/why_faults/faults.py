@@ -336,7 +336,7 @@ def gradients_that_stay(run: Run) -> None:
 # -- before the first step ------------------------------------------------------------------------
 
 
-@fault(Kind.SECOND_MODEL, "CPU", memory=412)
+@fault(Kind.SECOND_MODEL, "CPU", memory=384)
 def average_on_the_device(run: Run) -> None:
     model, optimizer = _trained(run, Net())
     average = copy.deepcopy(model)  # planted: average_on_the_device
@@ -349,7 +349,7 @@ def average_on_the_device(run: Run) -> None:
     assert average is not model
 
 
-@fault(Kind.SECOND_MODEL, "CPU", memory=412)
+@fault(Kind.SECOND_MODEL, "CPU", memory=384)
 def reference_model(run: Run) -> None:
     model, optimizer = _trained(run, Net())
     reference = Net().to("cpu" if run.is_fixed else run.device)  # planted: reference_model

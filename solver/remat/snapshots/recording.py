@@ -290,6 +290,19 @@ def _place(stack: Stack) -> Place:
     return Place(user[0], script, stack.module)
 
 
+def script_frames(stack: Stack) -> tuple[Frame, ...]:
+    """Return the frames of the script, outermost first, up to the first call of a library or of a
+    constructor."""
+    frames: list[Frame] = []
+    for frame in reversed(stack.frames):
+        is_library = _LIBRARY.search(frame.file) is not None
+        if frames and (is_library or frame.function == "__init__"):
+            break
+        if not is_library:
+            frames.append(frame)
+    return tuple(frames)
+
+
 def user_frames(stack: Stack) -> tuple[Frame, ...]:
     """Return the frames of user code, innermost first."""
     return tuple(frame for frame in stack.frames if not _LIBRARY.search(frame.file))

@@ -21,7 +21,7 @@ from remat.snapshots.recording import (
     PHASES,
     RECOMPUTE,
     Recording,
-    user_frames,
+    script_frames,
 )
 
 _COPY_FUNCTIONS = {
@@ -111,7 +111,7 @@ def _second_model(recording: Recording) -> Finding | None:
     live = recording.live & is_model[allocations.stacks] & (recording.births < recording.step + 1)
     rows: dict[tuple[Frame, ...], list[int]] = defaultdict(list)
     for row in np.flatnonzero(live).tolist():
-        rows[user_frames(recording.snapshot.stacks[allocations.stacks[row]])[-1:]].append(row)
+        rows[script_frames(recording.snapshot.stacks[allocations.stacks[row]])].append(row)
     groups: list[tuple[Counter[int], list[int]]] = []
     for group in sorted(rows.values()):
         counts = Counter(allocations.sizes[group].tolist())
@@ -270,7 +270,9 @@ def _several_forwards(recording: Recording) -> Finding | None:
     counts = np.bincount(stacks[mine], minlength=len(recording.snapshot.stacks))
     sizes = np.bincount(stacks[mine], allocations.sizes[mine], len(counts))
     is_forward = (recording.phases == FORWARD) & (counts > 0)
-    is_script = (recording.phases == OTHER) & (sizes >= _MIN_PASS_BYTES)
+    is_in_steps = np.zeros(len(counts), dtype=bool)
+    is_in_steps[stacks[mine & (allocations.starts >= recording.first_step_start())]] = True
+    is_script = (recording.phases == OTHER) & (sizes >= _MIN_PASS_BYTES) & is_in_steps
     passes = int(counts[is_script].max(initial=0))
     if passes < 2 or is_forward.sum() < 2:
         return None
