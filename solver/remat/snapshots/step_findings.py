@@ -282,7 +282,7 @@ def _several_forwards(recording: Recording) -> Finding | None:
         sizes[is_forward & (counts >= 2)].sum() < 0.3 * sizes[is_forward].sum()
     ):
         return None
-    size_bytes = int(sizes.sum())
+    size_bytes = int(sizes[is_forward | is_script].sum())
     place = recording.place_of(mine & (phases == FORWARD))
     stack = int(np.argmax(np.where(is_script, counts, 0)))
     before = int(((births == recording.step - 1) & (stacks == stack)).sum())
