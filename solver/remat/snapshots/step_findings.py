@@ -201,8 +201,8 @@ def _evaluation(recording: Recording) -> Finding | None:
     at_site = np.array([place.script == site for place in recording.places])[stacks] & is_forward
     first = recording.troughs[-1] if len(recording.troughs) else -1
     created = at_site & (starts > first) & (starts < recording.moment)
-    kept = created & recording.live
-    size_bytes = int(allocations.sizes[kept].sum())
+    retained = created & recording.live
+    size_bytes = int(allocations.sizes[retained].sum())
     if size_bytes < 0.6 * allocations.sizes[created].sum() or created.sum() < 4:
         return None
     return Finding(
@@ -224,6 +224,8 @@ def _larger_batch(recording: Recording) -> Finding | None:
     mine = (recording.births == recording.step) & is_activation
     mine &= (allocations.starts < recording.moment) & (allocations.starts >= 0)
     earlier = is_activation & (recording.births >= 0) & (recording.births < recording.step)
+    if recording.request is None:  # later steps may have the same size
+        earlier |= is_activation & (recording.births > recording.step)
     if recording.step < 2 or not mine.any() or not earlier.any():
         return None
     count = len(recording.snapshot.stacks)
@@ -238,8 +240,8 @@ def _larger_batch(recording: Recording) -> Finding | None:
     ratio = float(np.median(np.repeat(now / before, 1)))
     if share < 0.5 or ratio < 1.25:
         return None
-    kept = mine & recording.live
-    size_bytes = int(allocations.sizes[kept].sum())
+    retained = mine & recording.live
+    size_bytes = int(allocations.sizes[retained].sum())
     first = np.flatnonzero(mine & both[allocations.stacks])
     first = first[np.argsort(allocations.starts[first])]
     grown = [r for r in first if allocations.sizes[r] >= 1.25 * largest[1][allocations.stacks[r]]]
@@ -340,10 +342,12 @@ def _optimizer_peak(recording: Recording, mine: Mask, requested: int) -> Finding
     """Return the finding about the optimizer's step, for its state or its temporary tensors."""
     request = recording.request
     stacks = recording.snapshot.stacks
-    ours = mine & (recording.allocation_phases() == OPTIMIZER)
+    optimizer_rows = mine & (recording.allocation_phases() == OPTIMIZER)
     is_state = np.array([any(f.function == "_init_group" for f in s.frames) for s in stacks])
-    size_bytes = int(recording.memory.allocations.sizes[ours].sum()) + requested
-    place = recording.place_of(ours) if request is None else recording.places[request.stack]
+    size_bytes = int(recording.memory.allocations.sizes[optimizer_rows].sum()) + requested
+    place = (
+        recording.place_of(optimizer_rows) if request is None else recording.places[request.stack]
+    )
     if request is not None and is_state[request.stack]:
         return Finding(
             Kind.OPTIMIZER_STATE,
@@ -353,10 +357,10 @@ def _optimizer_peak(recording: Recording, mine: Mask, requested: int) -> Finding
             "Use an optimizer with less state: SGD with momentum has half of Adam's, Adafactor and "
             "8-bit Adam less",
         )
-    used = {int(i) for i in np.unique(recording.memory.allocations.stacks[ours])}
+    used = {int(i) for i in np.unique(recording.memory.allocations.stacks[optimizer_rows])}
     used |= {request.stack} if request is not None else set()
     is_foreach = any("_multi_tensor" in f.function for i in used for f in stacks[i].frames)
-    temporary = ours & ~is_state[recording.memory.allocations.stacks]
+    temporary = optimizer_rows & ~is_state[recording.memory.allocations.stacks]
     size_bytes = int(recording.memory.allocations.sizes[temporary].sum()) + requested
     return Finding(
         Kind.OPTIMIZER_STEP,

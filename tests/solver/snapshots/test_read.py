@@ -77,16 +77,16 @@ def test_a_snapshot_of_torch_2_0_has_a_history_instead_of_frames() -> None:
     assert old.lines == new.lines
 
 
-@pytest.mark.parametrize("kept", [400, 200, 60, 1])
-def test_a_cut_recording_has_the_blocks_from_before(kept: int) -> None:
+@pytest.mark.parametrize("count", [400, 200, 60, 1])
+def test_a_cut_recording_has_the_blocks_from_before(count: int) -> None:
     """A ring buffer has lost its oldest events: blocks are live that nothing allocated, and frees
     have no allocation."""
     data, whole = plain(), read_snapshot(content("python-writer")).devices[0]
-    data["device_traces"][0] = data["device_traces"][0][-kept:]
+    data["device_traces"][0] = data["device_traces"][0][-count:]
     memory = read_snapshot(data).devices[0]
     assert memory.is_cut
-    first = whole.event_count - kept
-    for event in range(0, kept + 1, 7):
+    first = whole.event_count - count
+    for event in range(0, count + 1, 7):
         live = memory.allocations.live_at(event)
         expected = whole.allocations.live_at(first + event)
         assert memory.allocations.sizes[live].sum() == whole.allocations.sizes[expected].sum()
@@ -137,7 +137,7 @@ def test_the_device_that_ran_out_is_explained() -> None:
     assert explain_snapshot(read_snapshot(both), device=0).requested_bytes == 0
 
 
-def test_the_kept_outputs_are_found() -> None:
+def test_the_retained_outputs_are_named() -> None:
     cause = explain_snapshot(read_snapshot(content("python-writer"))).cause
     assert cause is not None
     assert cause.kind == Kind.KEPT_TENSORS

@@ -26,15 +26,15 @@ def model_of(depth: int = 3, width: int = 64) -> nn.Sequential:
     return nn.Sequential(*blocks)
 
 
-def train(model: nn.Module, steps: int, kept: list[torch.Tensor] | None = None) -> None:
+def train(model: nn.Module, steps: int, stored: list[torch.Tensor] | None = None) -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     for _ in range(steps):
         output = model(torch.randn(256, 64))
         output.square().sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-        if kept is not None:
-            kept.append(output)
+        if stored is not None:
+            stored.append(output)
 
 
 class TrainAndFail:
@@ -48,10 +48,10 @@ class TrainAndFail:
         raise self.error
 
 
-def test_kept_outputs_are_named_with_module_and_line() -> None:
-    model, kept = model_of(), []
+def test_stored_outputs_are_named_with_module_and_line() -> None:
+    model, stored = model_of(), []
     with remat.watch(model) as watch:
-        train(model, 6, kept)
+        train(model, 6, stored)
         cause = watch.explain().cause
     assert cause is not None
     assert cause.kind == Kind.KEPT_TENSORS
@@ -123,10 +123,10 @@ def test_a_forward_that_raises_leaves_no_module_behind() -> None:
     with remat.watch(model) as watch:
         with pytest.raises(RuntimeError):
             model(torch.randn(3, 5))
-        kept = torch.randn(1000, 100) * 2
+        stored = torch.randn(1000, 100) * 2
         explanation = watch.explain()
     assert all(line.place.module == "" for line in explanation.lines if line.size_bytes > 10_000)
-    assert kept.numel()
+    assert stored.numel()
 
 
 @pytest.mark.parametrize("max_entries", [0, -1, 1.5, True, "100"])
