@@ -499,21 +499,20 @@ def batch_too_large(run: Run) -> None:
 @fault(
     Kind.FRAGMENTS,
     "expandable_segments",
-    memory=450,
+    memory=340,
     fixed_environment={"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"},
 )
 def lengths_that_grow(run: Run) -> None:
     # A tensor that stays is placed in the segment of a longer one that was freed: the rest of that
     # segment is too short for the next, longer tensor.
     stored: list[torch.Tensor] = []
+    for step in range(8):
+        torch.empty((10 + step // 2) * MIB, device=run.device)  # planted: lengths_that_grow
+        stored.append(torch.empty(25 * MIB // 4, device=run.device))
     for step in run.steps():
-        size = (40 + 2 * min(step, 12)) * MIB
-        length = torch.empty(
-            size, dtype=torch.uint8, device=run.device
-        )  # planted: lengths_that_grow
+        size = (15 + min(step, 4)) * MIB
+        length = torch.empty(size, device=run.device)  # planted: lengths_that_grow
         del length
-        if step < 12:
-            stored.append(torch.empty(25 * MIB, dtype=torch.uint8, device=run.device))
 
 
 @fault(

@@ -48,7 +48,7 @@ def growth_findings(recording: Recording) -> list[Finding]:
 
 def _leak(recording: Recording) -> Finding | None:
     troughs = recording.troughs[-_MAX_TROUGHS:]
-    if len(troughs) < _MIN_TROUGHS:
+    if len(troughs) < _MIN_TROUGHS or not recording.has_steps:
         return None
     rows = _bytes_by_stack(recording, troughs)
     total = recording.curve[troughs]

@@ -129,6 +129,11 @@ class Recording:
         """True if the steps end with calls of `backward`."""
         return len(self._backward_calls) > 0
 
+    @property
+    def has_steps(self) -> bool:
+        """False if the stacks show that no module runs: the script is still loading data."""
+        return not self.snapshot.has_frames or self.first_step_start() < self.memory.event_count
+
     @cached_property
     def _backward_calls(self) -> Integers:
         """Events at which a call of `backward` starts."""

@@ -154,7 +154,7 @@ def _resident_data(recording: Recording) -> Finding | None:
     )
     setup = recording.live & is_data[allocations.stacks]
     setup &= (allocations.starts < recording.first_step_start()) & (allocations.starts >= 0)
-    if len(recording.marks) == 0 and recording.request is None:
+    if not recording.has_steps or (len(recording.marks) == 0 and recording.request is None):
         return None
     totals = np.bincount(allocations.stacks[setup], allocations.sizes[setup])
     if not len(totals) or totals.max() < 0.2 * recording.live_bytes:
