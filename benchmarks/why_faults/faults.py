@@ -443,9 +443,9 @@ def logits_in_float32(run: Run) -> None:
                 (loss / 8).backward(retain_graph=True)
         else:
             logits = model(x)
-            functional.cross_entropy(
-                logits.float(), labels
-            ).backward()  # planted: logits_in_float32
+            logits = logits.float()  # planted: logits_in_float32
+            loss = functional.cross_entropy(logits, labels)  # planted: logits_in_float32
+            loss.backward()
         optimizer.step()
         optimizer.zero_grad()
 

@@ -48,7 +48,7 @@ class Explanation(Described):
 
     `requested_bytes` is the request that failed, 0 without one, and `place` where it was made.
     `live_bytes`, `reserved_bytes` and `device_free_bytes` are those of that moment, or of the peak;
-    None where the input does not say. `findings` are the causes, the most probable one first.
+    None where the input does not say. `device` is the GPU's number, -1 for the CPU. `findings` are the causes, the most probable one first.
     `parts` are the live bytes by what they are for, `lines` by the line of code that allocated
     them. `steps` is the number of steps that the recording shows. `timeline` has the live bytes of
     each phase over the recording, in columns. `fit` is the prediction for the model, if one was
@@ -117,7 +117,7 @@ class Explanation(Described):
             "in all": self.total_bytes,
         }
         texts = [f"{format_bytes(n)} {name}" for name, n in sizes.items() if n is not None]
-        facts.append(Fact(f"GPU {self.device}", ", ".join(texts)))
+        facts.append(Fact("CPU" if self.device < 0 else f"GPU {self.device}", ", ".join(texts)))
         if self.steps:
             facts.append(Fact("steps", f"{self.steps:,} in the recording"))
         if self.fit is not None and self.live_bytes is not None:
@@ -207,11 +207,11 @@ def explain_snapshot(
     missing_bytes = 0 if request is None else max(0, request.size_bytes - request.device_free_bytes)
     return Explanation(
         plain_text(source),
-        memory.device,
+        -1 if snapshot.is_cpu else memory.device,
         0 if request is None else request.size_bytes,
         Place() if request is None else recording.places[request.stack],
         recording.live_bytes,
-        reserved.size_bytes,
+        None if snapshot.is_cpu else reserved.size_bytes,
         None if request is None else request.device_free_bytes,
         total_bytes,
         tuple(sorted(findings, key=lambda f: _rank(f, missing_bytes, recording.live_bytes))),

@@ -107,11 +107,12 @@ class DeviceMemory:
 class Snapshot:
     """A memory snapshot: its devices, and the stacks of their allocations. Stack 0 has no frames.
     `names` are those of tensors by address, if the recording has them. `has_frames` is False if no
-    allocation has a stack."""
+    allocation has a stack, and `is_cpu` True for tensors on the CPU."""
 
     devices: tuple[DeviceMemory, ...]
     stacks: tuple[Stack, ...] = (Stack(),)
     names: Mapping[int, str] = field(default_factory=dict)
+    is_cpu: bool = False
 
     @property
     def has_frames(self) -> bool:

@@ -41,6 +41,9 @@ MODULE_METADATA = "remat.module:"
 NAMES_KEY = "remat_names"
 """Key of the names of parameters and gradients by address, which `remat.watch` adds."""
 
+DEVICE_TYPE_KEY = "remat_device"
+"""Key of the type of the device, if that is no GPU."""
+
 _MAX_RECORDS, _MIN_BYTES_PER_RECORD = 20_000_000, 16
 """The largest number of events and blocks, and the fewest bytes that one takes in a file. A file
 may refer to one list many times."""
@@ -106,7 +109,9 @@ class _SnapshotReader:
             trace = traces[number] if number < len(traces) else []
             mine = [s for s in segments if _integer(s, "device", 0) == number]
             devices.append(self._device(number, mine, self._list(trace, "device_traces")))
-        return Snapshot(tuple(devices), tuple(self._stacks), self._names(data.get(NAMES_KEY)))
+        is_cpu = data.get(DEVICE_TYPE_KEY) == "cpu"
+        names = self._names(data.get(NAMES_KEY))
+        return Snapshot(tuple(devices), tuple(self._stacks), names, is_cpu)
 
     def _names(self, data: object) -> dict[int, str]:
         """Return the names of tensors by address."""

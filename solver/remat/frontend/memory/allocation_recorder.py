@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from remat.frontend.memory.meter import LiveStorageMeter
-from remat.snapshots.read import MODULE_METADATA, NAMES_KEY
+from remat.snapshots.read import DEVICE_TYPE_KEY, MODULE_METADATA, NAMES_KEY
 
 _MAX_FRAMES = 64
 _CPU_ADDRESS = 1 << 40
@@ -135,7 +135,7 @@ class CpuRecorder(LiveStorageMeter):
         return {
             "segments": [segment] if blocks else [],
             "device_traces": [self._events[-self._max_entries :]],
-            NAMES_KEY: {},
+            DEVICE_TYPE_KEY: "cpu",
         }
 
     def _track(self, storage: torch.UntypedStorage) -> None:
