@@ -48,11 +48,11 @@ class Explanation(Described):
 
     `requested_bytes` is the request that failed, 0 without one, and `place` where it was made.
     `live_bytes`, `reserved_bytes` and `device_free_bytes` are those of that moment, or of the peak;
-    None where the input does not say. `device` is the GPU's number, -1 for the CPU. `findings` are the causes, the most probable one first.
-    `parts` are the live bytes by what they are for, `lines` by the line of code that allocated
-    them. `steps` is the number of steps that the recording shows. `timeline` has the live bytes of
-    each phase over the recording, in columns. `fit` is the prediction for the model, if one was
-    passed.
+    None where the input does not say. `device` is the GPU's number, -1 for the CPU. `findings` are
+    the causes, the most probable one first. `parts` are the live bytes by what they are for,
+    `lines` by the line of code that allocated them. `steps` is the number of steps that the
+    recording shows. `timeline` has the live bytes of each phase over the recording, in columns.
+    `fit` is the prediction for the model, if one was passed.
     """
 
     source: str
