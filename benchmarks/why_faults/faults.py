@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 from torch import nn, optim
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from benchmarks.why_faults.models import (
     TOKENS,
@@ -289,7 +290,7 @@ def exception_in_a_notebook(run: Run) -> None:
         except ValueError as error:
             last = None if run.is_fixed else error  # as sys.last_value in a notebook
             if run.is_fixed:
-                del output
+                output = None
                 gc.collect()
     assert run.is_fixed or last is not None
 
@@ -434,7 +435,7 @@ def logits_in_float32(run: Run) -> None:
         if run.is_fixed:
             hidden = model._run_blocks(x, 0, 1)  # type: ignore[operator]
             for part, some in zip(hidden.chunk(8), labels.chunk(8), strict=True):
-                loss = torch.utils.checkpoint.checkpoint(
+                loss = checkpoint(
                     lambda h, y: functional.cross_entropy(model.head(h).float(), y),  # type: ignore[operator]
                     part,
                     some,

@@ -262,8 +262,9 @@ def layers_unfrozen_one_by_one(run: Run) -> None:
     optimizer = optim.AdamW(model.head.parameters())  # type: ignore[union-attr]
     for step in run.steps():
         if step in (8, 16, 24, 32):
-            block = model.blocks[3 - (step // 8 - 1)]  # type: ignore[index]
-            block.requires_grad_(True)
+            blocks = model.blocks
+            assert isinstance(blocks, nn.ModuleList)
+            block = blocks[3 - (step // 8 - 1)].requires_grad_(True)
             optimizer.add_param_group({"params": list(block.parameters())})
         squares(model(batch(run.device))).backward()
         optimizer.step()
