@@ -74,7 +74,7 @@ def make_problem(status: int, detail: str, name: str = "") -> ProblemDetails:
 
 def out_of_memory_problem(kind: JobKind, limit_bytes: int) -> ProblemDetails:
     """Return the problem document for a solve that exceeded its memory limit."""
-    remedy = "" if kind == "fit" else "use fewer slots (option near_slots), or "
+    remedy = "" if kind in ("fit", "why") else "use fewer slots (option near_slots), or "
     return make_problem(
         500,
         f"the solve exceeded its memory limit of {limit_bytes:,} bytes; {remedy}raise "

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from remat.frontend.api.fit import fit
     from remat.frontend.api.max_batch import max_batch
     from remat.frontend.api.optimize import optimize, solve_step
+    from remat.frontend.api.watch import watch
     from remat.frontend.capture.trace import trace
     from remat.frontend.compile.backend import compile
     from remat.frontend.compile.partitioner import Partitioner
@@ -57,6 +58,7 @@ if TYPE_CHECKING:
     from remat.frontend.emit.emit import emit
     from remat.frontend.runtime.module import RematModule, lower
     from remat.service.client import Client
+    from remat.snapshots.why import why
 
 _LOADED_LATER = {
     "Client": "service.client",
@@ -76,6 +78,8 @@ _LOADED_LATER = {
     "solve_step": "frontend.api.optimize",
     "plans": "frontend.api.enable",
     "trace": "frontend.capture.trace",
+    "watch": "frontend.api.watch",
+    "why": "snapshots.why",
 }
 
 __all__ = [
@@ -127,6 +131,8 @@ __all__ = [
     "solve_step",
     "sweep",
     "trace",
+    "watch",
+    "why",
 ]
 
 __version__ = VERSION

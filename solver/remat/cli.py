@@ -42,6 +42,7 @@ from remat.commands.plans import diff, explain, plot
 from remat.commands.run import run
 from remat.commands.solve import compare, solve, sweep
 from remat.commands.trace import estimate, measure, trace
+from remat.commands.why import why
 from remat.milp.solvers.solver_processes import kill_child_processes
 from remat.plan_options import COMMANDS
 
@@ -49,6 +50,7 @@ _COMMANDS = {
     trace: "remat trace hf:gpt2 --set n_layer=4 -o trace.json.gz",
     estimate: "remat estimate hf:llama --dtype bfloat16 --batch 1 --tokens 2048",
     fit: "remat fit hf:gpt2 --device h100 --dtype bfloat16 --batch 64 --tokens 1024",
+    why: "remat why snapshot.pickle --html why.html",
     measure: "remat measure trace.json.gz --roofline h200 -o costs.json.gz",
     solve: "remat solve costs.json.gz --budget 60% -o plan.json.gz",
     sweep: "remat sweep costs.json.gz --time-limit 10 -o frontier.html",

@@ -2,6 +2,7 @@
  *
  * Device addresses only grow, and freed memory is unmapped: a use after `cudaFree` ends the process
  * with a fault. The memory is zero until written, and takes pages of the host only when written.
+ * REMAT_SOFTWARE_GPU_OTHER_BYTES are in use by another process.
  */
 #define _GNU_SOURCE
 #include "runtime.h"
@@ -32,9 +33,14 @@ uintptr_t reserve_addresses(size_t bytes, size_t alignment) {
   return start;
 }
 
+static size_t other_bytes(void) {
+  const char *bytes = getenv("REMAT_SOFTWARE_GPU_OTHER_BYTES");
+  return bytes ? strtoull(bytes, 0, 10) : 0;
+}
+
 int take_device_bytes(size_t bytes) {
   pthread_mutex_lock(&lock);
-  int is_full = device_bytes + bytes > device_model()->memory_bytes;
+  int is_full = device_bytes + bytes + other_bytes() > device_model()->memory_bytes;
   if (!is_full) device_bytes += bytes;
   pthread_mutex_unlock(&lock);
   return is_full;
@@ -107,7 +113,7 @@ EXPORT cudaError_t cudaFree(void *pointer) {
 
 EXPORT cudaError_t cudaMemGetInfo(size_t *free_bytes, size_t *total_bytes) {
   *total_bytes = device_model()->memory_bytes;
-  *free_bytes = *total_bytes - device_bytes;
+  *free_bytes = *total_bytes - device_bytes - other_bytes();
   return cudaSuccess;
 }
 

@@ -35,6 +35,7 @@ from remat.service.wire import (
     SolveResult,
     SweepRequest,
     SweepResult,
+    WhyResult,
 )
 from remat_server import logs
 from remat_server.http import metrics, problem_responses
@@ -156,6 +157,7 @@ def _complete_openapi(app: FastAPI) -> None:
             SolveResult,
             SweepResult,
             FitResult,
+            WhyResult,
         ):
             schema = kind.model_json_schema(ref_template="#/components/schemas/{model}")
             schemas |= schema.pop("$defs", {})

@@ -22,6 +22,7 @@ _FORMATS_BY_MAGIC = {
 _CLOSE_CONNECTION = {"Connection": "close"}
 """Header of a response to a body of which the rest is not read."""
 _FIELDS_BY_NAME = {"sweeps": '"budgets": [...]', "fit": '"optimizer": "adamw"'}
+_WHY_MEDIA_TYPES = ("application/octet-stream", "text/plain")
 _FIELDS_OF_SOLVE = '"budget": ...'
 _CONCURRENT_BODIES = 4
 """Bodies of the largest size that fit into memory at a time."""
@@ -55,7 +56,8 @@ class BodyReader:
             except TimeoutError:
                 text = f"the body did not arrive within {_BODY_TIMEOUT_S:g} s"
                 raise ServiceProblem(408, text, headers=_CLOSE_CONNECTION) from None
-            yield _check_json(b"".join(parts), request)
+            body = b"".join(parts)
+            yield _check_snapshot(body) if _is_why(request) else _check_json(body, request)
         finally:
             self._free_bytes += sum(map(len, parts))
 
@@ -78,7 +80,13 @@ def _expected_body(request: Request) -> str:
 def _is_zipped(request: Request, limit_bytes: int) -> bool:
     """True if the headers declare a gzipped body. Raises `ServiceProblem` 413 or 415."""
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if media_type != "application/json" and not media_type.endswith("+json"):
+    is_json = media_type == "application/json" or media_type.endswith("+json")
+    if _is_why(request):
+        if media_type not in _WHY_MEDIA_TYPES:
+            expected = " or ".join(_WHY_MEDIA_TYPES)
+            declared = f"is {media_type[:80]}" if media_type else "has no Content-Type"
+            raise ServiceProblem(415, f"the body {declared}; post a snapshot as {expected}")
+    elif not is_json:
         declared = f"is {media_type[:80]}" if media_type else "has no Content-Type"
         raise ServiceProblem(415, f"the body {declared}{_expected_body(request)}")
     encoding = request.headers.get("content-encoding", "identity").strip().lower()
@@ -90,6 +98,17 @@ def _is_zipped(request: Request, limit_bytes: int) -> bool:
     if length.isdecimal() and (len(length) > 18 or int(length) > limit_bytes):
         raise _too_large(limit_bytes)
     return encoding == "gzip"
+
+
+def _is_why(request: Request) -> bool:
+    """True for a request with a memory snapshot, or the text of an error, as its body."""
+    return request.url.path.rpartition("/")[2] == "why"
+
+
+def _check_snapshot(body: bytes) -> bytes:
+    if not body:
+        raise ServiceProblem(400, "the body is empty; post a memory snapshot, or an error's text")
+    return body
 
 
 def _check_json(body: bytes, request: Request) -> bytes:

@@ -25,6 +25,7 @@ from remat.service.wire import (
     JobView,
     SolveRequest,
     SweepRequest,
+    WhyRequest,
     graph_of_request,
 )
 from remat.simulate import baseline_of
@@ -121,13 +122,16 @@ class RequestIntake:
     def validate(self, kind: JobKind, body: bytes) -> Request:
         """Return the parsed request if it is within the service's limits.
 
-        Sizes are checked first, because validation takes far more time and memory. Raises
-        `ServiceProblem` and `DocumentError`.
+        Sizes are checked first, because validation takes far more time and memory. Of a snapshot,
+        only the opcodes are checked here. Raises `ServiceProblem` and `DocumentError`.
         """
+        if kind == "why":
+            return read_request(kind, body)
         self._check_parts(body)
         document = parse_strict_json(body, "request")
         self._check_counts(document)
         request = read_request(kind, body)
+        assert not isinstance(request, WhyRequest)
         if request.trace is not None:
             self._check_operations(request.trace)
         if isinstance(request, FitRequest):
@@ -224,7 +228,10 @@ class RequestIntake:
 
     def dry_run_sizes(self, kind: JobKind, body: bytes) -> DryRunResult:
         """Validate a request, and return the sizes that a dry run reports."""
+        if kind == "why":
+            raise ServiceProblem(422, "a snapshot has no sizes to report: post it without dry_run")
         request = self.validate(kind, body)
+        assert not isinstance(request, WhyRequest)
         if isinstance(request, FitRequest):
             gpu = request.gpu or request.trace.gpu
             graph_or_trace, costs = request.trace, f"roofline:{gpu}"
@@ -264,7 +271,7 @@ def _budgets(request: Request) -> Sequence[BudgetData]:
             return [request.budget]
         case SweepRequest():
             return request.budgets or ()
-        case FitRequest():
+        case FitRequest() | WhyRequest():
             return ()
 
 

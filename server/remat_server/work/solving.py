@@ -27,6 +27,8 @@ from remat.plan_options import POST_SOLVE, POST_SWEEPS, OffloadOptions
 from remat.progress import Progress, ProgressCallback
 from remat.rewrite import rewrite
 from remat.service import wire
+from remat.snapshots.unpickle import PICKLE_START, check_opcodes
+from remat.snapshots.why import why
 from remat.solution import FAILURES
 from remat.solve import solve, sweep
 from remat.strategies.base import Strategy, with_limits
@@ -36,9 +38,9 @@ from remat_server.work.messages import AnswerMessage, FailureMessage, ProgressMe
 ProgressSink = Callable[[ProgressMessage], None]
 """Receives the progress of a solve."""
 SolvingRequest = wire.SolveRequest | wire.SweepRequest
-Request = wire.AnyRequest
+Request = wire.AnyRequest | wire.WhyRequest
 
-_REQUESTS: dict[wire.JobKind, type[Request]] = {
+_REQUESTS: dict[wire.JobKind, type[wire.AnyRequest]] = {
     "solve": wire.SolveRequest,
     "sweep": wire.SweepRequest,
     "fit": wire.FitRequest,
@@ -50,6 +52,10 @@ _UNKNOWN_FIELD = re.compile(r"request: (\w+): Extra inputs are not permitted")
 
 def read_request(kind: wire.JobKind, body: bytes) -> Request:
     """Parse and validate a request. Raises `DocumentError`."""
+    if kind == "why":
+        if body[:1] == PICKLE_START:
+            check_opcodes(body)
+        return wire.WhyRequest(body)
     try:
         return validate_json(_REQUESTS[kind], body, "request", _REMEDY)
     except DocumentError as error:
@@ -75,6 +81,10 @@ def solve_request(
     """
     try:
         request = read_request(kind, body)
+        if isinstance(request, wire.WhyRequest):
+            result = wire.WhyResult(explanation=why(request.content))
+            message = AnswerMessage(summary=(), is_shared=True)
+            return message, _zipped(result.model_dump_json())
         if isinstance(request, wire.FitRequest):
             return _fit_answer(request, threads, time_limit_s, _throttled(on_progress))
         strategy = with_limits(request.options.strategy, threads=threads, time_limit=time_limit_s)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
 from pydantic import ValidationError
@@ -38,6 +40,8 @@ from remat.progress import Cancel, ProgressCallback
 from remat.report.fit import Fit
 from remat.service import wire
 from remat.service.connection import Connection
+from remat.snapshots.explain import Explanation
+from remat.snapshots.why import ERROR_WORDS
 from remat.solve import warn_of_solver_failure
 from remat.strategies import Auto, Strategy
 
@@ -254,6 +258,24 @@ class Client:
         )
         job = self.submit(request)
         return self._service.read(self._finish_job(job, progress, cancel), wire.FitResult).fit
+
+    def why(
+        self, source: str | os.PathLike[str] | bytes, *, cancel: Cancel | None = None
+    ) -> Explanation:
+        """Like `remat.why`, on the service, for a snapshot file, its bytes, or the text of an
+        error. A snapshot names files and functions of your code; it has no weights and no data."""
+        if isinstance(source, str) and ERROR_WORDS in source:
+            content = source.encode()
+        elif isinstance(source, bytes):
+            content = source
+        elif isinstance(source, str | os.PathLike):
+            content = Path(source).read_bytes()
+        else:
+            raise wrong_type("Client.why", "a file or bytes", source, "pass the snapshot's path")
+        headers = {"Idempotency-Key": secrets.token_hex(16)}
+        job = self._service.read(self._service.post_snapshot(content, headers), wire.JobView)
+        answer = self._finish_job(job, None, cancel)
+        return self._service.read(answer, wire.WhyResult).explanation
 
     # -- jobs ---------------------------------------------------------------------------------
 

@@ -130,6 +130,12 @@ class Connection:
         headers = {"Content-Type": "application/json", "Content-Encoding": "gzip", **headers}
         return self.call("POST", path, content=body, headers=headers, params=query)
 
+    def post_snapshot(self, content: bytes, headers: Mapping[str, str]) -> bytes:
+        """Post a memory snapshot, or the text of an error, and return the body of the response."""
+        body = gzip.compress(content, compresslevel=_COMPRESSION_LEVEL)
+        media = {"Content-Type": "application/octet-stream", "Content-Encoding": "gzip"}
+        return self.call("POST", "/why", content=body, headers={**media, **headers})
+
     def call(
         self,
         method: str,

@@ -7,7 +7,7 @@ has a plan and a `Program`. Errors are RFC 9457 problem documents, whose `type` 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import Annotated, Any, Literal, Self, cast
 
 from pydantic import (
@@ -46,6 +46,7 @@ from remat.plan_options import (
 )
 from remat.report.fit import Fit
 from remat.report.sharded_memory import check_mixed_precision
+from remat.snapshots.explain import Explanation
 from remat.strategies.auto import Auto
 from remat.strategies.base import Strategy
 from remat.strategies.registry import from_data, json_schema, to_data
@@ -57,7 +58,7 @@ ENDED_STATES = frozenset({"succeeded", "infeasible", "failed", "cancelled"})
 """The final states of a job."""
 
 JobState = Literal["queued", "running", "succeeded", "infeasible", "failed", "cancelled"]
-JobKind = Literal["solve", "sweep", "fit"]
+JobKind = Literal["solve", "sweep", "fit", "why"]
 
 _EXCEPTIONS: dict[str, type[errors.RematError]] = {
     "budget": errors.BudgetError,
@@ -389,8 +390,32 @@ class FitRequest(Record):
         return False
 
 
+@dataclass(frozen=True, slots=True)
+class WhyRequest:
+    """The body of `POST /why`: the bytes of a memory snapshot, or the text of an out-of-memory
+    error, not JSON."""
+
+    content: bytes
+
+    @property
+    def trace(self) -> None:
+        """None: there is no trace."""
+        return None
+
+    @property
+    def needs_measurement(self) -> bool:
+        """False for all requests."""
+        return False
+
+
 AnyRequest = SolveRequest | SweepRequest | FitRequest
-"""The body of a request that creates a job."""
+"""The JSON body of a request that creates a job."""
+
+
+class WhyResult(Record):
+    """The result of `POST /why`: the fields of `remat.snapshots.explain.Explanation`."""
+
+    explanation: Explanation
 
 
 class FitResult(Record):

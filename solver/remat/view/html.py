@@ -70,16 +70,16 @@ def plan_html(plan: PlanData, program: Program | None = None) -> str:
     parts = [
         "<h1>Rematerialization plan</h1>",
         _key_numbers_html(plan),
-        _preformatted_html(plan_report(plan)),
+        preformatted_html(plan_report(plan)),
         timeline_svg(plan),
         schedule_svg(plan),
     ]
     if table := candidates_table(plan):
-        parts += ["<h2>Candidates</h2>", _preformatted_html(Report(table))]
+        parts += ["<h2>Candidates</h2>", preformatted_html(Report(table))]
     if plan.schedule.recomputed(plan.graph):
         parts += [modules_svg(plan), "<h2>Recomputed most</h2>", _recomputed_table_html(plan)]
     if program is not None:
-        code = _preformatted_html(annotated_code(program, plan), "remat-code")
+        code = preformatted_html(annotated_code(program, plan), "remat-code")
         parts.append(f"<h2>Program</h2><details><summary>code</summary>{code}</details>")
     return html_page("Rematerialization plan", "".join(parts))
 
@@ -96,7 +96,7 @@ def frontier_html(
     parts = [
         f"<h1>{FRONTIER_TITLE}</h1>",
         frontier_svg(plans, rows, device=device),
-        _preformatted_html(text, "remat-code"),
+        preformatted_html(text, "remat-code"),
     ]
     return html_page(FRONTIER_TITLE, "".join(parts))
 
@@ -118,21 +118,21 @@ def plan_fragment(plan: PlanData) -> str:
     return (
         f'<div class="remat-plan"><style>{_STYLE}</style>{_key_numbers_html(plan)}'
         f"{timeline_svg(plan)}"
-        f"<details><summary>details</summary>{_preformatted_html(plan_report(plan))}</details></div>"
+        f"<details><summary>details</summary>{preformatted_html(plan_report(plan))}</details></div>"
     )
 
 
 def comparison_fragment(comparison: ComparisonData) -> str:
     """Return what a notebook displays of a comparison: the picture of its frontier, and its table
     in a collapsed section."""
-    table = _preformatted_html(comparison.report())
+    table = preformatted_html(comparison.report())
     return (
         f'<div class="remat-plan"><style>{_STYLE}</style>{comparison_svg(comparison)}'
         f"<details><summary>table</summary>{table}</details></div>"
     )
 
 
-def _preformatted_html(text: object, css_class: str | None = None) -> str:
+def preformatted_html(text: object, css_class: str | None = None) -> str:
     """Return a report or other text as preformatted HTML."""
     attribute = "" if css_class is None else f' class="{css_class}"'
     return f"<pre{attribute}>{escape_markup_lines(str(text))}</pre>"

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.helpers.paths import DATA
 from tests.helpers.service import server as servers
 from tests.helpers.service.server import HARD, Server, chain, finished
 from torch import nn
@@ -256,6 +257,21 @@ def test_a_training_loop_fits_a_gpu_or_has_options(
     options = page.get_by_role("region", name="What makes it fit")
     expect(options).to_contain_text("remat.enable(model, ")
     expect(page.get_by_role("button", name="Complete answer")).to_be_visible()
+
+
+@pytest.mark.slow
+def test_a_memory_snapshot_is_explained(page: Page, server: Server, tmp_path: Path) -> None:
+    path = tmp_path / "snapshot.pickle"
+    content = (DATA / "snapshots" / "python-writer.pickle.gz").read_bytes()
+    path.write_bytes(gzip.decompress(content))
+    page.goto(server.url)
+    page.get_by_label("Trace or graph").set_input_files(path)
+    expect(page.get_by_label("Why did the memory run out?")).to_be_checked()
+    expect(page.get_by_label("Memory budget", exact=True)).to_be_hidden()
+    page.get_by_role("button", name="Explain").click()
+    expect(page.locator(".verdict")).to_contain_text("leak: tensors kept: ")
+    expect(page.get_by_role("region", name="Live memory")).to_contain_text("optimizer state")
+    expect(page.get_by_role("button", name="Page")).to_be_visible()
 
 
 @pytest.mark.slow

@@ -16,7 +16,14 @@ from remat.documents.base import validate_json
 from remat.documents.plan import PlanDocument
 from remat.documents.program import Program
 from remat.plan import Plan
-from remat.service.wire import ENDED_STATES, FitResult, JobView, SolveResult, SweepResult
+from remat.service.wire import (
+    ENDED_STATES,
+    FitResult,
+    JobView,
+    SolveResult,
+    SweepResult,
+    WhyResult,
+)
 from remat_server.http.routes.common import JobId, no_job, problems, reference
 from remat_server.http.state import Owner, request_state
 from remat_server.problems import ServiceProblem
@@ -47,7 +54,15 @@ _SCHEMAS: dict[ResultFormat, dict[str, Any]] = {
     "json": {
         "oneOf": [
             reference(kind)
-            for kind in (SolveResult, SweepResult, FitResult, JobView, PlanDocument, Program)
+            for kind in (
+                SolveResult,
+                SweepResult,
+                FitResult,
+                WhyResult,
+                JobView,
+                PlanDocument,
+                Program,
+            )
         ]
     },
     "chrome": {"type": "object"},
@@ -135,6 +150,10 @@ def result_response(
 
 
 def _render(result_format: ResultFormat, kind: str, body: bytes) -> str:
+    if kind == "why":
+        if result_format != "html":
+            raise _NoSuchFormatError("an explanation is available as JSON and HTML")
+        return validate_json(WhyResult, body, "answer").explanation.html()
     if kind == "fit":
         raise _NoSuchFormatError("whether a training loop fits is available as JSON only")
     if kind == "sweep":

@@ -1,4 +1,4 @@
-"""`POST /solve`, `POST /sweeps` and `POST /fit`: submits jobs."""
+"""`POST /solve`, `POST /sweeps`, `POST /fit` and `POST /why`: submits jobs."""
 
 from __future__ import annotations
 
@@ -145,6 +145,23 @@ async def post_fit(posted: Annotated[PostedRequest, Depends()]) -> Response:
     The service captures no models: trace the step for a GPU, `remat.trace(..., device="h100")`.
     """
     return await _handle_post(posted, "fit")
+
+
+_WHY_ARGUMENTS = _openapi_arguments(wire.FitRequest, wire.WhyResult)
+_WHY_ARGUMENTS["openapi_extra"]["requestBody"]["content"] = {
+    media: {"schema": {"type": "string", "format": "binary"}}
+    for media in ("application/octet-stream", "text/plain")
+}
+
+
+@router.post("/why", **_WHY_ARGUMENTS)
+async def post_why(posted: Annotated[PostedRequest, Depends()]) -> Response:
+    """Explain an out-of-memory error: what took the memory, and what to do.
+
+    The body is the file that `torch.cuda.memory._dump_snapshot` wrote, or the text of an error. It
+    is read as plain data: a file with code in it is refused.
+    """
+    return await _handle_post(posted, "why")
 
 
 async def _handle_post(posted: PostedRequest, kind: wire.JobKind) -> Response:

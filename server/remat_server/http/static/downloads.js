@@ -20,7 +20,11 @@ const SWEEP_FILES = [
 ];
 
 const FIT_FILES = [["json", "Complete answer", "answer.json", "memory, options and their code"]];
-const FILES = { solve: SOLVE_FILES, sweep: SWEEP_FILES, fit: FIT_FILES };
+const WHY_FILES = [
+  ["html", "Page", "html", "the report and a picture in one file"],
+  ["json", "Complete answer", "answer.json", "findings, lines and parts"],
+];
+const FILES = { solve: SOLVE_FILES, sweep: SWEEP_FILES, fit: FIT_FILES, why: WHY_FILES };
 
 /** Return the section with a button for each file. */
 export function downloads(job) {

@@ -3,10 +3,11 @@
 import { bytes, count, plural } from "./format.js";
 
 /**
- * Read a file; return `{kind, text, facts}` with the kind "trace" or "graph". The text is sent
- * unchanged, because JavaScript does not distinguish 1 from 1.0. Throws Error with a message for the user.
+ * Read a file; return `{kind, text, facts}` with the kind "trace", "graph" or "snapshot" (then with its
+ * `blob`: a memory snapshot, or the text of an error). The text is sent unchanged, because JavaScript does not distinguish 1 from 1.0. Throws Error with a message for the user.
  */
 export async function readFile(file) {
+  if (await isSnapshot(file)) return { kind: "snapshot", blob: file, facts: `a snapshot of ${bytes(file.size)}` };
   const text = await textOf(file);
   let data;
   try {
@@ -28,9 +29,16 @@ export function requestText(document, budgets, options) {
   return `{${parts.join(",")}}`;
 }
 
-/** Return the gzipped text as a Blob. */
-export function gzipped(text) {
-  const stream = new Blob([text]).stream().pipeThrough(new CompressionStream("gzip"));
+/** True for a pickle, and for text that has an out-of-memory error. */
+async function isSnapshot(file) {
+  const [first] = new Uint8Array(await file.slice(0, 1).arrayBuffer());
+  if (first === 0x80) return true;
+  return first !== 0x7b && file.size < 2 ** 24 && (await file.text()).includes("out of memory");
+}
+
+/** Return the gzipped text or file as a Blob. */
+export function gzipped(content) {
+  const stream = new Blob([content]).stream().pipeThrough(new CompressionStream("gzip"));
   return new Response(stream).blob();
 }
 

@@ -127,7 +127,7 @@ function soFar(job) {
 }
 
 function describeRequest(job) {
-  if (job.kind === "fit") return "fit";
+  if (job.kind === "fit" || job.kind === "why") return job.kind;
   if (job.kind === "sweep") {
     return job.summary.length ? `sweep, ${plural(job.summary.length, "budget")}` : "sweep";
   }

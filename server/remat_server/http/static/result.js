@@ -5,6 +5,7 @@ import { h } from "./dom.js";
 import { downloads } from "./downloads.js";
 import { showFit } from "./fit.js";
 import { PLAN_ADVICE, PLAN_STATUS, SCOPE } from "./format.js";
+import { showWhy } from "./why.js";
 import { bytes, count, gap, overhead, percent, plural, seconds } from "./format.js";
 
 const MAX_ROWS = 25;
@@ -13,6 +14,10 @@ const MAX_ROWS = 25;
 export function showResult(job, container, signal) {
   if (job.kind === "fit") {
     showFit(job, container, signal);
+    return;
+  }
+  if (job.kind === "why") {
+    showWhy(job, container, signal);
     return;
   }
   const isSweep = job.kind === "sweep";

@@ -72,6 +72,10 @@ async function chooseFile(file) {
   if (thisFile !== latestFile) return; // the user has chosen another file
   chosenDocument = parsed;
   setText(byId("file-facts"), parsed ? parsed.facts : "");
+  if (parsed?.kind === "snapshot") {
+    document.querySelector("input[name=kind][value=why]").checked = true;
+    showKind();
+  }
   showMessage(byId("file-problem"), problem);
   for (const id of ["costs", "split", "offload"]) byId(id).disabled = parsed?.kind === "graph";
 }
@@ -84,15 +88,18 @@ function showKind() {
   const isSweep = kind() === "sweep";
   const isFit = kind() === "fit";
   byId("fit-fields").hidden = !isFit;
-  byId("solve-fields").hidden = isFit;
+  byId("solve-fields").hidden = isFit || kind() === "why";
+  byId("check").hidden = kind() === "why";
   for (const id of ["budget", "infeasible", "split", "offload"]) byId(`${id}-field`).hidden = isSweep;
   byId("budgets-field").hidden = !isSweep;
-  setText(byId("send"), { sweep: "Sweep", fit: "Predict" }[kind()] ?? "Solve");
+  setText(byId("send"), { sweep: "Sweep", fit: "Predict", why: "Explain" }[kind()] ?? "Solve");
 }
 
 /** Return the text of the request. Throws Error with a message for the user and the invalid field. */
 function readForm() {
   if (!chosenDocument) throw fieldError("file", "Choose a trace or a graph first.");
+  if (kind() === "why") return readSnapshot();
+  if (chosenDocument.kind === "snapshot") throw fieldError("file", "This is a memory snapshot: choose Why, or a trace.");
   if (kind() === "fit") return readFitForm();
   const gap = number("gap", "The gap is a percentage, such as 0.5.");
   const strategy = {
@@ -117,6 +124,13 @@ function readShards() {
     mixed_precision_param: param || undefined,
     mixed_precision_reduce: reduce,
   };
+}
+
+function readSnapshot() {
+  if (chosenDocument.kind !== "snapshot") {
+    throw fieldError("file", "Choose the file that torch.cuda.memory._dump_snapshot wrote, or the text of an error.");
+  }
+  return chosenDocument.blob;
 }
 
 function readFitForm() {
@@ -166,9 +180,10 @@ function fieldError(id, message) {
 }
 
 async function send(query) {
-  const path = { solve: "/solve", sweep: "/sweeps", fit: "/fit" }[kind()];
+  const path = { solve: "/solve", sweep: "/sweeps", fit: "/fit", why: "/why" }[kind()];
   const body = await gzipped(readForm());
-  const headers = { "Content-Type": "application/json", "Content-Encoding": "gzip" };
+  const media = kind() === "why" ? "application/octet-stream" : "application/json";
+  const headers = { "Content-Type": media, "Content-Encoding": "gzip" };
   return json(path + query, { method: "POST", body, headers, ask: true });
 }
 

@@ -109,8 +109,12 @@ class LiveStorageMeter(TorchDispatchMode):
         def on_free(_: object) -> None:
             self.live_bytes -= self._sizes_bytes.pop(address)
             del self._weak_references[address]
+            self._on_free(address)
 
         self._weak_references[address] = weakref.ref(storage, on_free)
+
+    def _on_free(self, address: int) -> None:
+        """Do nothing more about a storage that is freed; a recorder writes an event."""
 
     def add_resize(self, change_bytes: int, storage: torch.UntypedStorage) -> None:
         """Count the change of a storage that was resized outside of any operation, also if it is

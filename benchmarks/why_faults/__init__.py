@@ -1,0 +1,1 @@
+"""Faults of training scripts, planted on purpose, and what `remat why` says of them."""
