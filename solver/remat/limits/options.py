@@ -167,7 +167,10 @@ class LoraOptions:
                     case "r" | "alpha":
                         options["rank" if name == "r" else name] = _integer_in(value, 1, 65536)
                     case "targets":
-                        options["targets"] = tuple(filter(None, value.split("+"))) or _fail()
+                        names = tuple(filter(None, value.split("+"))) or _fail()
+                        options["targets"] = names
+                        if len(names) > 1 and "all-linear" in names:
+                            _fail()
                     case "dropout":
                         options["dropout"] = float(value) if 0 <= float(value) < 1 else _fail()
                     case "dora":
@@ -185,7 +188,7 @@ class LoraOptions:
 
 def _integer_in(text: str, smallest: int, largest: int) -> int:
     number = int(text)
-    return number if smallest <= number <= largest else _fail()
+    return number if text.isascii() and smallest <= number <= largest else _fail()
 
 
 def _fail() -> NoReturn:

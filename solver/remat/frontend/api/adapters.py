@@ -36,6 +36,8 @@ def with_adapters(model: nn.Module, lora: str | None, quantize: str | None) -> n
     if quantize:
         check_quantization(quantize)
         _quantize_layers(model, quantize)
+        # As transformers marks it: PEFT selects the classes of its layers by this.
+        setattr(model, f"is_loaded_in_{8 if quantize == 'int8' else 4}bit", True)
         _prepare_for_training(model)
     return _with_lora(model, options) if options else model
 

@@ -23,7 +23,7 @@ from remat.frontend.capture.model.attribute_guards import AttributeGuards
 from remat.frontend.capture.trace import CapturedStep, capture
 from remat.frontend.common.operators import check_namespaces_allowed
 from remat.frontend.common.pytree import unflatten
-from remat.frontend.common.quantized import quantized_operators
+from remat.frontend.common.quantized import QUANTIZED_NAMESPACE, quantized_operators
 from remat.frontend.common.torch_modes import autocast_set_to
 from remat.frontend.costs.measure import block_measurement_limit_bytes, measure
 from remat.frontend.planning.schedule_reuse import BlockScheduleCache
@@ -213,9 +213,10 @@ class BlockSolver:
         else:
             measured, options = cached
         self.cost_source = measured.cost_source
-        return [
-            PlannedOption(option, plan, measured, settings.namespaces) for option, plan in options
-        ]
+        # The capture has checked the operators of quantized weights.
+        quantized = {n.target.partition(".")[0] for n in trace.nodes} & {QUANTIZED_NAMESPACE}
+        namespaces = settings.namespaces | quantized
+        return [PlannedOption(option, plan, measured, namespaces) for option, plan in options]
 
 
 def short_failure_reason(error: RematError) -> str:

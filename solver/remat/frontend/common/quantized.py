@@ -68,11 +68,10 @@ def quantization_states(model: nn.Module) -> Iterator[QuantizationState]:
             yield QuantizationState(path, state)
             state, path = state.state2, f"{path}.state2"
     for name, module in model.named_modules():
-        state = vars(module).get("state")
-        if type(state).__name__ == "MatmulLtState":
+        if is_8bit_layer(module):
             if getattr(module.weight, "CB", None) is not None:
                 module.init_8bit_state()
-            yield QuantizationState(f"{name}.state" if name else "state", state)
+            yield QuantizationState(f"{name}.state" if name else "state", module.state)
 
 
 def quantization_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -110,19 +109,44 @@ def memory_of(tensor: torch.Tensor) -> tuple[int, torch.Size]:
     return tensor.untyped_storage()._cdata, tensor.shape
 
 
+QUANTIZED_NAMESPACE = "bitsandbytes"
+
+
 def quantized_operators(model: nn.Module) -> frozenset[str]:
     """Return the namespace of bitsandbytes' operators if a model has quantized weights."""
-    return frozenset({"bitsandbytes"} if any(quantization_states(model)) else ())
+    return frozenset({QUANTIZED_NAMESPACE} if any(quantization_states(model)) else ())
 
 
-def buffer_table(model: nn.Module, path: str) -> Mapping[str, Any]:
-    """Return the buffers of the module at a path, or the attributes of the object of a quantized
-    weight; empty without either."""
-    try:
-        owner = attrgetter(path)(model) if path else model
-    except AttributeError:
-        return {}
-    return owner._buffers if isinstance(owner, nn.Module) else vars(owner)
+def is_8bit_layer(module: nn.Module) -> bool:
+    """True for a linear layer of bitsandbytes in 8 bits."""
+    return type(vars(module).get("state")).__name__ == "MatmulLtState"
+
+
+class QuantizationTable(NamedTuple):
+    """The tensors of the quantized weight of a module, by the paths of their attributes."""
+
+    module: nn.Module
+
+    def get(self, path: str) -> torch.Tensor | None:
+        """Return the tensor that is at a path now, since weights and their scales may be replaced;
+        None without one."""
+        weight = self.module._parameters.get("weight")
+        if getattr(weight, "CB", None) is not None:  # a layer in 8 bits that has not run yet
+            self.module.init_8bit_state()
+        try:
+            tensor = attrgetter(path)(self.module)
+        except AttributeError:
+            return None
+        return tensor if isinstance(tensor, torch.Tensor) else None
+
+
+def find_quantization_table(model: nn.Module, path: str) -> tuple[QuantizationTable, str]:
+    """Return the table of the module at the start of a path, and the rest of the path."""
+    module, names = model, path.split(".")
+    while (child := module._modules.get(names[0])) is not None and len(names) > 1:
+        module = child
+        del names[0]
+    return QuantizationTable(module), ".".join(names)
 
 
 def plain_tensor(tensor: torch.Tensor) -> torch.Tensor:

@@ -24,7 +24,12 @@ from remat.errors import GuardError
 from remat.frontend.capture.model.hooks import GLOBAL_HOOKS, HOOK_KINDS, is_planned_hook
 from remat.frontend.capture.model.values import Code
 from remat.frontend.common.pytree import flatten
-from remat.frontend.common.quantized import buffer_table, plain_tensor
+from remat.frontend.common.quantized import (
+    QuantizationTable,
+    find_quantization_table,
+    is_8bit_layer,
+    plain_tensor,
+)
 from remat.frontend.common.torch_modes import autocast_modes
 
 
@@ -328,6 +333,9 @@ def call_signature(
     )
 
 
+_Table = Mapping[str, torch.Tensor | None] | QuantizationTable
+
+
 class PlaceholderBinding:
     """Finds the tensors for a program's placeholders in a model and in the inputs of a call.
 
@@ -338,7 +346,7 @@ class PlaceholderBinding:
 
     def __init__(self, program: Program, model: nn.Module) -> None:
         # Of each placeholder, the index of an input, or a module's table and the name in it.
-        self._sources: list[int | tuple[Mapping[str, torch.Tensor | None], str]] = []
+        self._sources: list[int | tuple[_Table, str]] = []
         for placeholder in program.placeholders:
             if placeholder.kind == "input":
                 self._sources.append(int(placeholder.target))
@@ -346,18 +354,20 @@ class PlaceholderBinding:
                 self._sources.append(self._locate(placeholder, model))
 
     @staticmethod
-    def _locate(
-        placeholder: Placeholder, model: nn.Module
-    ) -> tuple[Mapping[str, torch.Tensor | None], str]:
+    def _locate(placeholder: Placeholder, model: nn.Module) -> tuple[_Table, str]:
         """Return the dictionary of the module that owns a parameter or buffer, and its name there.
         Raises `GuardError` where the model has none, it differs, or tied ones are not tied."""
         path, _, name = placeholder.target.rpartition(".")
+        table: _Table = {}
         try:
             owner = model.get_submodule(path)
+            tables = {"parameter": owner._parameters, "buffer": owner._buffers}
+            table = tables[placeholder.kind]
+            if name == "weight" and is_8bit_layer(owner):  # which computes with its state's weight
+                table, name = QuantizationTable(owner), "state.CB"
         except AttributeError:
-            owner = nn.Module()
-        is_parameter = placeholder.kind == "parameter"
-        table = owner._parameters if is_parameter else buffer_table(model, path)
+            if placeholder.kind == "buffer":
+                table, name = find_quantization_table(model, placeholder.target)
         tensor = table.get(name)
         if tensor is None:
             raise GuardError(

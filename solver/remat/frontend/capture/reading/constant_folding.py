@@ -91,6 +91,20 @@ class _Constant(NamedTuple):
         return not is_written and tensor.untyped_storage()._cdata == address
 
 
+_MAX_RANDOM_ELEMENTS = 16
+
+
+def _is_never_zero(random: object) -> bool:
+    """True for a result of `torch.rand` that has a 0 next to never: few numbers, and not in half
+    precision."""
+    return (
+        isinstance(random, torch.Tensor)
+        and random.dtype in (torch.float32, torch.float64)
+        and not _depends_on_symbols(random.numel())
+        and random.numel() <= _MAX_RANDOM_ELEMENTS
+    )
+
+
 class _SharedMemory:
     """The memory of a constant that the model's code has passed on without a copy."""
 
@@ -140,9 +154,9 @@ class ConstantFolding(TorchFunctionMode):
     """A mode that evaluates functions of constant tensors, and answers conversions to scalars.
 
     `queries` are the conversions of tensors that depend on symbolic sizes, with their answers. A
-    comparison of `torch.rand` with 0 or less, or with 1 or more, is constant, too: such is the code
-    of a dropout of whole layers that is off. It ignores that `torch.rand` returns 0 once in 2^24
-    calls.
+    comparison of a few numbers of `torch.rand` in float32 or float64 with 0 or less, or with 1 or
+    more, is constant, too: such is the code of a dropout of whole layers that is off. It ignores
+    that `torch.rand` returns 0 once in 2^24 calls.
     """
 
     def __init__(self) -> None:
@@ -151,7 +165,7 @@ class ConstantFolding(TorchFunctionMode):
         self._constants: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._recipes: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._uniform: WeakIdKeyDictionary = WeakIdKeyDictionary()
-        """Random numbers between 0 and 1."""
+        """Random numbers between 0 and 1, as constants of 0.5: valid until they are written."""
         self._shared: list[_SharedMemory] = []
 
     def __torch_function__(
@@ -181,9 +195,9 @@ class ConstantFolding(TorchFunctionMode):
             and self._are_constant(tensors)  # it has not written into them
         ):
             self._evaluate(func, args, kwargs, result)
-        elif func in _UNIFORM:
-            self._uniform[result] = None
-        elif func in _COMPARISONS and tensors and tensors[0] in self._uniform:
+        elif func in _UNIFORM and _is_never_zero(result):
+            self._uniform[result] = _Constant.of(result, torch.full([*result.shape], 0.5))
+        elif func in _COMPARISONS and len(args) == len(tensors) + 1 == 2:
             self._evaluate_comparison(func, *args, result)
         return result
 
@@ -260,10 +274,11 @@ class ConstantFolding(TorchFunctionMode):
     ) -> None:
         """Store the values of a comparison of a random tensor, if all random numbers between 0 and
         1 have the same answer."""
-        if isinstance(number, (int, float)) and not 0 < number < 1:
+        constant = self._uniform.get(random) if isinstance(random, torch.Tensor) else None
+        is_certain = isinstance(number, (int, float)) and not 0 < number < 1
+        if constant is not None and is_certain and constant.is_valid_for(random):
             with capture_paused():
-                value = func(torch.full([*map(size_hint, random.shape)], 0.5), number)
-            self._constants[result] = _Constant.of(result, value)
+                self._constants[result] = _Constant.of(result, func(constant.value, number))
 
     def _recipe_argument(self, item: Any) -> Any:
         """Return the recipe of a tensor that depends on symbols, the real value of another tensor,
