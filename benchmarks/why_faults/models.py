@@ -80,6 +80,7 @@ class CachedAttention(nn.Module):
         elif not self.limit or len(self.keys) < self.limit * len(x):
             self.keys = torch.cat([self.keys, key.detach()])  # planted: cache_that_grows
         keys = self.keys
+        assert keys is not None
         return x + key * keys[:1].mean()
 
 
