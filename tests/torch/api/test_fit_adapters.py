@@ -153,3 +153,84 @@ def test_a_plan_has_the_gradients_of_the_quantized_model(quantize: str) -> None:
     others = dict(model.named_parameters())
     for name, gradient in gradients.items():
         assert torch.equal(others[name].grad, gradient), name
+
+
+class QuantizedBlocks(nn.Module):
+    """Blocks of a layer of bitsandbytes and an ordinary one."""
+
+    def __init__(self, bits: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList()
+        for _ in range(3):
+            self.layers += [quantized_layer(bits), nn.Linear(64, 64)]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x).tanh()
+        return x.square().mean()
+
+
+def quantized_layer(bits: int) -> nn.Module:
+    import bitsandbytes
+
+    layer: nn.Module
+    if bits == 4:
+        layer = bitsandbytes.nn.Linear4bit(64, 64, compute_dtype=torch.float32)
+    else:
+        layer = bitsandbytes.nn.Linear8bitLt(64, 64, has_fp16_weights=False)
+    return layer.requires_grad_(False).to("cpu")
+
+
+def replace_layer(model: QuantizedBlocks, other: Any) -> None:
+    model.layers[2] = other
+
+
+def replace_weight(model: QuantizedBlocks, other: Any) -> None:
+    model.layers[2].weight = other.weight
+
+
+def replace_weight_that_ran(model: QuantizedBlocks, other: Any) -> None:
+    other(torch.randn(2, 64))
+    model.layers[2].weight = other.weight
+
+
+def replace_scales(model: QuantizedBlocks, other: Any) -> None:
+    layer: Any = model.layers[2]
+    if hasattr(other, "state"):
+        layer.state.SCB = layer.state.SCB * 2
+    else:
+        layer.weight.quant_state = other.weight.quant_state
+
+
+def write_scales(model: QuantizedBlocks, other: Any) -> None:
+    layer: Any = model.layers[2]
+    scales = layer.state.SCB if hasattr(other, "state") else layer.weight.quant_state.absmax
+    scales.mul_(3)
+
+
+@pytest.mark.parametrize("scope", ["model", "blocks"])
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize(
+    "change",
+    [replace_layer, replace_weight, replace_weight_that_ran, replace_scales, write_scales],
+)
+def test_a_plan_uses_the_present_quantized_weights(
+    change: Callable[[QuantizedBlocks, Any], None], bits: int, scope: str
+) -> None:
+    eager, planned = QuantizedBlocks(bits), QuantizedBlocks(bits)
+    x = torch.randn(32, 64, generator=torch.Generator().manual_seed(1))
+    remat.enable(planned, "90%", scope=scope, infeasible="smallest", costs=remat.Roofline("cpu"))
+
+    def step(model: nn.Module) -> list[torch.Tensor]:
+        loss = model(x)
+        loss.backward()
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        model.zero_grad()
+        return [loss.detach(), *gradients]
+
+    for _ in range(2):
+        assert all(map(torch.equal, step(eager), step(planned)))
+        for model in (eager, planned):
+            torch.manual_seed(5)
+            change(model, quantized_layer(bits))

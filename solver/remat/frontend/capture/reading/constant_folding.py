@@ -50,6 +50,7 @@ _SCALAR_CONVERSIONS = frozenset(
     getattr(torch.Tensor, name)
     for name in ("__bool__", "item", "__int__", "__float__", "__index__")
 )
+_SAMPLES = ("normal_", "bernoulli_", "random_")
 _UNIFORM = frozenset({torch.rand, torch.rand_like})
 _COMPARISONS = frozenset(
     function
@@ -188,6 +189,9 @@ class ConstantFolding(TorchFunctionMode):
         if func in _MEMORY_READS and any(map(torch._is_functional_tensor, tensors)):
             return self._read_memory(func, args, kwargs, tensors)
         result = func(*args, **kwargs)
+        if _torch_function_name(func) in _SAMPLES and tensors:
+            # Some have kernels of the capture, below which no write is counted.
+            count_write(tensors[0])
         if (
             is_constant
             and (tensors or func in _FACTORIES)
@@ -196,7 +200,9 @@ class ConstantFolding(TorchFunctionMode):
         ):
             self._evaluate(func, args, kwargs, result)
         elif func in _UNIFORM and _is_never_zero(result):
-            self._uniform[result] = _Constant.of(result, torch.full([*result.shape], 0.5))
+            with capture_paused():
+                half = torch.full([*result.shape], 0.5)
+            self._uniform[result] = _Constant.of(result, half)
         elif func in _COMPARISONS and len(args) == len(tensors) + 1 == 2:
             self._evaluate_comparison(func, *args, result)
         return result
