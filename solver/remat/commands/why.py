@@ -82,8 +82,9 @@ def why(
     device: command_options.TargetDevice = None,
     optimizer: Optimizer = "adamw",
 ) -> None:
-    """Explain an out-of-memory error: what took the memory, whether it is a leak, a fragment or the
-    peak of the step, and what to do.
+    """Explain an out-of-memory error: a leak, a fragment or the peak.
+
+    Names what took the memory, and what to do.
 
     The file is read as plain data: no code in it can run. Nothing is run or allocated.
     """

@@ -131,12 +131,23 @@ def test_storages_that_are_larger_than_results(path: Path) -> None:
         assert larger == call.storage_bytes, call
 
 
+CHECKED_BY_LOOPS = {
+    "bitsandbytes.gemm_4bit.default",
+    "bitsandbytes.int8_scaled_mm.default",
+    "remat.flex_attention.default",
+    "remat.flex_attention_backward.default",
+    "torch_attn._varlen_attn.default",
+    "torch_attn._varlen_attn_backward.default",
+}
+"""Operators that are not torch's: loops on the software GPU check them (docs/how-to/fit.md)."""
+
+
 @pytest.mark.parametrize("path", RECORDINGS, ids=lambda path: path.name)
 def test_each_formula_is_checked_with_a_workspace(path: Path) -> None:
     checked = Counter(
         call.node.target for call in recorded_calls(path) if max(call.workspace_bytes.values())
     )
-    assert not FORMULAS.keys() - checked.keys()
+    assert FORMULAS.keys() - checked.keys() == CHECKED_BY_LOOPS
 
 
 @pytest.mark.parametrize("path", RECORDINGS, ids=lambda path: path.name)

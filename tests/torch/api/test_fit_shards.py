@@ -283,7 +283,7 @@ def gpt2_on(device: str, **options: Any) -> Fit:
         ({"shard": "full"}, "shard needs several GPUs"),
         ({"gpus": 8, "shard": "zero3"}, "the shard is 'zero3'; pass 'full'"),
         ({"gpus": 8, "shard": 3}, "the shard is '3'"),
-        ({"gpus": 8, "shard": "hybrid:3"}, "'hybrid:3' needs groups of the 8 GPUs"),
+        ({"gpus": 8, "shard": "hybrid:3"}, "'hybrid:3' does not divide 8 GPUs"),
         ({"gpus": 8, "shard": "hybrid:8"}, "pass hybrid:N for a divisor N of 8"),
         ({"gpus": 8, "shard": "hybrid:"}, "the shard is 'hybrid:'"),
         ({"gpus": 8, "gradient_as_bucket_view": True}, "is an option of DDP"),

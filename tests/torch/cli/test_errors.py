@@ -105,7 +105,7 @@ def test_a_wrong_document_or_file_is_refused(
         ("measure {bare} --device h100", "--roofline h100 estimates"),
         ("measure {bare} --device nonesuch", "use cpu or cuda"),
         ("trace hf:gpt2 --device nonesuch", "or a GPU: v100"),
-        ("fit hf:gpt2 --optimizer lion", "'lion' is not known; use one of adamw"),
+        ("fit hf:gpt2 --optimizer lamb", "'lamb' is not known; use one of adamw"),
         ("fit hf:gpt2 --memory 60%", "the memory '60%' is not a number of bytes"),
         ("estimate hf:gpt2 --device mi300x", "or a GPU: v100"),
         ("estimate hf:gpt2 --reserve nonsense", "the reserve 'nonsense' is not a number of bytes"),

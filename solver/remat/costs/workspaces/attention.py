@@ -113,7 +113,7 @@ def _varlen_backward_workspace(call: OperatorCall) -> Allocations:
     tokens, heads, head_size = query.shape
     copies = [contiguous_copy_bytes(grad_out), contiguous_copy_bytes(out)]
     rows = tokens + 128 * (call.tensor(6).shape[0] - 1)
-    key_shape = (1, *key.shape[:2])
+    key_shape = (1, key.shape[0], key.shape[1])
     yield from _flash_backward_buffers(call, copies, (rows, heads, head_size), key, key_shape)
 
 

@@ -77,9 +77,9 @@ def _quantize_layers(model: nn.Module, quantize: str) -> None:
     for path, module in list(model.named_modules()):
         if not _is_linear(module) or id(module) in outputs:
             continue
-        weight = module.weight.detach()
+        weight: torch.Tensor = module.weight.detach()  # type: ignore[operator, assignment]
         weight = weight if isinstance(module, nn.Linear) else weight.t()
-        layer = _quantized_layer(library, quantize, weight, module.bias)
+        layer = _quantized_layer(library, quantize, weight, module._parameters.get("bias"))
         parent, _, name = path.rpartition(".")
         setattr(model.get_submodule(parent), name, layer.train(module.training))
 

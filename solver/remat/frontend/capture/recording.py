@@ -98,7 +98,7 @@ class _StepRecording:
             wrapper = torch._to_functional_tensor(fake)
             # Attributes that the model's code, or a library, has set.
             if not isinstance(tensor, FakeTensor) or ATTRIBUTES in vars(tensor):
-                wrapper.__dict__ = parameter_attributes(tensor)
+                wrapper.__dict__ = parameter_attributes(tensor)  # type: ignore[assignment]
             self._wrappers[key] = wrapper.requires_grad_(tensor.requires_grad)
 
     def run(self, leaf_count: int) -> JointGraph:

@@ -53,7 +53,8 @@ class QuantizationState(NamedTuple):
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the attributes that are tensors, by name; of a tensor of torchao, its parts."""
         if isinstance(self.owner, torch.Tensor):
-            return {name: getattr(self.owner, name) for name in self.owner.__tensor_flatten__()[0]}
+            names, _ = self.owner.__tensor_flatten__()  # type: ignore[attr-defined]
+            return {name: getattr(self.owner, name) for name in names}
         return {k: v for k, v in self.attributes.items() if isinstance(v, torch.Tensor)}
 
 
@@ -69,8 +70,7 @@ def quantization_states(model: nn.Module) -> Iterator[QuantizationState]:
             state, path = state.state2, f"{path}.state2"
     for name, module in model.named_modules():
         if is_8bit_layer(module):
-            if getattr(module.weight, "CB", None) is not None:
-                module.init_8bit_state()
+            _initialise_8bit_layer(module)
             yield QuantizationState(f"{name}.state" if name else "state", module.state)
 
 
@@ -122,6 +122,12 @@ def is_8bit_layer(module: nn.Module) -> bool:
     return type(vars(module).get("state")).__name__ == "MatmulLtState"
 
 
+def _initialise_8bit_layer(module: Any) -> None:
+    """Move the weight of a layer in 8 bits to its state, as its next call does."""
+    if getattr(module._parameters.get("weight"), "CB", None) is not None:
+        module.init_8bit_state()
+
+
 class QuantizationTable(NamedTuple):
     """The tensors of the quantized weight of a module, by the paths of their attributes."""
 
@@ -130,9 +136,7 @@ class QuantizationTable(NamedTuple):
     def get(self, path: str) -> torch.Tensor | None:
         """Return the tensor that is at a path now, since weights and their scales may be replaced;
         None without one."""
-        weight = self.module._parameters.get("weight")
-        if getattr(weight, "CB", None) is not None:  # a layer in 8 bits that has not run yet
-            self.module.init_8bit_state()
+        _initialise_8bit_layer(self.module)
         try:
             tensor = attrgetter(path)(self.module)
         except AttributeError:

@@ -126,7 +126,8 @@ class _FakeTensorConverter:
         if is_quantized_subclass(item):
             names, options = item.__tensor_flatten__()  # type: ignore[attr-defined]
             parts = {name: self(getattr(item, name)) for name in names}
-            return type(item).__tensor_unflatten__(parts, options, item.shape, item.stride())
+            subclass: Any = type(item)
+            return subclass.__tensor_unflatten__(parts, options, item.shape, item.stride())
         is_elsewhere = self._replaces_all_devices and item.device != self._device
         if not (item.is_meta or is_elsewhere):
             return item

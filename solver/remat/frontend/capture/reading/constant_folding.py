@@ -204,7 +204,7 @@ class ConstantFolding(TorchFunctionMode):
                 half = torch.full([*result.shape], 0.5)
             self._uniform[result] = _Constant.of(result, half)
         elif func in _COMPARISONS and len(args) == len(tensors) + 1 == 2:
-            self._evaluate_comparison(func, *args, result)
+            self._evaluate_comparison(func, args[0], args[1], result)
         return result
 
     def __exit__(self, exc_type: Any, exc_value: Any, traceback: Any) -> None:
