@@ -271,6 +271,7 @@ def test_a_memory_snapshot_is_explained(page: Page, server: Server, tmp_path: Pa
     page.get_by_role("button", name="Explain").click()
     expect(page.locator(".verdict")).to_contain_text("leak: tensors kept: ")
     expect(page.get_by_role("region", name="Live memory")).to_contain_text("optimizer state")
+    expect(page.get_by_role("heading", level=1)).to_have_text("memory snapshot")
     expect(page.get_by_role("button", name="Page")).to_be_visible()
 
 

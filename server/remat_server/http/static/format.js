@@ -75,7 +75,8 @@ export function moment(epoch) {
 
 /** Return a job's title: the class name of a dotted path, or the model's name. */
 export const title = (job) =>
-  (/^[\w.]+$/.test(job.model) && job.model.split(".").at(-1)) || job.model || "bare graph";
+  (/^[\w.]+$/.test(job.model) && job.model.split(".").at(-1)) || job.model ||
+  (job.kind === "why" ? "memory snapshot" : "bare graph");
 
 /** Capitalize the first letter. */
 export const sentence = (text) => text.charAt(0).toUpperCase() + text.slice(1);
