@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from remat.errors import wrong_type
 
@@ -81,7 +81,7 @@ class DeviceSpec:
     device without CUDA."""
     link: Link = PCIE_4
     """The link to the host."""
-    source: str = ""
+    source: str = field(default="", repr=False, compare=False)
     """The publication that has these figures; "" for a device without one."""
 
     @property

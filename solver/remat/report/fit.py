@@ -159,9 +159,7 @@ class Fit(Described):
         """Return the time of communication; "" on one GPU."""
         if self.sharding.gpus == 1:
             return ""
-        return (
-            f", of which {format_seconds(self.communication_s)} exposed communication (estimated)"
-        )
+        return f"; {format_seconds(self.communication_s)} exposed communication (estimated)"
 
     def _reserved_facts(self) -> list[Fact]:
         """Return a line about torch's allocator, and one about the accuracy; none on a CPU."""

@@ -287,14 +287,14 @@ def test_check_only_shows_the_sizes(page: Page, server: Server, trace_file: Path
 # -- errors ------------------------------------------------------------------------------------
 
 
-@pytest.mark.quick_cases("\\x80\\x04\\x95-not text")
+@pytest.mark.quick_cases("\\xff\\xfe\\x00-not text")
 @pytest.mark.parametrize(
     ("content", "words"),
     [
         (b'{"nodes": [', "is not JSON"),
         (gzip.compress(b'{"nodes": []}', mtime=0)[:-9], "incomplete or damaged"),
         (b"PK\x03\x04rest", "an archive"),
-        (b"\x80\x04\x95", "not text"),
+        (b"\xff\xfe\x00", "not text"),
         (b'{"format": "remat.plan"}', "a plan"),
         (b"[1, 2]", "neither a trace nor a graph"),
     ],
