@@ -146,8 +146,8 @@ class FitQuestion:
     another batch size, which accumulates its gradients; `batch` is the present size.
     `trace_with_adapters` returns the trace with costs for options `lora` and `quantize`. They may
     be unknown. Once the `clock` is set, options that trace or solve are left out; `progress`
-    reports the stages of the answer, and the solves for plans. `assumptions` are those of the trace
-    that the answer names.
+    reports the stages of the answer, and the solves for plans. `assumptions` are what the answer
+    names of the trace.
     """
 
     step: EagerStep

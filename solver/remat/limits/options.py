@@ -133,11 +133,11 @@ def parse_bytes(size: int | str, name: str, example: str) -> int:
 
 
 QUANTIZATIONS = ("nf4", "nf4-double", "fp4", "int8")
-"""Values of the option `quantize`: those of bitsandbytes; "nf4-double" has scales in 8 bits."""
+"""Values of the option `quantize`, by bitsandbytes; "nf4-double" has scales in 8 bits."""
 
 
 def check_quantization(quantize: str) -> None:
-    """Raise `RematError` for another quantization than those of `QUANTIZATIONS`."""
+    """Raise `RematError` for a quantization that is not in `QUANTIZATIONS`."""
     if quantize not in QUANTIZATIONS:
         raise RematError(
             f"quantize is {str(quantize)[:40]!r}; pass one of {', '.join(QUANTIZATIONS)}"

@@ -90,8 +90,8 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def _output_layers(model: nn.Module) -> set[int]:
-    """Return the `id` of the layers that no library quantizes: those of the output, and layers
-    whose weight is tied."""
+    """Return the `id` of the layers that no library quantizes: the output layer, and layers with a
+    tied weight."""
     counts: dict[int, int] = {}
     for module in model.modules():
         weight = module._parameters.get("weight")
